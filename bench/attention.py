@@ -1,7 +1,8 @@
-"""Context parallelism in figures: what layouts cost, counted from plans, and attention beside a dense mask, timed.
+"""Context parallelism in figures: what layouts cost, counted from plans, and attention beside a
+dense mask, timed.
 
-Counts are arithmetic of one process for any number of ranks. Times are processor seconds of real ranks with one thread
-each, by turns: other programs of the machine move them little.
+Counts are arithmetic of one process for any number of ranks. Times are processor seconds of real
+ranks with one thread each, by turns: other programs of the machine move them little.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ STATE_GOALS = {"cp 1": 0.6, "cp 2": 0.9}
 
 def plans_of(row: PackedBatch, layout: str, cp: int) -> list[AttentionPlan]:
     """The plan of every rank for a row, padded as the layout needs it."""
-    metadata = mask_metadata(row.with_padding_to(LAYOUTS[layout].padded_length(mask_metadata(row), cp, 1)))
+    metadata = mask_metadata(
+        row.with_padding_to(LAYOUTS[layout].padded_length(mask_metadata(row), cp, 1))
+    )
     indices = LAYOUTS[layout].deal(metadata, cp)
     first = AttentionPlan(indices, metadata, 0)
     return [first, *(AttentionPlan(indices, metadata, rank, first.order) for rank in range(1, cp))]
@@ -60,14 +63,20 @@ def area_per_rank(plans: Sequence[AttentionPlan]) -> np.ndarray:
 def remote_rows(plans: Sequence[AttentionPlan]) -> int:
     """K/V rows of other ranks that are needed, summed over ranks."""
     return sum(
-        int(needed.sum() - needed[plan.local].sum()) for plan, needed in zip(plans, needed_rows(plans[0]), strict=True)
+        int(needed.sum() - needed[plan.local].sum())
+        for plan, needed in zip(plans, needed_rows(plans[0]), strict=True)
     )
 
 
 def layout_part(quick: bool) -> Part:
-    """Largest over mean attention area, and the share of other ranks' rows that must travel, for every layout."""
+    """Largest over mean attention area, and the share of other ranks' rows that must travel, for
+    every layout.
+    """
     lengths, seeds = (QUICK_LENGTHS, 2) if quick else (LENGTHS, 5)
-    packs = {f"mixed {tokens:,}": [mixed_row(tokens, seed) for seed in range(seeds)] for tokens in lengths}
+    packs = {
+        f"mixed {tokens:,}": [mixed_row(tokens, seed) for seed in range(seeds)]
+        for tokens in lengths
+    }
     packs[f"causal {lengths[0]:,}"] = [mock_batch([0], MockRules(64, lengths[0], "causal"))]
     entries, goals = [], []
     lines = [["area largest / mean, remote rows needed", *LAYOUTS]]
@@ -80,10 +89,16 @@ def layout_part(quick: bool) -> Part:
                 worst = max(float(area.max() / area.mean()) for area in areas)
                 others = sum(cp * (len(plans[0].metadata) - len(plans[0].local)) for plans in dealt)
                 share = sum(remote_rows(plans) for plans in dealt) / others
-                entries.append({"pack": name, "cp": cp, "layout": layout, "area": worst, "remote_share": share})
+                entries.append(
+                    {"pack": name, "cp": cp, "layout": layout, "area": worst, "remote_share": share}
+                )
                 cells.append(f"{worst:.3f} {share:>6.1%}")
                 if layout == "balanced":
-                    goals.append(Goal(f"{name}, cp {cp}, balanced: area largest / mean", worst, AREA_GOALS[cp]))
+                    goals.append(
+                        Goal(
+                            f"{name}, cp {cp}, balanced: area largest / mean", worst, AREA_GOALS[cp]
+                        )
+                    )
             lines.append([f"{name}, cp {cp}", *cells])
     return Part({"layouts": entries}, goals, table(lines))
 
@@ -94,7 +109,9 @@ _grid = functools.cache(build_grid)
 def _tensors(tokens: int) -> list[Tensor]:
     """q, k, v and the gradient of the output, fp32, the same values on every run."""
     g = torch.Generator().manual_seed(0)
-    return [torch.randn(tokens, heads, WIDTH, generator=g) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    return [
+        torch.randn(tokens, heads, WIDTH, generator=g) for heads in (HEADS, GROUPS, GROUPS, HEADS)
+    ]
 
 
 def attention_work(
@@ -116,17 +133,25 @@ def attention_work(
 
 
 def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
-    """One process, `scaled_dot_product_attention` with the whole mask: fp32, which the CPU kernel takes as it is."""
+    """One process, `scaled_dot_product_attention` with the whole mask: fp32, which the CPU kernel
+    takes as it is.
+    """
     meta = mask_metadata(batch)
     hidden = torch.from_numpy(~allowed(meta, meta))
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    q, k, v, dout = (x.transpose(0, 1).unsqueeze(0) for x in _tensors(len(batch)))  # [T, heads, d] -> [1, heads, T, d]
+    q, k, v, dout = (
+        x.transpose(0, 1).unsqueeze(0) for x in _tensors(len(batch))
+    )  # [T, heads, d] -> [1, heads, T, d]
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    return timed(lambda: scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).backward(dout))[1]
+    return timed(
+        lambda: scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).backward(dout)
+    )[1]
 
 
 def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
-    """One gated delta rule forward and backward over a document, by us or by the transformers library's fallback."""
+    """One gated delta rule forward and backward over a document, by us or by the transformers
+    library's fallback.
+    """
     axis, g = _grid(GridShape(cp=world_size), rank).cp, torch.Generator().manual_seed(0)
     row = Metadata.of_documents(np.zeros(tokens, int))
     plan = AttentionPlan(LAYOUTS["contiguous"].deal(row, world_size), row, rank)
@@ -138,35 +163,49 @@ def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
         if ours:
             recur(gated_delta_rule, plan, axis, *leaves).sum().backward()
             return
-        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as fallback
+        from transformers.models.qwen3_5.modeling_qwen3_5 import (
+            torch_chunk_gated_delta_rule as fallback,
+        )
 
         fallback(*(x[None] for x in leaves), use_qk_l2norm_in_kernel=True)[0].sum().backward()
 
-    keep_in_heap(STATE_TEMPORARIES)  # as the backend asks, and as glibc does by itself for the library
+    keep_in_heap(
+        STATE_TEMPORARIES
+    )  # as the backend asks, and as glibc does by itself for the library
     step()
     barrier(axis)
     return timed(step)[1]
 
 
 def states_part(quick: bool) -> Part:
-    """Total work of a gated delta rule on one and two ranks against the library's fallback on one process."""
+    """Total work of a gated delta rule on one and two ranks against the library's fallback on one
+    process.
+    """
     rounds, tokens = (1, 256) if quick else (5, 4_096)
 
     def way(pool: RankPool, ours: bool) -> Callable[[], float]:
         return lambda: sum(one.cpu for one in pool.run(state_work, tokens, ours))
 
     with RankPool(1) as one, RankPool(2) as two:
-        taken = take_turns({"library": way(one, False), "cp 1": way(one, True), "cp 2": way(two, True)}, rounds)
+        taken = take_turns(
+            {"library": way(one, False), "cp 1": way(one, True), "cp 2": way(two, True)}, rounds
+        )
     median = {name: statistics.median(seconds) for name, seconds in taken.items()}
     goals = [
-        Goal(f"{tokens:,} tokens, 4 heads of 128: {name} / library: work", median[name] / median["library"], goal)
+        Goal(
+            f"{tokens:,} tokens, 4 heads of 128: {name} / library: work",
+            median[name] / median["library"],
+            goal,
+        )
         for name, goal in STATE_GOALS.items()
     ]
     return Part({"states": taken}, goals)
 
 
 def time_part(quick: bool) -> Part:
-    """Total work of attention against a dense mask on one process, and of a window against full causal attention."""
+    """Total work of attention against a dense mask on one process, and of a window against full
+    causal attention.
+    """
     rounds, length = (1, 1_024) if quick else (3, 8_192)
     rows = [mixed_row(length, seed) for seed in range(1 if quick else 3)]
     causal, window = [mock_batch([0], MockRules(64, length, "causal"))], length // 16
@@ -189,7 +228,12 @@ def time_part(quick: bool) -> Part:
     median = {name: statistics.median(seconds) for name, seconds in taken.items()}
     what = f"{len(rows)} x {length:,} mixed tokens: dense SDPA / tiles"
     goals = [
-        Goal(f"{what}, cp {cp}: work", median["dense mask"] / median[f"tiles, cp {cp}"], DENSE_GOAL, ">=")
+        Goal(
+            f"{what}, cp {cp}: work",
+            median["dense mask"] / median[f"tiles, cp {cp}"],
+            DENSE_GOAL,
+            ">=",
+        )
         for cp in (1, 2)
     ]
     row = mask_metadata(causal[0])

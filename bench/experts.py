@@ -1,9 +1,10 @@
-"""A layer of experts, forward and backward, beside the transformers library's two ways: a loop, and grouped products.
+"""A layer of experts, forward and backward, beside the transformers library's two ways: a loop, and
+grouped products.
 
-torchtitan's layer stands beside them where it can be imported: torchtitan 0.3.0 and triton in a folder of PYTHONPATH.
-Patched: it takes CUDA where torch sees no accelerator, and in float32 it rounds rows and matrices to bfloat16. Its
-scores have the layer's dtype: a CPU has no autocast to float32.
-Processor seconds of ranks with one thread each, by turns.
+torchtitan's layer stands beside them where it can be imported: torchtitan 0.3.0 and triton in a
+folder of PYTHONPATH. Patched: it takes CUDA where torch sees no accelerator, and in float32 it
+rounds rows and matrices to bfloat16. Its scores have the layer's dtype: a CPU has no autocast to
+float32. Processor seconds of ranks with one thread each, by turns.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from megacp.engine.expert_parallel.route import Routes
 from megacp.engine.save import keep
 from megacp.verify.spawn import RankPool
 
-SIZES: dict[str, Value] = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "norm_position": "after"}
+SIZES: dict[str, Value] = {
+    "num_layers": 1,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "norm_position": "after",
+}
 EXPERTS: dict[str, Value] = {"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 256}
 GOALS = {"ep 1": 1.0, "dp 2, ep 1": 1.1, "dp 2, ep 2": 1.2}
 """Work of ours, over that of the library's faster way."""
@@ -42,7 +48,9 @@ def ours(rank: int, world_size: int, tokens: int, ep: int, dtype: str = "float32
     layer = MixtureOfExperts(0, config.model, NativeBackend(grid, config))
     row = Metadata.of_documents(np.zeros(tokens // world_size, int))
     plan = AttentionPlan(np.arange(len(row))[None], row, 0)
-    return _measured(layer, rank, len(row), lambda x: layer(x, keep, Routes.of(plan, grid.tp, x.device)), grid.dp)
+    return _measured(
+        layer, rank, len(row), lambda x: layer(x, keep, Routes.of(plan, grid.tp, x.device)), grid.dp
+    )
 
 
 def library(rank: int, world_size: int, tokens: int, way: str, dtype: str = "float32") -> Seconds:
@@ -50,7 +58,9 @@ def library(rank: int, world_size: int, tokens: int, way: str, dtype: str = "flo
     from transformers import OlmoeConfig
     from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
-    config = OlmoeConfig(hidden_size=512, intermediate_size=256, num_experts=32, num_experts_per_tok=4)
+    config = OlmoeConfig(
+        hidden_size=512, intermediate_size=256, num_experts=32, num_experts_per_tok=4
+    )
     config.norm_topk_prob, config._experts_implementation = True, way
     layer = OlmoeSparseMoeBlock(config).to(getattr(torch, dtype))
     return _measured(layer, rank, tokens, lambda x: layer(x[None]), build_grid(GridShape(), 0).dp)
@@ -59,20 +69,36 @@ def library(rank: int, world_size: int, tokens: int, way: str, dtype: str = "flo
 def torchtitan(rank: int, world_size: int, tokens: int, dtype: str) -> Seconds:
     """One process, by the functions from which its models are made."""
     torch._utils._get_available_device_type = lambda: "cpu"
-    from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
+    from torchtitan.models.common.config_utils import (
+        make_moe_config,
+        make_routed_experts_config,
+        make_router_config,
+    )
 
     initial = {"weight": torch.nn.init.zeros_}
     sizes = {"dim": 512, "num_experts": 32, "top_k": 4}
-    router = make_router_config(**sizes, gate_param_init=initial, score_func="softmax", route_norm=True)
-    routed = make_routed_experts_config(**sizes, hidden_dim=256, param_init=initial, comm_backend="standard")
-    config = make_moe_config(num_experts=32, router=router, routed_experts=routed, load_balance_coeff=None)
+    router = make_router_config(
+        **sizes, gate_param_init=initial, score_func="softmax", route_norm=True
+    )
+    routed = make_routed_experts_config(
+        **sizes, hidden_dim=256, param_init=initial, comm_backend="standard"
+    )
+    config = make_moe_config(
+        num_experts=32, router=router, routed_experts=routed, load_balance_coeff=None
+    )
     layer = config.build().to(getattr(torch, dtype))
     with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x):
-        return _measured(layer, rank, tokens, lambda x: layer(x[None]), build_grid(GridShape(), 0).dp)
+        return _measured(
+            layer, rank, tokens, lambda x: layer(x[None]), build_grid(GridShape(), 0).dp
+        )
 
 
 def _measured(
-    layer: torch.nn.Module, rank: int, tokens: int, run: Callable[[torch.Tensor], torch.Tensor], axis: Axis
+    layer: torch.nn.Module,
+    rank: int,
+    tokens: int,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    axis: Axis,
 ) -> Seconds:
     draw = torch.Generator().manual_seed(rank)
     for parameter in layer.parameters():
@@ -88,27 +114,43 @@ def _measured(
 
 
 def experts_part(quick: bool) -> Part:
-    """Total work of ours on one and two ranks, over that of the library's faster way, and over torchtitan's."""
+    """Total work of ours on one and two ranks, over that of the library's faster way, and over
+    torchtitan's.
+    """
     rounds, tokens = (1, 256) if quick else (7, 4_096)
 
-    def way(pool: RankPool, measured: Callable[..., Seconds], *how: int | str) -> Callable[[], float]:
+    def way(
+        pool: RankPool, measured: Callable[..., Seconds], *how: int | str
+    ) -> Callable[[], float]:
         return lambda: sum(one.cpu for one in pool.run(measured, tokens, *how))
 
     with RankPool(1) as one, RankPool(2) as two:
-        ways = {"library, a loop": way(one, library, "eager"), "library, grouped": way(one, library, "grouped_mm")}
-        ways |= {"ep 1": way(one, ours, 1), "dp 2, ep 1": way(two, ours, 1), "dp 2, ep 2": way(two, ours, 2)}
+        ways = {
+            "library, a loop": way(one, library, "eager"),
+            "library, grouped": way(one, library, "grouped_mm"),
+        }
+        ways |= {
+            "ep 1": way(one, ours, 1),
+            "dp 2, ep 1": way(two, ours, 1),
+            "dp 2, ep 2": way(two, ours, 2),
+        }
         if importlib.util.find_spec("torchtitan"):
             for how in ("eager", "grouped_mm"):
                 ways[f"library, {how}, bfloat16"] = way(one, library, how, "bfloat16")
             ways["ep 1, bfloat16"] = way(one, ours, 1, "bfloat16")
-            ways |= {f"torchtitan, {dtype}": way(one, torchtitan, dtype) for dtype in ("float32", "bfloat16")}
+            ways |= {
+                f"torchtitan, {dtype}": way(one, torchtitan, dtype)
+                for dtype in ("float32", "bfloat16")
+            }
         taken = take_turns(ways, rounds)
     median = {name: statistics.median(seconds) for name, seconds in taken.items()}
     best = min(median["library, a loop"], median["library, grouped"])
     what = f"{tokens:,} tokens, 4 of 32 experts"
     goals = [Goal(f"{what}: {n} / library", median[n] / best, goal) for n, goal in GOALS.items()]
     if "ep 1, bfloat16" in median:
-        goals.append(Goal(f"{what}: ep 1 / torchtitan", median["ep 1"] / median["torchtitan, float32"], 1.0))
+        goals.append(
+            Goal(f"{what}: ep 1 / torchtitan", median["ep 1"] / median["torchtitan, float32"], 1.0)
+        )
         narrow = median["ep 1, bfloat16"] / median["torchtitan, bfloat16"]
         goals.append(Goal(f"{what}: ep 1 / torchtitan, bfloat16", narrow, 1.0))
     return Part({"experts": taken}, goals)

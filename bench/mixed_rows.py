@@ -1,8 +1,9 @@
 """Rows of images, videos and text in the proportions of a vision-language model's training data.
 
-Half of its documents are an image with branches, four in ten a video, the rest text. A row is a function of (tokens,
-seed). Sizes are those of Molmo2-like models (Deitke et al., 2024): 144 tokens a crop, 81 a video frame with its time as
-text in front. Documents take at most a quarter of the row: longer ones are packed into longer rows.
+Half of its documents are an image with branches, four in ten a video, the rest text. A row is a
+function of (tokens, seed). Sizes are those of Molmo2-like models (Deitke et al., 2024): 144 tokens
+a crop, 81 a video frame with its time as text in front. Documents take at most a quarter of the
+row: longer ones are packed into longer rows.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from megacp.training.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 
 CROP_TOKENS, FRAME_TOKENS = 144, 81
 Piece = tuple[int, int, bool]
-"""Tokens, branch, whether they are an image: neighbouring tokens of one document that the mask treats alike."""
+"""Tokens, branch, whether they are an image: neighbouring tokens of one document that the mask
+treats alike.
+"""
 
 
 def _branches(rng: np.random.Generator, most: int) -> list[Piece]:
-    return [(int(rng.integers(20, 201)), number, False) for number in range(1, int(rng.integers(1, most + 1)) + 1)]
+    return [
+        (int(rng.integers(20, 201)), number, False)
+        for number in range(1, int(rng.integers(1, most + 1)) + 1)
+    ]
 
 
 def _document(rng: np.random.Generator, longest: int) -> list[Piece]:
@@ -48,12 +54,16 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     while sum(column[0] for column in columns) < tokens:
         pieces = _document(rng, tokens // 4)
         # a span lies in one branch
-        columns += [(n, number, branch, image and (number << 8) + branch + 1) for n, branch, image in pieces]
+        columns += [
+            (n, number, branch, image and (number << 8) + branch + 1) for n, branch, image in pieces
+        ]
         number += 1
     length, document, branch, span = np.array(columns).T  # [pieces] each
     length = np.diff(np.minimum(np.cumsum(length), tokens), prepend=0)
     true = np.bincount(document, length).astype(np.int64)  # [documents]
-    start = np.cumsum(length) - length - (np.cumsum(true) - true)[document]  # of a piece within its document
+    start = (
+        np.cumsum(length) - length - (np.cumsum(true) - true)[document]
+    )  # of a piece within its document
     segments = np.zeros(len(true), SEGMENT_DTYPE)
     segments["true_length"] = segments["padded_length"] = true
     segments["prefix_length"] = np.bincount(document, length * (branch == 0))
@@ -62,5 +72,15 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     branches = np.zeros(np.count_nonzero(answers), BRANCH_DTYPE)
     branches["start"], branches["length"] = start[answers], length[answers]
     branches["leave"] = branches["start"] + branches["length"]
-    batch = collate([Pack(seed, np.zeros(tokens, np.int64), None, segments, branches if len(branches) else None)])
+    batch = collate(
+        [
+            Pack(
+                seed,
+                np.zeros(tokens, np.int64),
+                None,
+                segments,
+                branches if len(branches) else None,
+            )
+        ]
+    )
     return dataclasses.replace(batch, span=np.repeat(span, length).astype(np.int32))

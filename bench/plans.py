@@ -1,7 +1,8 @@
-"""Steps of layouts on this machine's CPU beside the seconds of a plan that was calibrated on it (`--only plan`).
+"""Steps of layouts on this machine's CPU beside the seconds of a plan that was calibrated on it
+(`--only plan`).
 
-Steps of the layouts take turns with those of `megacp-plan calibrate`, which are of other sizes, since this machine is
-faster in one minute than in the next (megacp/plan/calibrate.py).
+Steps of the layouts take turns with those of `megacp-plan calibrate`, which are of other sizes,
+since this machine is faster in one minute than in the next (megacp/plan/calibrate.py).
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ LIMITS = {1: 0.10, 2: 0.15, 4: 0.15}
 
 def plan_part(sizes: Mapping[str, Value], rounds: int) -> Part:
     """Median seconds of each layout, planned ones, and what the plan's first choice costs."""
-    configs = {name: with_values(RunConfig(), {**sizes, **values}) for name, (_, values) in LAYOUTS.items()}
+    configs = {
+        name: with_values(RunConfig(), {**sizes, **values}) for name, (_, values) in LAYOUTS.items()
+    }
     with ExitStack() as stack:
         pools = {ranks: stack.enter_context(RankPool(ranks)) for ranks in LIMITS}
 
-        def way(ranks: int, config: RunConfig, mask: str = "causal") -> Callable[[], list[StepMeasure]]:
+        def way(
+            ranks: int, config: RunConfig, mask: str = "causal"
+        ) -> Callable[[], list[StepMeasure]]:
             rules = MockRules(config.model.vocab_size, config.data.seq_length, mask, seed=1)
             return functools.partial(pools[ranks].run, measure_rank, config, rules)
 
@@ -63,14 +68,23 @@ def plan_part(sizes: Mapping[str, Value], rounds: int) -> Part:
         steps = take_turns(ways, rounds + 1)
 
     seconds = {
-        name: statistics.median(max(rank.wall for rank in step) for step in found[1:]) for name, found in steps.items()
+        name: statistics.median(max(rank.wall for rank in step) for step in found[1:])
+        for name, found in steps.items()
     }
     measured = {name: seconds[f"{CALIBRATE}{name}"] for name in RUNS["cpu"]}
     here = hardware_of(calibrated("cpu", measured), NETWORKS[0])
     rows: list[dict[str, Any]] = []
     for name, (ranks, _) in LAYOUTS.items():
         planned, found = step_time(configs[name], ranks, here, PackSample()).total, seconds[name]
-        rows.append({"layout": name, "ranks": ranks, "s": found, "planned s": planned, "ratio": planned / found})
+        rows.append(
+            {
+                "layout": name,
+                "ranks": ranks,
+                "s": found,
+                "planned s": planned,
+                "ratio": planned / found,
+            }
+        )
     goals = []
     for ranks, limit in LIMITS.items():
         worst = max(abs(row["ratio"] - 1) for row in rows if row["ranks"] == ranks)
@@ -78,5 +92,8 @@ def plan_part(sizes: Mapping[str, Value], rounds: int) -> Part:
     pick = min(rows, key=lambda row: row["planned s"])
     over = pick["s"] / min(row["s"] for row in rows)
     goals.append(Goal(f"{pick['layout']}, the plan's choice, over the best", over, 1.05))
-    texts = ([f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows)
+    texts = (
+        [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+        for row in rows
+    )
     return Part({"plan": rows}, goals, table([list(rows[0]), *texts]))

@@ -1,7 +1,8 @@
 """Speed of `tools/preprocess_data.py build` on text with 1 and 2 workers, start-up included.
 
-The real command runs in its own process; the numbers of workers take turns and medians are shown. Text is also made
-tokens as Megatron does it, where megatron-core is installed. Ours also packs, hashes and syncs what it writes.
+The real command runs in its own process; the numbers of workers take turns and medians are shown.
+Text is also made tokens as Megatron does it, where megatron-core is installed. Ours also packs,
+hashes and syncs what it writes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "ours, the library's engine": ("--tokenizer-engine", "reference"),
 }
-"""Ways to build a dataset of text, and their flags; a `tokenizer.json` where they name no tokenizer."""
+"""Ways to build a dataset of text, and their flags; a `tokenizer.json` where they name no
+tokenizer.
+"""
 MEGATRON = {"Megatron's loop": 1, "Megatron's loop, 64 texts a call": 64}
 """Texts that the tokenizer is given at once."""
 PEER = Path(__file__).parents[1] / "tools" / "peers" / "preprocess_megatron.py"
@@ -53,11 +56,20 @@ def text_part(quick: bool) -> Part:
         bpe.train_from_iterator(texts[:100], trainer)
         bpe.save(str(folder / "tokenizer.json"))
         files = folder / "text.jsonl", folder / "tokenizer.json"
-        ways = {_way(name, n): _ours(files, n, flags) for name, flags in OURS.items() for n in WORKERS}
+        ways = {
+            _way(name, n): _ours(files, n, flags) for name, flags in OURS.items() for n in WORKERS
+        }
         if importlib.util.find_spec("megatron"):
-            ways |= {_way(name, n): _megatron(files, n, batch) for name, batch in MEGATRON.items() for n in WORKERS}
+            ways |= {
+                _way(name, n): _megatron(files, n, batch)
+                for name, batch in MEGATRON.items()
+                for n in WORKERS
+            }
         seconds = take_turns(ways, rounds=1 if quick else 2)
-    speed = {way: size / 1e6 / statistics.median(one.wall for one in times) for way, times in seconds.items()}
+    speed = {
+        way: size / 1e6 / statistics.median(one.wall for one in times)
+        for way, times in seconds.items()
+    }
     names = [name for name in (*OURS, *MEGATRON) if _way(name, WORKERS[0]) in speed]
     rows = [["text, MB/s", *(f"{n} workers" for n in WORKERS)]]
     rows += [[name, *(f"{speed[_way(name, n)]:.1f}" for n in WORKERS)] for name in names]
@@ -66,17 +78,25 @@ def text_part(quick: bool) -> Part:
 
 
 def _write_text(path: Path, megabytes: float) -> tuple[int, list[str]]:
-    """The standard library's sources as JSONL, over and over up to the size; bytes of text and the first texts."""
+    """The standard library's sources as JSONL, over and over up to the size; bytes of text and the
+    first texts.
+    """
     texts, size = [], 0
     for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        text = "" if "site-packages" in source.parts else source.read_text(encoding="utf-8", errors="ignore")
+        text = (
+            ""
+            if "site-packages" in source.parts
+            else source.read_text(encoding="utf-8", errors="ignore")
+        )
         if text.strip():
             texts.append(text)
             size += len(text.encode())
         if size > megabytes * 1e6:
             break
     copies = max(1, math.ceil(megabytes * 1e6 / size))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) * copies, encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts) * copies, encoding="utf-8"
+    )
     return size * copies, texts
 
 
@@ -92,7 +112,9 @@ def _ours(files: tuple[Path, Path], workers: int, flags: Sequence[str]) -> Calla
         output = tempfile.mkdtemp(dir=files[0].parent) + "/built"
         program = "import sys; from megacp.prepare.command import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "build", "--input", files[0], "--output", output]
-        return _run([*command, "--workers", workers, *flags, "--seq-length", 1024, "--oversize", "split"])[1]
+        return _run(
+            [*command, "--workers", workers, *flags, "--seq-length", 1024, "--oversize", "split"]
+        )[1]
 
     return build
 
@@ -102,7 +124,16 @@ def _megatron(files: tuple[Path, Path], workers: int, batch: int) -> Callable[[]
 
     def build() -> Seconds:
         output = tempfile.mkdtemp(dir=files[0].parent) + "/built"
-        command = [sys.executable, PEER, "--input", files[0], "--output", output, "--tokenizer", files[1]]
+        command = [
+            sys.executable,
+            PEER,
+            "--input",
+            files[0],
+            "--output",
+            output,
+            "--tokenizer",
+            files[1],
+        ]
         printed, seconds = _run([*command, "--workers", workers, "--batch", batch])
         return Seconds(float(printed), seconds.cpu)
 
@@ -116,7 +147,9 @@ def _run(command: Sequence[object]) -> tuple[str, Seconds]:
     run = functools.partial(subprocess.run, words, cwd=root, capture_output=True, text=True)
     done, seconds = timed(run, _children_seconds)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     return done.stdout, seconds
 
 

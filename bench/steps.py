@@ -1,6 +1,8 @@
-"""Training steps on mock packs: seconds, memory and bytes sent of each rank, every layout by turns (`make bench`).
+"""Training steps on mock packs: seconds, memory and bytes sent of each rank, every layout by turns
+(`make bench`).
 
-A rank keeps its model between calls. So the layouts can take turns, one step each, and each warms up only once.
+A rank keeps its model between calls. So the layouts can take turns, one step each, and each warms
+up only once.
 """
 
 from __future__ import annotations
@@ -52,10 +54,17 @@ class Subject:
     """A model that is measured; it is built at once."""
 
     def __init__(
-        self, rank: int, world_size: int, config: RunConfig, rules: MockRules, phase: Phase = unmeasured
+        self,
+        rank: int,
+        world_size: int,
+        config: RunConfig,
+        rules: MockRules,
+        phase: Phase = unmeasured,
     ) -> None:
         if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
-            raise ValueError("a measurement needs one transport and one layout: name --cp-comm-type and --cp-layout")
+            raise ValueError(
+                "a measurement needs one transport and one layout: name --cp-comm-type and --cp-layout"
+            )
         torch.ones(8).sum()  # the first operation starts threads and allocators
         self.before = peak_bytes()
         self.world_size = world_size
@@ -99,7 +108,9 @@ _subject = functools.cache(Subject)
 
 
 def measure_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> StepMeasure:
-    """One step on this rank, of the model that an earlier call with the same arguments left behind."""
+    """One step on this rank, of the model that an earlier call with the same arguments left
+    behind.
+    """
     return _subject(rank, world_size, config, rules).measure()
 
 
@@ -175,11 +186,15 @@ GROUPS: dict[str, dict[str, Case]] = {
         TREE: Case(1, {"seq_length": 256 * (ROLLOUTS + 3), "global_batch_size": 1}, rules=Rollouts),
     },
 }
-"""2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks, what is sharded over dp, and answers to one prompt."""
+"""2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks, what is sharded over dp, and answers to one
+prompt.
+"""
 
 
 def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
-    """Steps of each layout in a group of `GROUPS`, by turns; the first step of each warms up and is left out."""
+    """Steps of each layout in a group of `GROUPS`, by turns; the first step of each warms up and is
+    left out.
+    """
     group = GROUPS[name]
     with ExitStack() as stack:
 
@@ -192,7 +207,9 @@ def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
         steps = take_turns({layout: way(case) for layout, case in group.items()}, rounds + 1)
     measured = {layout: found[1:] for layout, found in steps.items()}
     speed = {
-        layout: statistics.median(step[0].tokens / max(rank.wall for rank in step) for step in found)
+        layout: statistics.median(
+            step[0].tokens / max(rank.wall for rank in step) for step in found
+        )
         for layout, found in measured.items()
     }
     work = {
@@ -206,7 +223,9 @@ def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
             "threads": group[layout].threads,
             "tokens_per_second": speed[layout],
             "over_one_thread": speed[layout] / speed[BASE],
-            "over_two_threads": speed[layout] / speed[BASE_TWO_THREADS] if BASE_TWO_THREADS in speed else None,
+            "over_two_threads": speed[layout] / speed[BASE_TWO_THREADS]
+            if BASE_TWO_THREADS in speed
+            else None,
             "seconds": [max(rank.wall for rank in step) for step in found],
             "cpu_seconds": work[layout],
             "peak_memory": [rank.memory for rank in found[-1]],
@@ -217,7 +236,9 @@ def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
     ]
     what = f"{ROLLOUTS} rollouts that share 3/4 of their tokens, a row each / one tree: work"
     goals = [Goal(what, work[BASE] / work[TREE], ROLLOUTS_GOAL, ">=")] if TREE in group else []
-    return Part({name: rows}, goals, step_table(f"{steps[BASE][0][0].tokens:,} tokens a step", rows))
+    return Part(
+        {name: rows}, goals, step_table(f"{steps[BASE][0][0].tokens:,} tokens a step", rows)
+    )
 
 
 def step_table(title: str, rows: Sequence[dict[str, Any]]) -> str:

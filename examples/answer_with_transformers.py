@@ -1,11 +1,13 @@
-"""The questions about digit scans again, answered by the transformers library alone: are the answers the same?
+"""The questions about digit scans again, answered by the transformers library alone: are the
+answers the same?
 
-    python examples/answer_with_transformers.py --model out/hf --answers out/answers.jsonl --images out/digits/images
+    python examples/answer_with_transformers.py --model out/hf --answers out/answers.jsonl --images
+    out/digits/images
 
-`--model` is the output of tools/convert_checkpoint.py, `--answers` that of tools/generate.py. No code of megacp runs:
-the library's tokenizer, model and generation with its cache read the folder. Only the pixels are cut here, since the
-library's image processor needs torchvision; each scan is one crop, so a reshape is enough. The exit status is 1 when an
-answer differs.
+`--model` is the output of tools/convert_checkpoint.py, `--answers` that of tools/generate.py. No
+code of megacp runs: the library's tokenizer, model and generation with its cache read the folder.
+Only the pixels are cut here, since the library's image processor needs torchvision; each scan is
+one crop, so a reshape is enough. The exit status is 1 when an answer differs.
 """
 
 from __future__ import annotations
@@ -34,17 +36,29 @@ class Library:
 
         transformers.utils.logging.disable_progress_bar()
         try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model = transformers.AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True
+            )
+            model = transformers.AutoModelForImageTextToText.from_pretrained(
+                folder, local_files_only=True
+            )
             settings = json.loads((folder / "processor_config.json").read_text(encoding="utf-8"))
         except (OSError, KeyError) as error:
             raise ValueError(f"--model {folder}: {' '.join(str(error).split())}") from error
         self.model = model.eval()
         images = settings["image_processor"]
-        self.side, self.patch, self.window = images["size"]["height"], images["patch_size"], images["pooling_size"]
-        self.mean, self.std = (np.array(images[f"image_{name}"], np.float32) for name in ("mean", "std"))
+        self.side, self.patch, self.window = (
+            images["size"]["height"],
+            images["patch_size"],
+            images["pooling_size"],
+        )
+        self.mean, self.std = (
+            np.array(images[f"image_{name}"], np.float32) for name in ("mean", "std")
+        )
         if images["max_crops"] != 1 or settings["image_use_col_tokens"]:
-            raise ValueError(f"--model {folder}: this script shows images of one crop without column tokens")
+            raise ValueError(
+                f"--model {folder}: this script shows images of one crop without column tokens"
+            )
         across = self.side // self.patch
         self.tokens = across // self.window[0] * (across // self.window[1])
         names = ("<im_patch>", "<im_start>", "<low_res_im_start>", "<im_end>")
@@ -56,14 +70,25 @@ class Library:
 
         pixels = np.asarray(Image.open(path).convert("RGB"), np.float32) / 255
         if pixels.shape[:2] != (self.side, self.side):
-            raise ValueError(f"{path} has {pixels.shape[1]} x {pixels.shape[0]} pixels, a crop {self.side}")
+            raise ValueError(
+                f"{path} has {pixels.shape[1]} x {pixels.shape[0]} pixels, a crop {self.side}"
+            )
         n, p = self.side // self.patch, self.patch
-        return ((pixels - self.mean) / self.std).reshape(n, p, n, p, 3).swapaxes(1, 2).reshape(n * n, -1)
+        return (
+            ((pixels - self.mean) / self.std)
+            .reshape(n, p, n, p, 3)
+            .swapaxes(1, 2)
+            .reshape(n * n, -1)
+        )
 
     def pooling(self, crops: int) -> np.ndarray:
-        """int64 [tokens of all crops, patches of a window]: which patches of the batch a token pools."""
+        """int64 [tokens of all crops, patches of a window]: which patches of the batch a token
+        pools.
+        """
         across, (high, wide) = self.side // self.patch, self.window
-        grid = np.arange(crops * across * across).reshape(crops, across // high, high, across // wide, wide)
+        grid = np.arange(crops * across * across).reshape(
+            crops, across // high, high, across // wide, wide
+        )
         return grid.swapaxes(2, 3).reshape(crops * self.tokens, high * wide)
 
     @torch.no_grad()
@@ -74,7 +99,9 @@ class Library:
         texts = [picture * len(one["images"]) + one["prompt"] for one in group]
         ids = torch.tensor(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         files = [images / name for one in group for name in one["images"]]
-        crops = np.stack([crop for file in files for crop in [self.crop(file)] * 2])  # low resolution, then high
+        crops = np.stack(
+            [crop for file in files for crop in [self.crop(file)] * 2]
+        )  # low resolution, then high
         rows, columns = (self.side // self.patch // size for size in self.window)
         found = self.model.generate(
             input_ids=ids,
@@ -90,7 +117,9 @@ class Library:
         return self.tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
 
 
-def answers_again(library: Library, answers: Sequence[Answer], images: Path, count: int) -> list[Answer]:
+def answers_again(
+    library: Library, answers: Sequence[Answer], images: Path, count: int
+) -> list[Answer]:
     """The same questions in the same order with the library's answers."""
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
     for place, one in enumerate(answers):
@@ -104,23 +133,44 @@ def answers_again(library: Library, answers: Sequence[Answer], images: Path, cou
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer, count, compare; exit status 1 when answers differ, 2 with one message on bad input."""
-    parser = argparse.ArgumentParser(description="Answers of an exported model by the transformers library alone.")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder in Hugging Face format")
-    parser.add_argument("--answers", type=Path, required=True, metavar="FILE.jsonl", help="answers to compare with")
-    parser.add_argument("--images", type=Path, required=True, metavar="DIR", help="where the records' images lie")
-    parser.add_argument("--max-new-tokens", type=int, default=8, metavar="N", help="tokens of an answer at most (8)")
+    """Answer, count, compare; exit status 1 when answers differ, 2 with one message on bad
+    input.
+    """
+    parser = argparse.ArgumentParser(
+        description="Answers of an exported model by the transformers library alone."
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="folder in Hugging Face format"
+    )
+    parser.add_argument(
+        "--answers", type=Path, required=True, metavar="FILE.jsonl", help="answers to compare with"
+    )
+    parser.add_argument(
+        "--images", type=Path, required=True, metavar="DIR", help="where the records' images lie"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=8, metavar="N", help="tokens of an answer at most (8)"
+    )
     arguments = parser.parse_args(argv)
     try:
         answers = read_answers(arguments.answers)
-        again = answers_again(Library(arguments.model), answers, arguments.images, arguments.max_new_tokens)
+        again = answers_again(
+            Library(arguments.model), answers, arguments.images, arguments.max_new_tokens
+        )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(accuracies(again)))
-    other = [(one, two) for one, two in zip(answers, again, strict=True) if one["answer"] != two["answer"]]
+    other = [
+        (one, two)
+        for one, two in zip(answers, again, strict=True)
+        if one["answer"] != two["answer"]
+    ]
     for one, two in other[:10]:
-        print(f"{one['id']}: {one['question']} megacp {one['answer']!r}, transformers {two['answer']!r}")
+        print(
+            f"{one['id']}: {one['question']} megacp {one['answer']!r}, transformers "
+            f"{two['answer']!r}"
+        )
     print(f"{len(answers) - len(other)} of {len(answers)} answers are those of megacp")
     return 1 if other else 0
 

@@ -1,8 +1,10 @@
-"""Exact attention over ranks in a model of your own: packed documents, an image span and a sliding window.
+"""Exact attention over ranks in a model of your own: packed documents, an image span and a sliding
+window.
 
     torchrun --standalone --nproc-per-node 2 examples/attention_only.py
 
-It prints how far the sharded result is from dense attention in one process, forward and gradients, in float64.
+It prints how far the sharded result is from dense attention in one process, forward and gradients,
+in float64.
 """
 
 import os
@@ -12,12 +14,21 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megacp.attention import LAYOUTS, AttentionPlan, Metadata, Reach, allowed, context_parallel_attention
+from megacp.attention import (
+    LAYOUTS,
+    AttentionPlan,
+    Metadata,
+    Reach,
+    allowed,
+    context_parallel_attention,
+)
 from megacp.distributed import axis_of_mesh
 
 
 class Attention(nn.Module):
-    """An ordinary layer; only the call in the middle knows that other ranks hold the remaining tokens."""
+    """An ordinary layer; only the call in the middle knows that other ranks hold the remaining
+    tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,15 +40,22 @@ class Attention(nn.Module):
 
 
 distributed.init_process_group("gloo")
-axis = axis_of_mesh(init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("cp",))["cp"])
+axis = axis_of_mesh(
+    init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("cp",))["cp"]
+)
 torch.manual_seed(0)
-layer, row = Attention().double(), torch.randn(64, 32, dtype=torch.float64)  # the same on every rank
+layer, row = (
+    Attention().double(),
+    torch.randn(64, 32, dtype=torch.float64),
+)  # the same on every rank
 
 document = np.repeat([0, 1, 2], [24, 30, 10])  # three packed documents
 span = np.zeros(64, int)
 span[26:40] = 1  # the tokens of an image, which see each other in both directions
 mask = Metadata.of_documents(document, span=span)
-plan = AttentionPlan(LAYOUTS["balanced"].deal(mask, axis.size), mask, axis.rank).within(Reach(window=12))
+plan = AttentionPlan(LAYOUTS["balanced"].deal(mask, axis.size), mask, axis.rank).within(
+    Reach(window=12)
+)
 
 mine = torch.from_numpy(plan.local)  # the tokens of this rank
 sharded = layer(row[mine], lambda q, k, v: context_parallel_attention(q, k, v, plan, axis))
@@ -54,9 +72,13 @@ def dense(q, k, v):
 
 
 expected = layer(row, dense)
-pairs = zip(gradients, torch.autograd.grad(expected.square().sum(), list(layer.parameters())), strict=True)
+pairs = zip(
+    gradients, torch.autograd.grad(expected.square().sum(), list(layer.parameters())), strict=True
+)
 error = max((one - other).abs().max().item() for one, other in [*pairs, (sharded, expected[mine])])
 if axis.rank == 0:
     print(f"{axis.size} ranks, largest difference from dense attention: {error:.1e}", flush=True)
 distributed.destroy_process_group()
-os._exit(0)  # without waiting for threads of gloo, which may abort a good end (pytorch issue 190489)
+os._exit(
+    0
+)  # without waiting for threads of gloo, which may abort a good end (pytorch issue 190489)

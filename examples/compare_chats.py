@@ -1,10 +1,11 @@
-"""Columns of the chat demo: answers before and after training, and those of the transformers library to the export.
+"""Columns of the chat demo: answers before and after training, and those of the transformers
+library to the export.
 
     python examples/compare_chats.py --folder demo_chat_out
 
-No code of megacp answers here: tokenizer, template, model and cache are the library's. Writes answers.md and
-demo_chat.png into the folder. The exit status is 1 unless nine of ten answers are right to the last character and the
-library gives all of them word for word.
+No code of megacp answers here: tokenizer, template, model and cache are the library's. Writes
+answers.md and demo_chat.png into the folder. The exit status is 1 unless nine of ten answers are
+right to the last character and the library gives all of them word for word.
 """
 
 from __future__ import annotations
@@ -32,18 +33,29 @@ def by_library(folder: Path, questions: Sequence[str]) -> list[str]:
     answers = []
     for question in questions:
         talk = [{"role": "user", "content": question}]
-        given = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        given = tokenizer.apply_chat_template(
+            talk, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         found = model.generate(**given, max_new_tokens=24, do_sample=False)
-        answers.append(tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+        answers.append(
+            tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
     return answers
 
 
-def draw(rows: Sequence[Sequence[str]], right: Sequence[bool], losses: Sequence[float], path: Path) -> None:
+def draw(
+    rows: Sequence[Sequence[str]], right: Sequence[bool], losses: Sequence[float], path: Path
+) -> None:
     """The loss, and beside it the answers before and after."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.4, 4.9), dpi=95)
-    figure.text(0.035, 0.94, "make demo-chat: SmolLM2-135M learns a hundred chats on two CPU ranks", fontsize=14)
+    figure.text(
+        0.035,
+        0.94,
+        "make demo-chat: SmolLM2-135M learns a hundred chats on two CPU ranks",
+        fontsize=14,
+    )
     axes = figure.add_axes((0.035, 0.11, 0.2, 0.7))
     axes.plot(range(1, len(losses) + 1), losses, color="#0072b2")
     axes.set(xlabel="optimizer step", ylim=(0, None))
@@ -54,7 +66,11 @@ def draw(rows: Sequence[Sequence[str]], right: Sequence[bool], losses: Sequence[
     heads = [("question", "before", "after (green: exact, and transformers agrees)")]
     for number, (question, before, after, *_) in enumerate([*heads, *rows]):
         color = ["#b33000", "#00734f"][right[number - 1]] if number else "black"
-        cells = (question, "black"), (textwrap.shorten(before, 46, placeholder=" ..."), "#666666"), (after, color)
+        cells = (
+            (question, "black"),
+            (textwrap.shorten(before, 46, placeholder=" ..."), "#666666"),
+            (after, color),
+        )
         for x, (text, shade) in zip((0.275, 0.45, 0.715), cells, strict=True):
             figure.text(x, 0.84 - 0.074 * number, text, fontsize=10, color=shade, parse_math=False)
     figure.savefig(path)
@@ -63,7 +79,13 @@ def draw(rows: Sequence[Sequence[str]], right: Sequence[bool], losses: Sequence[
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask the library, print, draw, judge."""
     parser = argparse.ArgumentParser(description="Answers of the chat demo in columns.")
-    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="what examples/demo_chat.sh has left")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="what examples/demo_chat.sh has left",
+    )
     folder = parser.parse_args(argv).folder
     questions = [record["messages"][0]["content"] for record in lines(folder / "questions.jsonl")]
     before, after = lines(folder / "before.jsonl"), lines(folder / "after.jsonl")
@@ -75,10 +97,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = [("question", "before", "after", "transformers"), ("---",) * 4, *rows]
     text = "\n".join(f"| {' | '.join(' '.join(cell.split()) for cell in row)} |" for row in table)
     (folder / "answers.md").write_text(text + "\n", encoding="utf-8")
-    losses = [line["loss"] for line in lines(folder / "checkpoints" / "log.jsonl") if line["kind"] == "train"]
-    draw(rows, [a and b for a, b in zip(exact, same, strict=True)], losses, folder / "demo_chat.png")
+    losses = [
+        line["loss"]
+        for line in lines(folder / "checkpoints" / "log.jsonl")
+        if line["kind"] == "train"
+    ]
+    draw(
+        rows, [a and b for a, b in zip(exact, same, strict=True)], losses, folder / "demo_chat.png"
+    )
     print(
-        f"{text}\n\n{sum(exact)} of {len(rows)} answers are exact, {sum(same)} are those of transformers word for word"
+        f"{text}\n\n{sum(exact)} of {len(rows)} answers are exact, {sum(same)} are those of "
+        "transformers word for word"
     )
     return 0 if sum(exact) >= 0.9 * len(rows) and all(same) else 1
 

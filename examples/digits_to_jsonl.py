@@ -1,11 +1,13 @@
-"""Real handwritten digits as PNG files and JSONL records with questions: the 1,797 scans inside scikit-learn's package.
+"""Real handwritten digits as PNG files and JSONL records with questions: the 1,797 scans inside
+scikit-learn's package.
 
     python examples/digits_to_jsonl.py --output out/digits
 
-Writes OUTPUT/images/*.png, OUTPUT/train.jsonl and OUTPUT/held_out.jsonl. A record shows one to six scans. Its questions
-are branches: each sees the images and not the other questions, and only the answers are learned. The last 297 scans are
-held out and stand in no training record. Training scans are shifted at random by up to `--shift` pixels, held-out ones
-are not. The same flags give the same bytes on every machine.
+Writes OUTPUT/images/*.png, OUTPUT/train.jsonl and OUTPUT/held_out.jsonl. A record shows one to six
+scans. Its questions are branches: each sees the images and not the other questions, and only the
+answers are learned. The last 297 scans are held out and stand in no training record. Training scans
+are shifted at random by up to `--shift` pixels, held-out ones are not. The same flags give the same
+bytes on every machine.
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ MOST_IMAGES = 6
 
 
 def load_scans() -> tuple[np.ndarray, np.ndarray]:
-    """uint8 [1797, 8, 8] with values 0..255, and the digits, int [1797]. ValueError without scikit-learn."""
+    """uint8 [1797, 8, 8] with values 0..255, and the digits, int [1797]. ValueError without
+    scikit-learn.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError("the digit scans are inside scikit-learn: pip install -e '.[demo]'") from error
+        raise ValueError(
+            "the digit scans are inside scikit-learn: pip install -e '.[demo]'"
+        ) from error
     data = load_digits()
     assert len(data.images) == NUM_SCANS
     return np.rint(data.images * (255 / 16)).astype(np.uint8), data.target
@@ -65,10 +71,19 @@ def questions(digits: Sequence[int]) -> dict[str, str]:
 def record(identity: str, files: Sequence[str], digits: Sequence[int]) -> dict[str, Any]:
     """Images as the shared prefix, each question with its answer as a branch."""
     branches = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
         for question, answer in questions(digits).items()
     ]
-    return {"id": identity, "content": [{"type": "image", "path": file} for file in files], "branches": branches}
+    return {
+        "id": identity,
+        "content": [{"type": "image", "path": file} for file in files],
+        "branches": branches,
+    }
 
 
 def counts_of_images(generator: np.random.Generator, records: int, single: float) -> np.ndarray:
@@ -101,12 +116,18 @@ class Writer:
         return name
 
 
-def training_records(records: int, single: float, shift: int, seed: int) -> list[list[tuple[int, int, int]]]:
-    """Scans below the held-out ones in a random order, every one as often as any other (but for one)."""
+def training_records(
+    records: int, single: float, shift: int, seed: int
+) -> list[list[tuple[int, int, int]]]:
+    """Scans below the held-out ones in a random order, every one as often as any other (but for
+    one).
+    """
     generator = np.random.default_rng(seed)
     counts = counts_of_images(generator, records, single)
     total, scans = int(counts.sum()), NUM_SCANS - HELD_OUT
-    order = np.concatenate([generator.permutation(scans) for _ in range(-(-total // scans))])[:total]
+    order = np.concatenate([generator.permutation(scans) for _ in range(-(-total // scans))])[
+        :total
+    ]
     shifts = generator.integers(-shift, shift + 1, (total, 2))
     images = [(int(scan), int(x), int(y)) for scan, (x, y) in zip(order, shifts, strict=True)]
     ends = np.cumsum(counts)
@@ -114,7 +135,9 @@ def training_records(records: int, single: float, shift: int, seed: int) -> list
 
 
 def held_out_records(several: int, seed: int) -> list[list[tuple[int, int, int]]]:
-    """Every held-out scan in a record of its own, then `several` records each of 2, 3, ... 6 of them."""
+    """Every held-out scan in a record of its own, then `several` records each of 2, 3, ... 6 of
+    them.
+    """
     generator = np.random.default_rng(seed)
     scans = np.arange(NUM_SCANS - HELD_OUT, NUM_SCANS)
     groups = [[scan] for scan in scans]
@@ -125,20 +148,46 @@ def held_out_records(several: int, seed: int) -> list[list[tuple[int, int, int]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write both files and say how much they hold; exit status 2 with one message on bad input."""
-    parser = argparse.ArgumentParser(description="scikit-learn's digit scans as PNG files and JSONL with questions.")
+    parser = argparse.ArgumentParser(
+        description="scikit-learn's digit scans as PNG files and JSONL with questions."
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--records", type=int, default=12000, metavar="N", help="training records (default 12000)")
     parser.add_argument(
-        "--single", type=float, default=0.5, metavar="SHARE", help="share of records with one image (default 0.5)"
+        "--records", type=int, default=12000, metavar="N", help="training records (default 12000)"
     )
-    parser.add_argument("--shift", type=int, default=1, metavar="N", help="pixels that training scans move (default 1)")
     parser.add_argument(
-        "--held-out-several", type=int, default=40, metavar="N", help="held-out records of each number of images"
+        "--single",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="share of records with one image (default 0.5)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of order, grouping and shifts")
+    parser.add_argument(
+        "--shift",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pixels that training scans move (default 1)",
+    )
+    parser.add_argument(
+        "--held-out-several",
+        type=int,
+        default=40,
+        metavar="N",
+        help="held-out records of each number of images",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of order, grouping and shifts"
+    )
     arguments = parser.parse_args(argv)
-    if arguments.records < 1 or arguments.held_out_several < 0 or not 0 <= arguments.shift <= SIDE // 4:
-        parser.error(f"--records must be at least 1, --held-out-several 0, --shift 0 to {SIDE // 4}")
+    if (
+        arguments.records < 1
+        or arguments.held_out_several < 0
+        or not 0 <= arguments.shift <= SIDE // 4
+    ):
+        parser.error(
+            f"--records must be at least 1, --held-out-several 0, --shift 0 to {SIDE // 4}"
+        )
     if not 0 <= arguments.single <= 1:
         parser.error(f"--single {arguments.single}: a share is between 0 and 1")
     try:
@@ -147,14 +196,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     splits = {
-        "train": training_records(arguments.records, arguments.single, arguments.shift, arguments.seed),
+        "train": training_records(
+            arguments.records, arguments.single, arguments.shift, arguments.seed
+        ),
         "held_out": held_out_records(arguments.held_out_several, arguments.seed),
     }
     for name, records in splits.items():
         writer.write(name, records)
         scans = {scan for images in records for scan, _, _ in images}
         shown = sum(map(len, records))
-        print(f"{arguments.output / name}.jsonl: {len(records)} records, {shown} images of {len(scans)} scans")
+        print(
+            f"{arguments.output / name}.jsonl: {len(records)} records, {shown} images of "
+            f"{len(scans)} scans"
+        )
     return 0
 
 

@@ -1,9 +1,12 @@
-"""Accuracy of answers about digit scans: exact matches per question, and a page of samples with their images.
+"""Accuracy of answers about digit scans: exact matches per question, and a page of samples with
+their images.
 
-    python examples/evaluate_digits.py --answers out/answers.jsonl --images out/digits/images --page out/samples.html
+    python examples/evaluate_digits.py --answers out/answers.jsonl --images out/digits/images --page
+    out/samples.html
 
-The answers are those of tools/generate.py --input. One counts when it equals the expected text to the last character.
-With `--goal` the exit status is 1 when a smaller share of the single scans is read correctly.
+The answers are those of tools/generate.py --input. One counts when it equals the expected text to
+the last character. With `--goal` the exit status is 1 when a smaller share of the single scans is
+read correctly.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _STYLE = (
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """The lines of `path`, each with its `question`. ValueError names the line that cannot be used."""
+    """The lines of `path`, each with its `question`. ValueError names the line that cannot be
+    used.
+    """
     try:
         lines = path.read_bytes().splitlines()  # of bytes: a text has further ends of lines
     except OSError as error:
@@ -44,9 +49,13 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
             words = (answer["expected"], answer["answer"], *answer["images"])
             if asked is None or not all(isinstance(word, str) for word in words):
                 raise ValueError("it holds no question with an expected answer")
-            answers.append({**answer, "question": asked[1], "right": answer["answer"] == answer["expected"]})
+            answers.append(
+                {**answer, "question": asked[1], "right": answer["answer"] == answer["expected"]}
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"--answers {path}:{number} is no line of tools/generate.py: {error!r}") from error
+            raise ValueError(
+                f"--answers {path}:{number} is no line of tools/generate.py: {error!r}"
+            ) from error
     if not answers:
         raise ValueError(f"--answers {path} holds no answer")
     return answers
@@ -66,12 +75,20 @@ def accuracies(answers: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
 def table(counts: dict[str, tuple[int, int]]) -> str:
     """One line for each question, and one about those of several images."""
     width = max(map(len, counts))
-    lines = [f"{name:<{width}}  {right / total:7.1%}  {right} of {total}" for name, (right, total) in counts.items()]
-    return "\n".join([*lines, *([LATER] if any(name.endswith("6 images)") for name in counts) else [])])
+    lines = [
+        f"{name:<{width}}  {right / total:7.1%}  {right} of {total}"
+        for name, (right, total) in counts.items()
+    ]
+    return "\n".join(
+        [*lines, *([LATER] if any(name.endswith("6 images)") for name in counts) else [])]
+    )
 
 
-def page(answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], images: Path, each: int) -> str:
-    """A self-contained HTML page: the figures, all wrong answers about single scans, then `each` records of each size.
+def page(
+    answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], images: Path, each: int
+) -> str:
+    """A self-contained HTML page: the figures, all wrong answers about single scans, then `each`
+    records of each size.
 
     ValueError for an image outside of the folder `images`, by its name or by a link.
     """
@@ -80,7 +97,9 @@ def page(answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], 
     def picture(file: str) -> str:
         path = (root / file).resolve()
         if not path.is_relative_to(root):
-            raise ValueError(f"--answers names the image {file}, which is outside of --images {images}")
+            raise ValueError(
+                f"--answers names the image {file}, which is outside of --images {images}"
+            )
         data = base64.b64encode(read_regular(path)).decode()
         return f'<img src="data:image/png;base64,{data}" alt="{html.escape(file)}">'
 
@@ -100,7 +119,9 @@ def page(answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], 
 
     samples: list[dict[str, Any]] = []
     for size in sorted({len(answer["images"]) for answer in answers}):
-        names = list(dict.fromkeys(answer["id"] for answer in answers if len(answer["images"]) == size))[:each]
+        names = list(
+            dict.fromkeys(answer["id"] for answer in answers if len(answer["images"]) == size)
+        )[:each]
         samples += [answer for answer in answers if answer["id"] in names]
     samples.sort(key=lambda answer: answer["right"])  # wrong ones first
     single = [answer for answer in answers if len(answer["images"]) == 1 and not answer["right"]]
@@ -114,12 +135,22 @@ def page(answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read, count, print, draw; exit status 1 below the goal, 2 with one message on bad input."""
-    parser = argparse.ArgumentParser(description="Exact matches per question, and a page of samples.")
+    parser = argparse.ArgumentParser(
+        description="Exact matches per question, and a page of samples."
+    )
     parser.add_argument("--answers", type=Path, required=True, metavar="FILE.jsonl")
-    parser.add_argument("--images", type=Path, required=True, metavar="DIR", help="where the records' images lie")
-    parser.add_argument("--page", type=Path, metavar="FILE.html", help="write samples with their images")
-    parser.add_argument("--each", type=int, default=6, metavar="N", help="sample records of each number of images")
-    parser.add_argument("--goal", type=float, metavar="SHARE", help="of single scans that must be read correctly")
+    parser.add_argument(
+        "--images", type=Path, required=True, metavar="DIR", help="where the records' images lie"
+    )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE.html", help="write samples with their images"
+    )
+    parser.add_argument(
+        "--each", type=int, default=6, metavar="N", help="sample records of each number of images"
+    )
+    parser.add_argument(
+        "--goal", type=float, metavar="SHARE", help="of single scans that must be read correctly"
+    )
     arguments = parser.parse_args(argv)
     try:
         answers = read_answers(arguments.answers)
@@ -134,7 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     right, total = counts.get(f"{READING} (1 image)", (0, 0))
     if arguments.goal is None or (total and right / total >= arguments.goal):
         return 0
-    print(f"error: {right} of {total} single scans read correctly, --goal is {arguments.goal:.0%}", file=sys.stderr)
+    print(
+        f"error: {right} of {total} single scans read correctly, --goal is {arguments.goal:.0%}",
+        file=sys.stderr,
+    )
     return 1
 
 

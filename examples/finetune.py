@@ -2,8 +2,9 @@
 
     python examples/finetune.py
 
-As it stands a tiny model learns three answers on two CPU ranks, in less than a minute. For yours: `input` names your
-records, `tokenizer` and "load_hf" the folder of a model, `chat_template` is "auto", sizes go. All names are flags.
+As it stands a tiny model learns three answers on two CPU ranks, in less than a minute. For yours:
+`input` names your records, `tokenizer` and "load_hf" the folder of a model, `chat_template` is
+"auto", sizes go. All names are flags.
 """
 
 # %% Records, as they are in chats
@@ -17,14 +18,27 @@ from megacp.prepare.packs.settings import BuildSettings
 from megacp.train import train
 
 FOLDER = Path(sys.argv[1] if sys.argv[1:] else "runs/finetune")
-ANSWERS = {"Who are you?": "Ada, a tiny model.", "What do you like?": "Long rows.", "Bye": "See you."}
+ANSWERS = {
+    "Who are you?": "Ada, a tiny model.",
+    "What do you like?": "Long rows.",
+    "Bye": "See you.",
+}
 FOLDER.mkdir(parents=True, exist_ok=True)
-chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in ANSWERS.items()]
-(FOLDER / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+chats = [
+    [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
+    for q, a in ANSWERS.items()
+]
+(FOLDER / "chats.jsonl").write_text(
+    "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+)
 
 # %% Packs
 records, packs = str(FOLDER / "chats.jsonl"), str(FOLDER / "packs")
-build(BuildSettings(input=(records,), output=packs, tokenizer="byte", seq_length=128), sys.stdout, overwrite=True)
+build(
+    BuildSettings(input=(records,), output=packs, tokenizer="byte", seq_length=128),
+    sys.stdout,
+    overwrite=True,
+)
 
 # %% Training: two processes of this machine share the tokens of each row
 sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}

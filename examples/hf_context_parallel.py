@@ -1,8 +1,11 @@
-"""A stock model of transformers trains on a sequence that is sharded over ranks, with the losses of one process.
+"""A stock model of transformers trains on a sequence that is sharded over ranks, with the losses of
+one process.
 
-    torchrun --standalone --nproc-per-node 2 examples/hf_context_parallel.py --transport kv_exchange --layout balanced
+    torchrun --standalone --nproc-per-node 2 examples/hf_context_parallel.py --transport kv_exchange
+    --layout balanced
 
-The model is a tiny Llama with random weights, a row holds packed documents, and nothing of transformers is changed.
+The model is a tiny Llama with random weights, a row holds packed documents, and nothing of
+transformers is changed.
 """
 
 from __future__ import annotations
@@ -71,25 +74,42 @@ def sharded_step(
 
 
 def one_process_step(model: LlamaForCausalLM, data: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The same on the whole row: outside of a block the registered attention is the library's own."""
+    """The same on the whole row: outside of a block the registered attention is the library's
+    own.
+    """
     ids, positions, labels, _ = data
     loss = summed_loss(model, ids, positions, labels) / (labels != -100).sum()
     loss.backward()
     return loss.detach()
 
 
-def train(axis: Axis, device: torch.device, options: argparse.Namespace) -> list[tuple[float, float]]:
-    """Losses of each step, over the ranks and on one process; all ranks draw the same weights and data."""
+def train(
+    axis: Axis, device: torch.device, options: argparse.Namespace
+) -> list[tuple[float, float]]:
+    """Losses of each step, over the ranks and on one process; all ranks draw the same weights and
+    data.
+    """
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "attn_implementation": register_with_transformers()}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+    }
+    sizes |= {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "attn_implementation": register_with_transformers(),
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes)).to(device)  # type: ignore[arg-type]  # its wrapper hides Module.to
     alone = copy.deepcopy(model)
     steps = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
     losses = []
     for _ in range(options.steps):
         data = batch(options.seq_length, device)
-        losses.append((sharded_step(model, data, axis, options).item(), one_process_step(alone, data).item()))
+        losses.append(
+            (sharded_step(model, data, axis, options).item(), one_process_step(alone, data).item())
+        )
         for optimizer in steps:
             optimizer.step()
             optimizer.zero_grad()
@@ -98,13 +118,21 @@ def train(axis: Axis, device: torch.device, options: argparse.Namespace) -> list
 
 def main() -> int:
     """Train and print; 1 when the losses are not those of one process."""
-    parser = argparse.ArgumentParser(description="A tiny Llama of transformers under context parallelism.")
+    parser = argparse.ArgumentParser(
+        description="A tiny Llama of transformers under context parallelism."
+    )
     parser.add_argument("--steps", type=int, default=3, metavar="N")
     parser.add_argument(
-        "--seq-length", type=int, default=250, metavar="S", help="filled up where ranks do not divide it"
+        "--seq-length",
+        type=int,
+        default=250,
+        metavar="S",
+        help="filled up where ranks do not divide it",
     )
     parser.add_argument(
-        "--transport", choices=[row.name for row in TRANSPORTS.values() if not row.needs_sizes], default="p2p"
+        "--transport",
+        choices=[row.name for row in TRANSPORTS.values() if not row.needs_sizes],
+        default="p2p",
     )
     parser.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
     options = parser.parse_args()
@@ -116,7 +144,10 @@ def main() -> int:
         stop()
     if grid.rank == 0:
         for step, (sharded, alone) in enumerate(losses, 1):
-            print(f"step {step}: loss {sharded:.5f} on {grid.cp.size} ranks, {alone:.5f} on one process")
+            print(
+                f"step {step}: loss {sharded:.5f} on {grid.cp.size} ranks, {alone:.5f} on one "
+                "process"
+            )
     return int(any(abs(sharded - alone) > 1e-4 for sharded, alone in losses))
 
 

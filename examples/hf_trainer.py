@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
 
-The model is a tiny Llama with random weights; a row holds documents whose position ids start again. One line is added
-to what a Trainer takes: `shard_sequences`. On GPUs give the Trainer FSDP2 as ever.
+The model is a tiny Llama with random weights; a row holds documents whose position ids start again.
+One line is added to what a Trainer takes: `shard_sequences`. On GPUs give the Trainer FSDP2 as
+ever.
 """
 
 from __future__ import annotations
@@ -20,26 +21,46 @@ VOCAB = 512
 
 
 def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
-    """Packed rows; the first token of a document has no label, as what stands before it is another document's."""
+    """Packed rows; the first token of a document has no label, as what stands before it is another
+    document's.
+    """
     found = []
     for _ in range(count):
         cut = int(torch.randint(1, seq_length, ()))
         positions = torch.cat([torch.arange(cut), torch.arange(seq_length - cut)])
         ids = torch.randint(0, VOCAB, (seq_length,))
-        found.append({"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions})
+        found.append(
+            {
+                "input_ids": ids,
+                "labels": ids.masked_fill(positions == 0, -100),
+                "position_ids": positions,
+            }
+        )
     return found
 
 
 def main() -> int:
     """Train some steps and print the losses, which are those of one process."""
-    parser = argparse.ArgumentParser(description="The Trainer of transformers over a sharded sequence.")
-    parser.add_argument("--cp-size", type=int, default=2, help="ranks that share a row; 1 leaves the Trainer as it is")
+    parser = argparse.ArgumentParser(
+        description="The Trainer of transformers over a sharded sequence."
+    )
+    parser.add_argument(
+        "--cp-size",
+        type=int,
+        default=2,
+        help="ranks that share a row; 1 leaves the Trainer as it is",
+    )
     parser.add_argument("--seq-length", type=int, default=250)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output", default="hf_trainer_out")
     options = parser.parse_args()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 8}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
     arguments = TrainingArguments(
         options.output,
         max_steps=options.steps,
@@ -51,14 +72,19 @@ def main() -> int:
         per_device_train_batch_size=2,
     )
     trainer = Trainer(
-        LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)), arguments, train_dataset=rows(32, options.seq_length)
+        LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)),
+        arguments,
+        train_dataset=rows(32, options.seq_length),
     )
     if options.cp_size > 1:
         shard_sequences(trainer, options.cp_size)
     trainer.train()
     if trainer.args.process_index == 0:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(f"losses on {trainer.args.world_size} ranks: {', '.join(f'{loss:.5f}' for loss in losses)}")
+        print(
+            f"losses on {trainer.args.world_size} ranks: "
+            f"{', '.join(f'{loss:.5f}' for loss in losses)}"
+        )
     return 0
 
 

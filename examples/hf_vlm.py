@@ -1,9 +1,11 @@
-"""The stock Trainer of transformers on images and text that ranks share: Qwen3-VL with random weights.
+"""The stock Trainer of transformers on images and text that ranks share: Qwen3-VL with random
+weights.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_vlm.py
 
-One line is added to what a Trainer takes: `shard_sequences`. Every rank gets the whole batch, as the processor made it.
-It runs the tower on its own images, and the language model on its own tokens. On GPUs give the Trainer FSDP2 as ever.
+One line is added to what a Trainer takes: `shard_sequences`. Every rank gets the whole batch, as
+the processor made it. It runs the tower on its own images, and the language model on its own
+tokens. On GPUs give the Trainer FSDP2 as ever.
 """
 
 from __future__ import annotations
@@ -18,18 +20,49 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Trainer
 from megacp.integrations import shard_sequences
 
 IMAGE, TOKENS_OF_IMAGE, PIXELS = 120, 16, 3 * 2 * 4 * 4
-"""The image token, merged patches of an image of 8 x 8 patches, and numbers in a patch of two frames."""
+"""The image token, merged patches of an image of 8 x 8 patches, and numbers in a patch of two
+frames.
+"""
 
 
 def build() -> Qwen3VLForConditionalGeneration:
-    """Three layers of text and two of a tower, whose features also go into the first two layers of text."""
+    """Three layers of text and two of a tower, whose features also go into the first two layers of
+    text.
+    """
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
-    text: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    text |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "rope_parameters": rope}
-    tower: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
-    tower |= {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-    ids = {"image_token_id": IMAGE, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **ids))
+    text: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+    }
+    text |= {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "rope_parameters": rope,
+    }
+    tower: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+    }
+    tower |= {
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    ids = {
+        "image_token_id": IMAGE,
+        "video_token_id": 121,
+        "vision_start_token_id": 122,
+        "vision_end_token_id": 123,
+    }
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=tower, **ids)
+    )
 
 
 def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
@@ -46,7 +79,10 @@ def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
 
 def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Rows of equal length; the patches of all images end to end."""
-    found = {name: torch.stack([row[name] for row in batch]) for name in ("input_ids", "mm_token_type_ids")}
+    found = {
+        name: torch.stack([row[name] for row in batch])
+        for name in ("input_ids", "mm_token_type_ids")
+    }
     found["labels"] = found["input_ids"].masked_fill(found["mm_token_type_ids"] == 1, -100)
     found["pixel_values"] = torch.cat([row["pixel_values"] for row in batch])
     return {**found, "image_grid_thw": torch.tensor([[1, 8, 8]] * len(batch))}
@@ -54,8 +90,15 @@ def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def main() -> int:
     """Train some steps and print the losses, which are those of one process."""
-    parser = argparse.ArgumentParser(description="The Trainer on a tiny Qwen3-VL over a sharded sequence.")
-    parser.add_argument("--cp-size", type=int, default=2, help="ranks that share a row; 1 leaves the Trainer as it is")
+    parser = argparse.ArgumentParser(
+        description="The Trainer on a tiny Qwen3-VL over a sharded sequence."
+    )
+    parser.add_argument(
+        "--cp-size",
+        type=int,
+        default=2,
+        help="ranks that share a row; 1 leaves the Trainer as it is",
+    )
     parser.add_argument("--seq-length", type=int, default=99)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output", default="hf_vlm_out")
@@ -72,13 +115,18 @@ def main() -> int:
         use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=2,
     )
-    trainer = Trainer(build(), arguments, train_dataset=rows(32, options.seq_length), data_collator=collate)
+    trainer = Trainer(
+        build(), arguments, train_dataset=rows(32, options.seq_length), data_collator=collate
+    )
     if options.cp_size > 1:
         shard_sequences(trainer, options.cp_size)
     trainer.train()
     if trainer.args.process_index == 0:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(f"losses on {trainer.args.world_size} ranks: {', '.join(f'{loss:.4f}' for loss in losses)}")
+        print(
+            f"losses on {trainer.args.world_size} ranks: "
+            f"{', '.join(f'{loss:.4f}' for loss in losses)}"
+        )
     return 0
 
 

@@ -2,10 +2,11 @@
 
     python examples/logits_with_transformers.py out/smollm2
 
-One row is the first 20 kB of the standard library's argparse. Both compute in float32, which rounds by up to 2^-24 =
-6e-8. A logit passes some 200 products and norms, and sums of up to 1,536 terms err by some 40 roundings: sqrt(200) x
-40 x 6e-8 = 3e-5 of the largest; three times that is allowed. The loss is a mean of thousands of terms whose errors have
-both signs: 1e-6. The exit status is 1 when a grid differs by more.
+One row is the first 20 kB of the standard library's argparse. Both compute in float32, which rounds
+by up to 2^-24 = 6e-8. A logit passes some 200 products and norms, and sums of up to 1,536 terms err
+by some 40 roundings: sqrt(200) x 40 x 6e-8 = 3e-5 of the largest; three times that is allowed. The
+loss is a mean of thousands of terms whose errors have both signs: 1e-6. The exit status is 1 when a
+grid differs by more.
 """
 
 from __future__ import annotations
@@ -37,29 +38,48 @@ GRIDS = {
 
 
 def of_library(folder: Path, text: str, place: Path) -> tuple[PackedBatch, float]:
-    """The text as a row, and its loss; the logits float32 [tokens, vocabulary] are written to `place`."""
+    """The text as a row, and its loss; the logits float32 [tokens, vocabulary] are written to
+    `place`.
+    """
     import transformers
 
-    ids = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][0]
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")[
+        "input_ids"
+    ][0]
     ids = ids[: len(ids) // 12 * 12]  # every grid deals them without padding
     with torch.no_grad():
-        logits = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids[None]).logits[0]
+        logits = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            ids[None]
+        ).logits[0]
     np.save(place, logits.numpy())
     labels, weights = ids.roll(-1), torch.ones(len(ids))
     weights[-1] = 0  # nothing follows
     # in float64: the float32 sum of torch's cross entropy alone errs by 3e-6
     pieces = zip(*(whole.split(512) for whole in (logits, labels, weights)), strict=True)
-    loss = sum((w * torch.nn.functional.cross_entropy(x.double(), y, reduction="none")).sum() for x, y, w in pieces)
+    loss = sum(
+        (w * torch.nn.functional.cross_entropy(x.double(), y, reduction="none")).sum()
+        for x, y, w in pieces
+    )
     leave = np.full(len(ids), len(ids), np.int32)
-    row = PackedBatch(ids.numpy(), labels.numpy(), weights.numpy(), np.arange(len(ids)), leave, 0 * leave, (0,))
+    row = PackedBatch(
+        ids.numpy(), labels.numpy(), weights.numpy(), np.arange(len(ids)), leave, 0 * leave, (0,)
+    )
     return row, float(loss) / row.weight_sum
 
 
 def of_rank(
     rank: int, world_size: int, folder: Path, axes: dict[str, int], row: PackedBatch, place: Path
 ) -> tuple[float, float]:
-    """The loss of the row on a grid, and by how much this rank's part of the logits differs from the library's."""
-    flags = {**axes, "load_hf": str(folder), "seq_length": len(row), "global_batch_size": 1, "dtype": "float32"}
+    """The loss of the row on a grid, and by how much this rank's part of the logits differs from
+    the library's.
+    """
+    flags = {
+        **axes,
+        "load_hf": str(folder),
+        "seq_length": len(row),
+        "global_batch_size": 1,
+        "dtype": "float32",
+    }
     config, weights, _ = open_start(with_values(RunConfig(), flags), flags)
     model = ParallelModel(config, build_grid(config.grid_shape(world_size), rank))
     load_weights(model, weights, RunState())
@@ -68,7 +88,9 @@ def of_rank(
     def compare(head: Any, given: tuple[Any, ...], loss: object) -> None:
         logits = head.logits(given[0]).numpy()  # [t, rows of the vocabulary here]
         first = head.table.first
-        for ours, number in zip(logits, planned.share.token_names, strict=True):  # a token's name is its place here
+        for ours, number in zip(
+            logits, planned.share.token_names, strict=True
+        ):  # a token's name is its place here
             worst.append(float(np.abs(ours - expected[number, first : first + len(ours)]).max()))
 
     if model.chunks[-1].is_last:
@@ -82,7 +104,10 @@ def main(folder: Path, characters: int = 20_000) -> int:
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         place = Path(made) / "logits.npy"
         row, loss = of_library(folder, text, place)
-        print(f"{len(row)} tokens          loss  differs by   logits by\ntransformers{loss:13.8f}", flush=True)
+        print(
+            f"{len(row)} tokens          loss  differs by   logits by\ntransformers{loss:13.8f}",
+            flush=True,
+        )
         for name, axes in GRIDS.items():
             ranks = max(axes.values(), default=1)
             with RankPool(ranks, max(1, torch.get_num_threads() // ranks)) as pool:
@@ -90,7 +115,10 @@ def main(folder: Path, characters: int = 20_000) -> int:
             of_loss, of_logits = abs(found[0][0] - loss) / loss, max(worst for _, worst in found)
             print(f"{name:<12}{found[0][0]:13.8f}{of_loss:12.1e}{of_logits:12.1e}", flush=True)
             same = same and of_loss <= LOSS and of_logits <= LOGITS
-    print(f"allowed in float32: loss {LOSS:g}, logits {LOGITS:g}: {'THE SAME' if same else 'DIFFERENT'}")
+    print(
+        f"allowed in float32: loss {LOSS:g}, logits {LOGITS:g}: "
+        f"{'THE SAME' if same else 'DIFFERENT'}"
+    )
     return 0 if same else 1
 
 

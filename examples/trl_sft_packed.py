@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/trl_sft_packed.py
 
-The model is a tiny Llama with random weights, the data are random ids. One process with `--cp-size 1` has the same
-losses.
+The model is a tiny Llama with random weights, the data are random ids. One process with `--cp-size
+1` has the same losses.
 """
 
 from __future__ import annotations
@@ -27,20 +27,31 @@ VOCAB = 512
 def documents(count: int) -> Dataset:
     """Tokenized documents of unequal lengths; the trainer packs them."""
     lengths = torch.randint(10, 120, (count,)).tolist()
-    return Dataset.from_list([{"input_ids": torch.randint(2, VOCAB, (n,)).tolist()} for n in lengths])
+    return Dataset.from_list(
+        [{"input_ids": torch.randint(2, VOCAB, (n,)).tolist()} for n in lengths]
+    )
 
 
 def main() -> int:
     """Train some steps and print the losses."""
-    parser = argparse.ArgumentParser(description="SFTTrainer with packing and LoRA over a sharded sequence.")
-    parser.add_argument("--cp-size", type=int, default=2, help="ranks that share a row; 1 leaves the trainer as it is")
+    parser = argparse.ArgumentParser(
+        description="SFTTrainer with packing and LoRA over a sharded sequence."
+    )
+    parser.add_argument(
+        "--cp-size",
+        type=int,
+        default=2,
+        help="ranks that share a row; 1 leaves the trainer as it is",
+    )
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output", default="trl_sft_out")
     options = parser.parse_args()
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_attention_heads=8, eos_token_id=1, **sizes))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, num_attention_heads=8, eos_token_id=1, **sizes)
+    )
     words = models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2")
     arguments = SFTConfig(
         options.output,
@@ -60,15 +71,22 @@ def main() -> int:
         model,
         args=arguments,
         train_dataset=documents(200),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1", pad_token="w0"),
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(words), eos_token="w1", pad_token="w0"
+        ),
+        peft_config=LoraConfig(
+            r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        ),
     )
     if options.cp_size > 1:
         shard_sequences(trainer, options.cp_size)
     trainer.train()
     if trainer.args.process_index == 0:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(f"losses on {trainer.args.world_size} ranks: {', '.join(f'{loss:.5f}' for loss in losses)}")
+        print(
+            f"losses on {trainer.args.world_size} ranks: "
+            f"{', '.join(f'{loss:.5f}' for loss in losses)}"
+        )
     return 0
 
 

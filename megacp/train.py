@@ -1,13 +1,15 @@
-"""Train: `python -m megacp.train --nproc 8 --data-path DIR ...`, under torchrun, or without either on one process.
+"""Train: `python -m megacp.train --nproc 8 --data-path DIR ...`, under torchrun, or without either
+on one process.
 
-Parse the flags, check them, meet the other ranks, agree with them, train. Files of `megacp.training.start` do the rest:
-they print help, start the processes of `--nproc`, and name the commands that plan another layout. `--nproc` checks the
-flags in one process and then starts ranks of this machine, so that a refusal is the last message of a run. `--dry-run`
-prints grid, stages, memory and messages for any world size and stops.
+Parse the flags, check them, meet the other ranks, agree with them, train. Files of
+`megacp.training.start` do the rest: they print help, start the processes of `--nproc`, and name the
+commands that plan another layout. `--nproc` checks the flags in one process and then starts ranks
+of this machine, so that a refusal is the last message of a run. `--dry-run` prints grid, stages,
+memory and messages for any world size and stops.
 
-Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one message, 3 stopped early after saving (by a
-signal or --exit-duration), 130 interrupted before there was anything to save. torchrun --max-restarts would start the
-run again for a 3, so it is 0 there.
+Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one message, 3 stopped early
+after saving (by a signal or --exit-duration), 130 interrupted before there was anything to save.
+torchrun --max-restarts would start the run again for a 3, so it is 0 there.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ from megacp.training.start.status import REFUSED, STOPPED
 _SECONDS_OF_A_REFUSED_RANK = 60.0
 """How long a rank that cannot run waits for the others, to refuse the run together with them."""
 _SECONDS_FOR_THE_FIRST = 5.0
-"""torchrun ends all ranks of a machine when the first one exits: the others leave the one that speaks the time to."""
+"""torchrun ends all ranks of a machine when the first one exits: the others leave the one that
+speaks the time to.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,20 +73,28 @@ class Plan:
     """Weights of --load-hf."""
 
 
-def prepare_run(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
-    """The checked config with its vocabulary resolved, and the packs. Raises ValueError with all reasons.
+def prepare_run(
+    config: RunConfig, world_size: int, device_type: str | None = None
+) -> tuple[RunConfig, Sources]:
+    """The checked config with its vocabulary resolved, and the packs. Raises ValueError with all
+    reasons.
 
-    `device_type` is what the ranks compute on, `cpu` or `cuda`; None leaves it open, as another machine's is.
+    `device_type` is what the ranks compute on, `cpu` or `cuda`; None leaves it open, as another
+    machine's is.
     """
     require(config, world_size, backend_problems(config, device_type))
-    with contextlib.suppress(ValueError, OSError):  # as many open files as may be without asking anybody
+    with contextlib.suppress(
+        ValueError, OSError
+    ):  # as many open files as may be without asking anybody
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return open_sources(config)
 
 
 def dry_run(config: RunConfig) -> str:
-    """The report of a layout for any world size, of a config that fits its datasets where it names any."""
+    """The report of a layout for any world size, of a config that fits its datasets where it names
+    any.
+    """
     world_size = config.world_size or config.model_ranks
     if config.model.vocab_size == 0 or config.data.data_path is not None:
         config, _ = prepare_run(config, world_size)
@@ -92,7 +104,9 @@ def dry_run(config: RunConfig) -> str:
 
 
 def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
-    """What these flags ask of this rank; None when they ask for a report, which is printed. Raises ValueError."""
+    """What these flags ask of this rank; None when they ask for a report, which is printed. Raises
+    ValueError.
+    """
     given = given_names(arguments)
     config, note = with_stored_model(_parsed(arguments, world), given)
     config, weights, other = _started(config, given, world.rank)
@@ -115,8 +129,10 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     ours, theirs = sources.tokenizer_sha256, weights.tokenizer_sha256 if weights is not None else ""
     if ours and theirs and ours != theirs:
         raise ValueError(
-            f"--data-path {shown_path(config.data.data_path)} was built with the tokenizer {ours[:12]}, --load-hf "
-            f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer of that folder"
+            f"--data-path {shown_path(config.data.data_path)} was built with the tokenizer "
+            f"{ours[:12]}, --load-hf "
+            f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer "
+            "of that folder"
         )
     if weights is not None and sources.image_rules is not None:
         where = f"--data-path {shown_path(config.data.data_path)}"
@@ -126,7 +142,9 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
 
 
 def _other_layout(config: RunConfig, arguments: Sequence[str], world: launch.World) -> str:
-    """Return how to plan another layout, if the one of a refused config does not allow the number of ranks."""
+    """Return how to plan another layout, if the one of a refused config does not allow the number
+    of ranks.
+    """
     ranks = world.size
     if config.dry_run:
         ranks = config.world_size or config.model_ranks
@@ -137,14 +155,24 @@ def _other_layout(config: RunConfig, arguments: Sequence[str], world: launch.Wor
     return other_layout(config, ranks, arguments, SavedBy(folder, manifest.world_size))
 
 
-def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunConfig, Weights | None, str]:
-    """The config with the model of --load-hf, its weights, and a note; a run that goes on reads nothing there."""
+def _started(
+    config: RunConfig, given: Collection[str], rank: int
+) -> tuple[RunConfig, Weights | None, str]:
+    """The config with the model of --load-hf, its weights, and a note; a run that goes on reads
+    nothing there.
+    """
     folder = config.checkpoint.load_hf
     if folder is None or config.checkpoint.load is not None:  # both are refused by `require`
         return config, None, ""
     if resumes(config):
-        note = f"--auto-resume goes on from {config.checkpoint.save}: --load-hf {folder} is not read"
-        return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))), None, note
+        note = (
+            f"--auto-resume goes on from {config.checkpoint.save}: --load-hf {folder} is not read"
+        )
+        return (
+            with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))),
+            None,
+            note,
+        )
     # an optional extra: a run without the flag imports no file of megacp.huggingface
     from megacp.huggingface.convert.start import open_start
 
@@ -233,12 +261,18 @@ def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> in
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:
-        report = launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
-        if launch.was_hit(error):  # the loss of a rank is no refusal: whoever restarts the run should try again
+        report = launch.report_failure(
+            error, "the start", grid.world
+        )  # left for ranks that see no reason of their own
+        if launch.was_hit(
+            error
+        ):  # the loss of a rank is no refusal: whoever restarts the run should try again
             error.add_note(report)
             raise
         reasons = [line.partition(" failed in ")[2] for line in report.splitlines()]
-        return _refused(str(error), world, alike=len(reasons) == world.size and len({*reasons}) == 1)
+        return _refused(
+            str(error), world, alike=len(reasons) == world.size and len({*reasons}) == 1
+        )
     except Exception as error:
         error.add_note(launch.report_failure(error, "the start", grid.world))
         raise
@@ -246,7 +280,9 @@ def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> in
 
 
 def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
-    """The trainer; what an export needs of a Hugging Face folder is put beside the run's checkpoints."""
+    """The trainer; what an export needs of a Hugging Face folder is put beside the run's
+    checkpoints.
+    """
     trainer = Trainer(plan.config, grid, plan.sources, plan.weights)
     if plan.weights is not None and grid.rank == 0 and plan.config.checkpoint.save is not None:
         plan.weights.keep(place_of(plan.config.checkpoint.save))
@@ -254,7 +290,9 @@ def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
 
 
 def _refused(problem: str, world: launch.World, alike: bool) -> int:
-    """Print the message, once on each machine where all ranks have it `alike`; the first rank speaks first."""
+    """Print the message, once on each machine where all ranks have it `alike`; the first rank
+    speaks first.
+    """
     if world.local_rank > 0:
         time.sleep(_SECONDS_FOR_THE_FIRST)
     if world.local_rank == 0 or not alike:

@@ -3,8 +3,8 @@
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/storage/files.py", "tests/test_results.py"): [
         (
-            '    if stat.S_ISLNK(mode):\n        raise ValueError(f"{flag}',
-            '    if False:\n        raise ValueError(f"{flag}',
+            "name = os.fspath(path)\n    if stat.S_ISLNK(mode):",
+            "name = os.fspath(path)\n    if False:",
             "a result is written through a link",
         ),
         ("    if not overwrite:", "    if False:", "a result replaces a file without a word"),

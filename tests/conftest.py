@@ -1,4 +1,6 @@
-"""Settings of all tests: properties try the same examples every time, and no slow moment of the machine fails one."""
+"""Settings of all tests: properties try the same examples every time, and no slow moment of the
+machine fails one.
+"""
 
 import gc
 import json
@@ -18,25 +20,35 @@ settings.load_profile("megacp")
 LEFT = 'read _; grep -ls "$0" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -KILL'
 """Ends all processes with a word in their environment once the other end of stdin is closed."""
 
-gc.disable()  # while tests are collected: modules and their functions stay, and walking them takes a quarter of it
+# while tests are collected: modules and their functions stay, and walking them takes a quarter of
+# it
+gc.disable()
 
 
 def pytest_configure() -> None:
-    """What tests have started ends with this process, in whatever way it does; a stopped one sees no end of a pipe."""
+    """What tests have started ends with this process, in whatever way it does; a stopped one sees
+    no end of a pipe.
+    """
     os.environ["MEGACP_TESTS"] = word = secrets.token_hex(8)
     read, _ = os.pipe()
     end = [(os.POSIX_SPAWN_DUP2, read, 0)]
-    os.posix_spawn("/bin/sh", ["sh", "-c", LEFT, word], {"PATH": os.defpath}, file_actions=end, setsid=True)
+    os.posix_spawn(
+        "/bin/sh", ["sh", "-c", LEFT, word], {"PATH": os.defpath}, file_actions=end, setsid=True
+    )
     os.close(read)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of faults wait most of their time: others compute meanwhile, and none of them is left alone at the end."""
+    """Tests of faults wait most of their time: others compute meanwhile, and none of them is left
+    alone at the end.
+    """
     items.sort(key=lambda item: "faults" not in str(item.path))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collector need not walk it in every test, nor look often at what is new."""
+    """What is imported by now stays: the collector need not walk it in every test, nor look often
+    at what is new.
+    """
     gc.freeze()
     gc.set_threshold(50_000)
     gc.enable()
@@ -44,7 +56,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_stays_is_walked_once() -> Iterator[None]:
-    """The collector need not look in later files at what the tests of a file have imported and cached."""
+    """The collector need not look in later files at what the tests of a file have imported and
+    cached.
+    """
     yield
     gc.collect()
     gc.freeze()
@@ -68,16 +82,27 @@ def no_wait_for_disks() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Which random moments the tests of faults take, and how often."""
-    parser.addoption("--fault-seed", type=int, default=0, help="first seed of the random moments in tests/faults")
-    parser.addoption("--fault-repeat", type=int, default=1, help="seeds tried by each test that has random moments")
+    parser.addoption(
+        "--fault-seed", type=int, default=0, help="first seed of the random moments in tests/faults"
+    )
+    parser.addoption(
+        "--fault-repeat",
+        type=int,
+        default=1,
+        help="seeds tried by each test that has random moments",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`moments` is random.Random(seed), with the seed in the test's name; one test for each of --fault-repeat seeds."""
+    """`moments` is random.Random(seed), with the seed in the test's name; one test for each of
+    --fault-repeat seeds.
+    """
     if "moments" in metafunc.fixturenames:
         first, count = (metafunc.config.getoption(f"--fault-{name}") for name in ("seed", "repeat"))
         seeds = range(first, first + count)
-        metafunc.parametrize("moments", [random.Random(s) for s in seeds], ids=[f"seed{s}" for s in seeds])
+        metafunc.parametrize(
+            "moments", [random.Random(s) for s in seeds], ids=[f"seed{s}" for s in seeds]
+        )
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +113,17 @@ def packed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     records = [{"text": f"{i} times {i} is {i * i}. " * (1 + i % 7)} for i in range(60)]
     (folder / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    build = ["build", "--input", str(folder / "text.jsonl"), "--output", str(folder / "data"), "--tokenizer", "byte"]
-    assert preprocess.main([*build, "--seq-length", "64", "--oversize", "split", "--workers", "1"]) == 0
+    build = [
+        "build",
+        "--input",
+        str(folder / "text.jsonl"),
+        "--output",
+        str(folder / "data"),
+        "--tokenizer",
+        "byte",
+    ]
+    assert (
+        preprocess.main([*build, "--seq-length", "64", "--oversize", "split", "--workers", "1"])
+        == 0
+    )
     return folder / "data"

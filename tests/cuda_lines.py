@@ -1,9 +1,10 @@
-"""Which lines that only CUDA reaches are executed on a CPU: `python tests/cuda_lines.py` (make cuda-lines).
+"""Which lines that only CUDA reaches are executed on a CPU: `python tests/cuda_lines.py` (make
+cuda-lines).
 
-A line counts where it stands in a file of CUDA alone (`WHOLE`), or in a branch of a test for CUDA, NCCL or streams.
-Fake steps and the tests of stand-ins run with these lines marked: each reports itself, in whatever thread or process it
-runs (backward runs in a thread that no tracer of Python sees). Functions that Dynamo compiles are left unmarked, and
-count where they were called.
+A line counts where it stands in a file of CUDA alone (`WHOLE`), or in a branch of a test for CUDA,
+NCCL or streams. Fake steps and the tests of stand-ins run with these lines marked: each reports
+itself, in whatever thread or process it runs (backward runs in a thread that no tracer of Python
+sees). Functions that Dynamo compiles are left unmarked, and count where they were called.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ WHOLE = (
     "engine/backends/apex.py",
 )
 WHOLE += ("attention/ops/cudnn.py", "attention/context_parallel/fused_states.py")
-CUDA = ('"cuda"', "'cuda'", '"nccl"', "'nccl'", "is_compiled(", "on_gpu", "self.stream is None", "stream is not None")
+CUDA = (
+    '"cuda"',
+    "'cuda'",
+    '"nccl"',
+    "'nccl'",
+    "is_compiled(",
+    "on_gpu",
+    "self.stream is None",
+    "stream is not None",
+)
 CUDA += (".is_cuda",)
 ELSEWHERE = (
     "!= 'cuda'",
@@ -41,13 +51,37 @@ ELSEWHERE = (
     "through_host",
     "not total.is_cuda",
 )
-CASES = ["4d", "a2a", "a2a+p2p", "interleaved", "on the host", "vision", "float32", "engine p2p", "engine a2a"]
+CASES = [
+    "4d",
+    "a2a",
+    "a2a+p2p",
+    "interleaved",
+    "on the host",
+    "vision",
+    "float32",
+    "engine p2p",
+    "engine a2a",
+]
 PARITY = "tests/tools/test_check_parity.py"
 REFUSED = "test_a_torch_that_cannot_compile_the_backward_of_attention_is_refused_on_cuda"
 RUNS = (
     [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", *CASES],
-    [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/engine/backends"]
-    + ["tests/attention/ops/test_flex.py", "tests/attention/ops/test_pointwise.py", "tests/distributed/test_grid.py"]
+    [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        "tests/engine/backends",
+    ]
+    + [
+        "tests/attention/ops/test_flex.py",
+        "tests/attention/ops/test_pointwise.py",
+        "tests/distributed/test_grid.py",
+    ]
     + ["tests/attention/context_parallel/test_fused_states.py", f"{PARITY}::{REFUSED}"],
 )
 
@@ -59,7 +93,9 @@ def cuda_lines(source: str, whole: bool) -> dict[int, str]:
     def add(statements: Sequence[ast.stmt], function: str) -> None:
         for statement in statements:
             for node in ast.walk(statement):
-                if isinstance(node, ast.stmt) and not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import)):
+                if isinstance(node, ast.stmt) and not isinstance(
+                    node, (ast.FunctionDef, ast.ClassDef, ast.Import)
+                ):
                     found[node.lineno] = function
 
     def visit(body: Sequence[ast.stmt], function: str) -> None:
@@ -90,7 +126,9 @@ def _is_text(statement: ast.stmt) -> bool:
 def files() -> dict[Path, dict[int, str]]:
     """The files that have such lines."""
     found = {}
-    for path in sorted([path for name in PACKAGES for path in (ROOT / "megacp" / name).rglob("*.py")]):
+    for path in sorted(
+        [path for name in PACKAGES for path in (ROOT / "megacp" / name).rglob("*.py")]
+    ):
         lines = cuda_lines(path.read_text(), str(path).endswith(WHOLE))
         if lines:
             found[path] = lines
@@ -102,7 +140,10 @@ class _Marked(importlib.machinery.SourceFileLoader):
 
     def source_to_code(self, data: Any, path: Any, **options: Any) -> Any:
         source, place = bytes(data).decode(), Path(path).resolve()
-        lines, compiled = cuda_lines(source, str(place).endswith(WHOLE)), set(_compiled(ast.parse(source)))
+        lines, compiled = (
+            cuda_lines(source, str(place).endswith(WHOLE)),
+            set(_compiled(ast.parse(source))),
+        )
 
         class Mark(ast.NodeTransformer):
             def generic_visit(self, node: ast.AST) -> ast.AST:
@@ -114,12 +155,24 @@ class _Marked(importlib.machinery.SourceFileLoader):
 
         def _marked(statement: ast.AST) -> Iterator[ast.AST]:
             line = getattr(statement, "lineno", 0)
-            if isinstance(statement, ast.stmt) and line in lines and line not in compiled and not _is_text(statement):
-                call = ast.parse(f"__import__('tests.cuda_lines').cuda_lines.hit({str(place)!r}, {line})").body[0]
+            if (
+                isinstance(statement, ast.stmt)
+                and line in lines
+                and line not in compiled
+                and not _is_text(statement)
+            ):
+                call = ast.parse(
+                    f"__import__('tests.cuda_lines').cuda_lines.hit({str(place)!r}, {line})"
+                ).body[0]
                 yield ast.copy_location(call, statement)
             yield statement
 
-        return compile(ast.fix_missing_locations(Mark().visit(ast.parse(source))), path, "exec", dont_inherit=True)
+        return compile(
+            ast.fix_missing_locations(Mark().visit(ast.parse(source))),
+            path,
+            "exec",
+            dont_inherit=True,
+        )
 
     def get_code(self, fullname: str) -> Any:
         path = self.get_filename(fullname)
@@ -174,19 +227,30 @@ def install(folder: str) -> None:
 def main() -> int:
     """Run, and print a line a file: executed lines, all of them, and what was not reached."""
     with tempfile.TemporaryDirectory() as folder:
-        start = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport tests.cuda_lines as c\nc.install({folder!r})\n"
+        start = (
+            f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport tests.cuda_lines as "
+            f"c\nc.install({folder!r})\n"
+        )
         (Path(folder) / "sitecustomize.py").write_text(start)
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
         for command in RUNS:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True
+            )
             print(f"{' '.join(command[3:6])} ...: exit status {done.returncode}", flush=True)
             if done.returncode:
                 print((done.stdout + done.stderr)[-2000:])
-        hits = {tuple(line.rsplit(":", 1)) for one in Path(folder).glob("*.hits") for line in one.read_text().split()}
+        hits = {
+            tuple(line.rsplit(":", 1))
+            for one in Path(folder).glob("*.hits")
+            for line in one.read_text().split()
+        }
     total: collections.Counter[str] = collections.Counter()
     for path, lines in files().items():
         compiled = set(_compiled(ast.parse(path.read_text())))
-        called = {line for line in lines if (str(path), str(line)) in hits} | (compiled & set(lines))
+        called = {line for line in lines if (str(path), str(line)) in hits} | (
+            compiled & set(lines)
+        )
         missed = sorted(set(lines) - called)
         total.update(lines=len(lines), called=len(called))
         shown = f"; not {', '.join(map(str, missed))}" if missed else ""

@@ -1,9 +1,11 @@
-"""Every grid that examples/ names as a step on fake tensors: `python tests/fake_grids.py [WORD ...]` (make fake-grids).
+"""Every grid that examples/ names as a step on fake tensors: `python tests/fake_grids.py [WORD
+...]` (make fake-grids).
 
-A grid of 64 GPUs is also taken at 1,024. A line says what rank 0 holds, and how much of it the dry run estimates. The
-rows are one causal document each, as the dry run assumes. The exit status is 1 if an estimate is off by more than 2 %,
-if half of them are off by more than 0.5 %, or if a rank beside rank 0 makes another call. Without a word the small
-layouts of `tests/verify/fake_cases.py` come first; half of them have to be within 1 %, all within 5 %.
+A grid of 64 GPUs is also taken at 1,024. A line says what rank 0 holds, and how much of it the dry
+run estimates. The rows are one causal document each, as the dry run assumes. The exit status is 1
+if an estimate is off by more than 2 %, if half of them are off by more than 0.5 %, or if a rank
+beside rank 0 makes another call. Without a word the small layouts of `tests/verify/fake_cases.py`
+come first; half of them have to be within 1 %, all within 5 %.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MEDIAN, WORST = 0.005, 0.02
 """How far dry runs may be off."""
-RANK = re.compile(r"^rank \d+ .*: peak ([\d.]+) GiB .*; the dry run estimates ([\d.]+);", re.MULTILINE)
+RANK = re.compile(
+    r"^rank \d+ .*: peak ([\d.]+) GiB .*; the dry run estimates ([\d.]+);", re.MULTILINE
+)
 
 
 def grids() -> Iterator[tuple[str, list[str]]]:
@@ -40,13 +44,25 @@ def grids() -> Iterator[tuple[str, list[str]]]:
         files = ["--config", str(path.with_name("model.yaml")), "--config", str(path)]
         yield f"{model} {grid}", ["--world-size", str(gpus_of(grid)), *files]
     command = ["bash", "examples/million_tokens.sh", "--flags"]
-    yield "million_tokens.sh 8 GPUs", subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    yield (
+        "million_tokens.sh 8 GPUs",
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split(),
+    )
 
 
 def checked(grid: tuple[str, list[str]]) -> float:
     """Return by which part the dry run of a grid is off; infinity if its step failed."""
     name, flags = grid
-    command = [sys.executable, "-W", "ignore", "tools/check_gpu.py", "--fake", "--mask", "causal", *flags]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "tools/check_gpu.py",
+        "--fake",
+        "--mask",
+        "causal",
+        *flags,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     figures = [(float(peak), float(plan)) for peak, plan in RANK.findall(done.stdout)]
     if done.returncode or not figures:
@@ -64,19 +80,25 @@ def ratio(name: str) -> float:
     command = [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
-    print(f"dry run {found['planned'] / found['peak']:.3f} of {found['peak'] / 2**30:.2f} GiB: {name}", flush=True)
+    print(
+        f"dry run {found['planned'] / found['peak']:.3f} of {found['peak'] / 2**30:.2f} GiB: "
+        f"{name}",
+        flush=True,
+    )
     return found["planned"] / found["peak"]
 
 
 def layouts() -> bool:
-    """Whether the dry run of small models of all kinds, each under another layout, holds what their steps do: within
-    5 % each, within 1 % in the median.
+    """Whether the dry run of small models of all kinds, each under another layout, holds what their
+    steps do: within 5 % each, within 1 % in the median.
     """
     from tests.verify.fake_cases import CASES
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         off = [abs(one - 1) for one in pool.map(ratio, CASES)]
-    print(f"{len(off)} layouts: {statistics.median(off):.2%} in the median, {max(off):.2%} at worst")
+    print(
+        f"{len(off)} layouts: {statistics.median(off):.2%} in the median, {max(off):.2%} at worst"
+    )
     return statistics.median(off) <= 0.01 and max(off) <= 0.05
 
 

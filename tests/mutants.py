@@ -8,9 +8,10 @@ Every folder of tests has a file `breaks.py` with the breaks that its tests must
         ],
     }
 
-`make mutants` runs all of them in half an hour on two cores. `make mutants WORDS="ring mask"` runs those whose file or
-mistake contains one of these words. Each break is made in a copy of the tree, and the unbroken copy is tested first.
-The exit status is 1 if fewer than 97 % of the breaks are noticed.
+`make mutants` runs all of them in half an hour on two cores. `make mutants WORDS="ring mask"` runs
+those whose file or mistake contains one of these words. Each break is made in a copy of the tree,
+and the unbroken copy is tested first. The exit status is 1 if fewer than 97 % of the breaks are
+noticed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def all_breaks(root: Path = ROOT) -> list[Break]:
 
 
 def problems(breaks: list[Break], root: Path = ROOT) -> list[str]:
-    """Return a line for every text that is not in its file exactly once, and for every test that does not exist."""
+    """Return a line for every text that is not in its file exactly once, and for every test that
+    does not exist.
+    """
     found = []
     for row in breaks:
         path = root / row.file
@@ -65,12 +68,24 @@ def problems(breaks: list[Break], root: Path = ROOT) -> list[str]:
 
 
 def passes(tests: str, tree: Path) -> bool:
-    """Return whether the fast tests of these files pass in a copy of the tree. A test that hangs does not pass."""
+    """Return whether the fast tests of these files pass in a copy of the tree. A test that hangs
+    does not pass.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", FAST]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     try:
         done = subprocess.run(
-            [*command, *tests.split()], cwd=tree, env=environment, capture_output=True, timeout=SECONDS, check=False
+            [*command, *tests.split()],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return False
@@ -95,19 +110,27 @@ def is_noticed(row: Break, tree: Path) -> bool:
 
 def copy_tree(root: Path, tree: Path) -> None:
     """Copy the files that git tracks."""
-    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, check=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=root, capture_output=True, check=True, text=True
+    ).stdout
     for file in listed.splitlines():
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / file, tree / file)
 
 
 def main(words: list[str], root: Path = ROOT) -> int:
-    """Run the chosen breaks on two copies of the tree and print which are noticed. Return the exit status."""
+    """Run the chosen breaks on two copies of the tree and print which are noticed. Return the exit
+    status.
+    """
     breaks = all_breaks(root)
     if found := problems(breaks, root):
         print("\n".join(found))
         return 1
-    chosen = [row for row in breaks if not words or any(word in f"{row.file} {row.mistake}" for word in words)]
+    chosen = [
+        row
+        for row in breaks
+        if not words or any(word in f"{row.file} {row.mistake}" for word in words)
+    ]
     suites = list(dict.fromkeys(row.tests for row in chosen))
     with tempfile.TemporaryDirectory() as above, concurrent.futures.ThreadPoolExecutor(2) as pool:
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
@@ -128,7 +151,9 @@ def main(words: list[str], root: Path = ROOT) -> int:
             print(f"these tests fail, or hang, before anything is broken: {', '.join(failing)}")
             return 1
         survived = 0
-        for row, noticed in zip(chosen, pool.map(lambda row: on_a_tree(is_noticed, row), chosen), strict=True):
+        for row, noticed in zip(
+            chosen, pool.map(lambda row: on_a_tree(is_noticed, row), chosen), strict=True
+        ):
             print(f"{'noticed ' if noticed else 'SURVIVED'}  {row.file}: {row.mistake}", flush=True)
             survived += not noticed
     print(f"{len(chosen) - survived} of {len(chosen)} breaks were noticed")

@@ -1,8 +1,8 @@
 """Run a function on 2, 4 or 8 gloo ranks inside a test, with processes kept alive between tests.
 
-The pool is the one the tools use (`megacp.verify.spawn`). A raise or a hang in one rank is one failure with that rank's
-traceback; the next test then gets a fresh pool. Ranks are forked with the tests' modules already imported, so a fresh
-pool costs tenths of a second.
+The pool is the one the tools use (`megacp.verify.spawn`). A raise or a hang in one rank is one
+failure with that rank's traceback; the next test then gets a fresh pool. Ranks are forked with the
+tests' modules already imported, so a fresh pool costs tenths of a second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ __all__ = ["RankError", "grid", "preload", "run_ranks"]
 
 @functools.cache
 def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 0) -> Any:
-    """The process grid of this worker for a shape; called inside a rank, groups are made once per worker."""
+    """The process grid of this worker for a shape; called inside a rank, groups are made once per
+    worker.
+    """
     import torch.distributed as dist
 
     from megacp.distributed.grid import build_grid
@@ -41,8 +43,8 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 0) -> Any
 POOLS, THREADS = 2, 450
 """Pools kept alive, and threads of a rank from which on its pool is made anew.
 
-Every gloo group has three, one of which wakes up a hundred times a second, and grids of earlier tests leave tens of
-them: ranks that have nothing to do are stopped.
+Every gloo group has three, one of which wakes up a hundred times a second, and grids of earlier
+tests leave tens of them: ranks that have nothing to do are stopped.
 """
 
 _pools: dict[int, RankPool] = {}  # the one used last stands last
@@ -63,33 +65,46 @@ def _signal(pool: RankPool, number: signal.Signals) -> None:
 
 @functools.cache
 def preload() -> None:
-    """Start the process that ranks are forked from, with the tests' modules that this one has imported and use ranks.
+    """Start the process that ranks are forked from, with the tests' modules that this one has
+    imported and use ranks.
 
-    hypothesis alone costs each rank half a second, transformers another one. None of them starts a thread.
+    hypothesis alone costs each rank half a second, transformers another one. None of them starts a
+    thread.
     """
-    tests = sorted(name for name, found in sys.modules.items() if name[:6] == "tests." and "run_ranks" in dir(found))
+    tests = sorted(
+        name
+        for name, found in sys.modules.items()
+        if name[:6] == "tests." and "run_ranks" in dir(found)
+    )
     multiprocessing.set_forkserver_preload([*preloaded(), *tests])
     forkserver.ensure_running()
 
 
 def _half_in_blocks(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Odd ranks keep all but the smallest results in blocks that are used again, where others keep none so small."""
+    """Odd ranks keep all but the smallest results in blocks that are used again, where others keep
+    none so small.
+    """
     BLOCKS.smallest = 256 if rank % 2 else LARGE
     return function(rank, world_size, *args)
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+) -> list[Any]:
     """Run `function(rank, world_size, *args)` on every rank; results in rank order.
 
-    `function` is a module-level function; arguments and results are picklable. Raises RankError with the traceback of
-    every failed rank (or the stack of one that hangs) and restarts the pool.
+    `function` is a module-level function; arguments and results are picklable. Raises RankError
+    with the traceback of every failed rank (or the stack of one that hangs) and restarts the pool.
     """
     root = str(Path(__file__).resolve().parent.parent)
     if root not in sys.path:  # what the ranks inherit, to find the tests' modules
         sys.path.insert(0, root)
     preload()
     pool = _pools.pop(world_size, None)
-    if pool is not None and len(list(Path("/proc").glob(f"{pool.processes[0].pid}/task/*"))) > THREADS:
+    if (
+        pool is not None
+        and len(list(Path("/proc").glob(f"{pool.processes[0].pid}/task/*"))) > THREADS
+    ):
         pool.close()
         pool = None
     while len(_pools) >= POOLS:

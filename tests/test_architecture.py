@@ -1,6 +1,7 @@
 """The fences of the house: rules about the source that lint and the layer contract cannot say.
 
-The rules read the syntax tree, so a comment or a string breaks none and an aliased import escapes none.
+The rules read the syntax tree, so a comment or a string breaks none and an aliased import escapes
+none.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ ENVIRONMENT_FILES = (
     "megacp/training/start/launch.py",
     "megacp/prepare/packs/unit.py",
 )
-_PURE = ("engine/config/", "engine/layers/", "engine/checks.py", "training/data/", "dry_run/", "plan/")
+_PURE = (
+    "engine/config/",
+    "engine/layers/",
+    "engine/checks.py",
+    "training/data/",
+    "dry_run/",
+    "plan/",
+)
 TORCH_IN_A_FUNCTION = ("megacp/plan/calibrate.py", "megacp/dry_run/parts.py")
 """Files of those rooms that measure something, and that others import in a function."""
 PURE_ROOMS = tuple(f"megacp/{room}" for room in _PURE)
@@ -50,7 +58,18 @@ GUESTS = {"transformer_engine": 2, "apex": 1}
 """Files that import a guest: on each floor that needs it one."""
 TRAINING = ("attention", "distributed", "engine", "storage", "train", "training")
 """Packages that train, without an extra."""
-EXTRAS = {"transformers", "tokenizers", "sentencepiece", "pyarrow", "PIL", "av", "jinja2", "ray", "fsspec", "s3fs"}
+EXTRAS = {
+    "transformers",
+    "tokenizers",
+    "sentencepiece",
+    "pyarrow",
+    "PIL",
+    "av",
+    "jinja2",
+    "ray",
+    "fsspec",
+    "s3fs",
+}
 MAY_HIDE_IMPORTS = {
     "megacp/public.py": "public names of a package, whose homes are in its own table",
     "megacp/training/monitor/log.py": "wandb or trackio, as the flag names it",
@@ -96,7 +115,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def sources(*tops: str) -> list[str]:
     """Paths of all Python files below some top folders, relative to the root."""
-    return sorted(str(path.relative_to(ROOT)) for top in tops for path in (ROOT / top).rglob("*.py"))
+    return sorted(
+        str(path.relative_to(ROOT)) for top in tops for path in (ROOT / top).rglob("*.py")
+    )
 
 
 @functools.cache
@@ -115,21 +136,36 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
 
 def relative_imports(tree: ast.AST) -> list[int]:
     """Lines of imports that `imports` cannot read."""
-    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > 0]
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level > 0
+    ]
 
 
 def hidden_imports(tree: ast.Module) -> list[str]:
-    """Imports by a name in a string that is ours, or that may be: its beginning is not written where it is used."""
+    """Imports by a name in a string that is ours, or that may be: its beginning is not written
+    where it is used.
+    """
     constants = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            constants |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+            constants |= {
+                target.id: node.value for target in node.targets if isinstance(target, ast.Name)
+            }
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         function = ast.unparse(node.func).rpartition(".")[2]
-        if function not in ("import_module", "__import__", "exec", "eval", "run_module", "resolve_name"):
+        if function not in (
+            "import_module",
+            "__import__",
+            "exec",
+            "eval",
+            "run_module",
+            "resolve_name",
+        ):
             continue
         if function in ("exec", "eval") and isinstance(node.func, ast.Attribute):
             continue  # `model.eval()`
@@ -137,7 +173,9 @@ def hidden_imports(tree: ast.Module) -> list[str]:
             name = constants.get(choice.id, choice) if isinstance(choice, ast.Name) else choice
             if isinstance(name, ast.JoinedStr):
                 name = name.values[0]
-            known = isinstance(name, ast.Constant) and not str(name.value).startswith(("megacp", "."))
+            known = isinstance(name, ast.Constant) and not str(name.value).startswith(
+                ("megacp", ".")
+            )
             if not known:
                 found.append(ast.unparse(node))
     return found
@@ -160,7 +198,9 @@ def names_from_elsewhere(tree: ast.AST) -> list[str]:
         path = f"{home}/__init__.py" if (ROOT / home).is_dir() else f"{home}.py"
         defined_there = set(names_of_body(tree_of(path)))
         for alias in node.names:
-            is_module = (ROOT / home / f"{alias.name}.py").exists() or (ROOT / home / alias.name).is_dir()
+            is_module = (ROOT / home / f"{alias.name}.py").exists() or (
+                ROOT / home / alias.name
+            ).is_dir()
             if alias.name not in defined_there and not is_module:
                 found.append(f"{node.module}.{alias.name}")
     return found
@@ -169,7 +209,9 @@ def names_from_elsewhere(tree: ast.AST) -> list[str]:
 def dotted_uses(tree: ast.AST) -> Iterator[str]:
     """Dotted names as they are used (`torch.distributed.all_reduce`), imports' aliases resolved."""
     aliases = {
-        alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]
+        alias.asname or alias.name.split(".")[0]: alias.name
+        if alias.asname
+        else alias.name.split(".")[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Import)
         for alias in node.names
@@ -188,7 +230,11 @@ def is_within(name: str, package: str) -> bool:
 
 def environment_uses(tree: ast.AST) -> list[str]:
     names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
-    return sorted(n for n in names if any(is_within(n, f"os.{kind}") for kind in ("environ", "getenv", "putenv")))
+    return sorted(
+        n
+        for n in names
+        if any(is_within(n, f"os.{kind}") for kind in ("environ", "getenv", "putenv"))
+    )
 
 
 def guests_outside_functions(tree: ast.AST) -> list[str]:
@@ -227,7 +273,9 @@ def module_name(path: str) -> str:
 
 
 def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """For each module, the modules of the same set that it imports anywhere, also inside functions."""
+    """For each module, the modules of the same set that it imports anywhere, also inside
+    functions.
+    """
     graph = {}
     for name, tree in trees.items():
         parts = [imported.split(".") for imported, _ in imports(tree)]
@@ -239,7 +287,10 @@ def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
     """Sets of modules each of which reaches all others of its set."""
     reached = {name: reachable(graph, name) for name in graph}
-    groups = {frozenset({name} | {other for other in reached[name] if name in reached[other]}) for name in graph}
+    groups = {
+        frozenset({name} | {other for other in reached[name] if name in reached[other]})
+        for name in graph
+    }
     return [set(group) for group in groups if len(group) > 1]
 
 
@@ -288,7 +339,9 @@ def used(tree: ast.AST) -> Iterator[str]:
 def unused_names(owned: Iterable[ast.Module], readers: Iterable[ast.Module]) -> list[str]:
     """Public names of `owned` that no module of `readers` uses."""
     read = {name for tree in readers for name in used(tree)} | CALLED_BY_OTHERS
-    return sorted({n for tree in owned for n in defined(tree) if not n.startswith("_") and n not in read})
+    return sorted(
+        {n for tree in owned for n in defined(tree) if not n.startswith("_") and n not in read}
+    )
 
 
 def private_names(tree: ast.AST) -> list[str]:
@@ -311,13 +364,21 @@ def family_names(tree: ast.AST) -> list[str]:
 
 def disk_uses(tree: ast.AST) -> list[str]:
     """What makes writing durable, atomic or exclusive, and hashes of files."""
-    kinds = ("os.fsync", "os.replace", "os.rename", "fcntl", "hashlib.file_digest", "tempfile.mkstemp")
+    kinds = (
+        "os.fsync",
+        "os.replace",
+        "os.rename",
+        "fcntl",
+        "hashlib.file_digest",
+        "tempfile.mkstemp",
+    )
     names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
     found = {name for name in names if any(is_within(name, kind) for kind in kinds)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner, method = ast.unparse(node.func.value), node.func.attr
-            # `text.replace(a, b)` and `dataclasses.replace(x, a=b)` have more arguments than `path.replace(target)`
+            # `text.replace(a, b)` and `dataclasses.replace(x, a=b)` have more arguments than
+            # `path.replace(target)`
             only_one = len(node.args) == 1 and not node.keywords
             if owner != "files" and (method == "rename" or (method == "replace" and only_one)):
                 found.add(f"{owner}.{method}")
@@ -363,11 +424,18 @@ RULES: dict[str, tuple[Callable[[ast.Module], object], list[str]]] = {
     "guest packages are imported inside functions": (guests_outside_functions, sources(*CODE)),
     "pure rooms do not import torch": (
         torch_imports,
-        [path for path in sources("megacp") if path.startswith(PURE_ROOMS) and path not in TORCH_IN_A_FUNCTION],
+        [
+            path
+            for path in sources("megacp")
+            if path.startswith(PURE_ROOMS) and path not in TORCH_IN_A_FUNCTION
+        ],
     ),
     "there is no global statement": (global_statements, sources(*CODE)),
     "functions take few parameters": (too_many_parameters, sources(*CODE)),
-    "every module says what it is": (missing_docstring, sources("megacp", "tools", "tests", "examples")),
+    "every module says what it is": (
+        missing_docstring,
+        sources("megacp", "tools", "tests", "examples"),
+    ),
     "folders inside a package hold a docstring only": (
         more_than_a_docstring,
         [path for path in sources("megacp") if path.endswith("__init__.py") and path not in PUBLIC],
@@ -406,7 +474,10 @@ def test_no_file_breaks_the_rule(name: str) -> None:
         (disk_uses, "path.with_suffix('.new').rename(path)"),
         (disk_uses, "path.replace(target)"),
         (disk_uses, "import hashlib\nhashlib.sha256(path.read_bytes() + b'x')"),
-        (guests_outside_functions, "try:\n    import transformer_engine.pytorch\nexcept ImportError:\n    pass"),
+        (
+            guests_outside_functions,
+            "try:\n    import transformer_engine.pytorch\nexcept ImportError:\n    pass",
+        ),
         (torch_imports, "def f():\n    from torch import nn"),
         (global_statements, "def f():\n    global x\n    x = 1"),
         (too_many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ..."),
@@ -423,7 +494,10 @@ def test_no_file_breaks_the_rule(name: str) -> None:
         (family_names, "from megacp.huggingface.convert.moe import GPT_OSS"),
         (family_names, "class Gemma3Words: ..."),
         (family_names, "f(rotary='llama')"),
-        (lambda tree: circles(import_graph({"a": tree, "b": ast.parse("import a.c")})), "def f():\n    import b"),
+        (
+            lambda tree: circles(import_graph({"a": tree, "b": ast.parse("import a.c")})),
+            "def f():\n    import b",
+        ),
         (lambda tree: unused_names([tree], [tree]), "def f(): ..."),
         (lambda tree: unused_names([tree], [tree]), "class A:\n    def unread(self): ...\nA()"),
     ],
@@ -433,15 +507,33 @@ def test_each_rule_catches_its_offence(rule: Callable[[ast.Module], object], sam
 
 
 def test_rules_let_lawful_code_pass() -> None:
-    assert guests_outside_functions(ast.parse("def f():\n    import transformer_engine.pytorch")) == []
-    assert too_many_parameters(ast.parse("class A:\n    def f(self, a, b, c, d, e, f, g, h): ...")) == []
+    assert (
+        guests_outside_functions(ast.parse("def f():\n    import transformer_engine.pytorch")) == []
+    )
+    assert (
+        too_many_parameters(ast.parse("class A:\n    def f(self, a, b, c, d, e, f, g, h): ..."))
+        == []
+    )
     assert disk_uses(ast.parse("text.replace('a', 'b')\nreplace(x, a=1)\nfiles.rename(a, b)")) == []
     assert torch_distributed(ast.parse("# torch.distributed\nx = 'torch.distributed'")) == []
     assert (
-        hidden_imports(ast.parse("NAME = 'apex'\nimport_module(NAME)\nmodel.eval()\nimport_module(f'PIL.{x}')")) == []
+        hidden_imports(
+            ast.parse("NAME = 'apex'\nimport_module(NAME)\nmodel.eval()\nimport_module(f'PIL.{x}')")
+        )
+        == []
     )
-    assert names_from_elsewhere(ast.parse("from megacp.storage import files\nfrom megacp import __version__")) == []
-    assert family_names(ast.parse("def f():\n    'As in Qwen3.'\n    return 'llama3', 'is_llama_config'")) == []
+    assert (
+        names_from_elsewhere(
+            ast.parse("from megacp.storage import files\nfrom megacp import __version__")
+        )
+        == []
+    )
+    assert (
+        family_names(
+            ast.parse("def f():\n    'As in Qwen3.'\n    return 'llama3', 'is_llama_config'")
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("path", MAY_HIDE_IMPORTS)
@@ -456,7 +548,11 @@ def test_a_file_that_may_name_a_family_does(path: str) -> None:
 
 @pytest.mark.parametrize("guest", GUESTS)
 def test_a_guest_package_is_imported_in_one_file_of_a_floor(guest: str) -> None:
-    users = [p for p in sources("megacp") if any(name.split(".")[0] == guest for name, _ in imports(tree_of(p)))]
+    users = [
+        p
+        for p in sources("megacp")
+        if any(name.split(".")[0] == guest for name, _ in imports(tree_of(p)))
+    ]
     assert len({Path(p).parent for p in users}) == len(users) <= GUESTS[guest]
 
 
@@ -468,7 +564,9 @@ def test_training_imports_no_extra() -> None:
         "[importlib.import_module(name) for name in names if name.split('.')[1] in packages]; "
         f"print(*sorted({EXTRAS} & {{name.partition('.')[0] for name in sys.modules}}))"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120, capture_output=True
+    )
     assert found.stdout.decode().strip() == ""
 
 
@@ -481,14 +579,18 @@ def test_a_parsed_command_line_and_a_dry_run_measured_before_need_no_torch() -> 
     )
     command = [sys.executable, "-c", code]
     first, second = (
-        subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True).stdout.split()
+        subprocess.run(
+            command, cwd=ROOT, check=True, timeout=60, capture_output=True, text=True
+        ).stdout.split()
         for _ in range(2)
     )
     assert first[0] == "False"
     assert second == ["False", "False"]
 
 
-@pytest.mark.parametrize("package", [path for path in PUBLIC if "exports(" in (ROOT / path).read_text()])
+@pytest.mark.parametrize(
+    "package", [path for path in PUBLIC if "exports(" in (ROOT / path).read_text()]
+)
 def test_every_public_name_of_a_package_is_there(package: str) -> None:
     name = module_name(package)
     (call,) = (node for node in ast.walk(tree_of(package)) if isinstance(node, ast.Call))
@@ -500,12 +602,19 @@ def test_every_public_name_of_a_package_is_there(package: str) -> None:
 
 
 def test_no_module_has_a_vague_name() -> None:
-    assert [p for p in sources("megacp", "tools", "tests") if VAGUE_NAMES & set(Path(p).with_suffix("").parts)] == []
+    assert [
+        p
+        for p in sources("megacp", "tools", "tests")
+        if VAGUE_NAMES & set(Path(p).with_suffix("").parts)
+    ] == []
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
     """A circle, also one that an import inside a function hides."""
-    assert circles(import_graph({module_name(path): tree_of(path) for path in sources("megacp")})) == []
+    assert (
+        circles(import_graph({module_name(path): tree_of(path) for path in sources("megacp")}))
+        == []
+    )
 
 
 def test_a_public_name_means_one_thing() -> None:
@@ -513,7 +622,9 @@ def test_a_public_name_means_one_thing() -> None:
     homes = defaultdict(set)
     for path in sources("megacp"):
         names = {node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)}
-        for name in names | {name for name in names_of_body(tree_of(path)) if name[0] != "_"} - {"main"}:
+        for name in names | {name for name in names_of_body(tree_of(path)) if name[0] != "_"} - {
+            "main"
+        }:
             homes[name].add(path)
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
@@ -525,9 +636,15 @@ HEADLESS = re.compile(
 
 
 def documented(tree: ast.Module) -> Iterator[str]:
-    """Docstrings of functions, classes and attributes: they begin with a noun, or a function's with a verb."""
+    """Docstrings of functions, classes and attributes: they begin with a noun, or a function's with
+    a verb.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and node is not tree.body[0] and isinstance(node.value, ast.Constant):
+        if (
+            isinstance(node, ast.Expr)
+            and node is not tree.body[0]
+            and isinstance(node.value, ast.Constant)
+        ):
             yield str(node.value.value)
 
 
@@ -539,7 +656,12 @@ def test_docstrings_begin_with_what_they_are_about() -> None:
 
 def test_every_public_name_is_used_outside_the_tests() -> None:
     owned = [tree_of(path) for path in sources("megacp")]
-    assert unused_names(owned, [tree_of(path) for path in sources("megacp", "bench", "tools", "examples")]) == []
+    assert (
+        unused_names(
+            owned, [tree_of(path) for path in sources("megacp", "bench", "tools", "examples")]
+        )
+        == []
+    )
 
 
 CIRCLES = 0
@@ -555,7 +677,9 @@ def folder_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
     found: dict[str, set[str]] = defaultdict(set)
     for name, others in graph.items():
-        packages = {other for other in others if (ROOT / other.replace(".", "/") / "__init__.py").exists()}
+        packages = {
+            other for other in others if (ROOT / other.replace(".", "/") / "__init__.py").exists()
+        }
         found[folder(name)] |= {folder(other) for other in others - packages} - {folder(name)}
     for targets in list(found.values()):
         for target in targets:
@@ -564,24 +688,42 @@ def folder_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def pace(text: str) -> tuple[int, int, int]:
-    """Lines of code, which hold more than comment and docstring; parallel assignments, those of one written tuple to
-    another (`a, b = x, y`); and comments, each line of one counted, without those that speak to tools.
+    """Lines of code, which hold more than comment and docstring; parallel assignments, those of one
+    written tuple to another (`a, b = x, y`); and comments, each line of one counted, without those
+    that speak to tools.
     """
     nodes = list(ast.walk(ast.parse(text)))
     strings = [n for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    code = {line for t in tokens if t.string.strip() for line in range(t.start[0], t.end[0] + 1) if t.string[0] != "#"}
+    code = {
+        line
+        for t in tokens
+        if t.string.strip()
+        for line in range(t.start[0], t.end[0] + 1)
+        if t.string[0] != "#"
+    }
     code -= {line for n in strings for line in range(n.lineno, (n.end_lineno or 0) + 1)}
     tuples = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Tuple)]
-    comments = [t for t in tokens if t.string[:1] == "#" and not t.string.startswith(("# type:", "# noqa"))]
+    comments = [
+        t for t in tokens if t.string[:1] == "#" and not t.string.startswith(("# type:", "# noqa"))
+    ]
     return len(code), sum(isinstance(n.targets[0], ast.Tuple) for n in tuples), len(comments)
 
 
 @pytest.mark.parametrize("room", ["megacp/attention", "megacp/training/data"])
 def test_hard_rooms_have_pace(room: str) -> None:
-    assert pace('"""A text."""\na, b = x, y  # why\n# and\nc, d = f(x)  # type: ignore\n') == (2, 1, 2)
-    code, parallel, comments = map(sum, zip(*(pace((ROOT / path).read_text()) for path in sources(room)), strict=True))
-    print(f"{1_000 * parallel / code:.1f} parallel assignments a thousand lines, {comments / code:.1%} comments")
+    assert pace('"""A text."""\na, b = x, y  # why\n# and\nc, d = f(x)  # type: ignore\n') == (
+        2,
+        1,
+        2,
+    )
+    code, parallel, comments = map(
+        sum, zip(*(pace((ROOT / path).read_text()) for path in sources(room)), strict=True)
+    )
+    print(
+        f"{1_000 * parallel / code:.1f} parallel assignments a thousand lines, "
+        f"{comments / code:.1%} comments"
+    )
     assert 1_000 * parallel <= 15 * code and 100 * comments >= 8 * code
 
 
@@ -597,7 +739,9 @@ def test_a_choice_lists_the_words_of_its_flag() -> None:
 
 def test_a_choice_is_compared_in_one_file_at_most() -> None:
     modules = structure.trees(structure.sources())
-    found = {name: structure.comparing(choice, modules) for name, choice in structure.CHOICES.items()}
+    found = {
+        name: structure.comparing(choice, modules) for name, choice in structure.CHOICES.items()
+    }
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 
@@ -631,4 +775,6 @@ def test_a_word_that_is_only_named_is_no_comparison() -> None:
         "ways = [{'recompute_granularity': one} for one in ('full', 'none')]",
     )
     for sample in samples:
-        assert not any(structure.compares(ast.parse(sample), choice) for choice in structure.CHOICES.values()), sample
+        assert not any(
+            structure.compares(ast.parse(sample), choice) for choice in structure.CHOICES.values()
+        ), sample

@@ -1,4 +1,6 @@
-"""README and docs/: short where they have to be, and nothing in them points to what is not there."""
+"""README and docs/: short where they have to be, and nothing in them points to what is not
+there.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ TOURS = ("attention", "engine", "training")
 
 @pytest.mark.parametrize("name", TOURS)
 def test_the_code_on_a_page_about_a_package_runs(name: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     assert blocks
     for block in blocks:
         exec(block, {})
@@ -39,7 +45,11 @@ def test_the_code_on_a_page_about_a_package_runs(name: str) -> None:
 @cache
 def sources() -> str:
     """All of the code, in which a flag stands as it is typed or as the field that it is made of."""
-    files = [path for top in ("megacp", "tools", "examples", "tests") for path in sorted((ROOT / top).rglob("*.py"))]
+    files = [
+        path
+        for top in ("megacp", "tools", "examples", "tests")
+        for path in sorted((ROOT / top).rglob("*.py"))
+    ]
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
 
@@ -60,7 +70,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")
         file = page if not name else (page.parent / name).resolve()
-        if not target.startswith("http") and (not file.exists() or (anchor and anchor not in anchors(file))):
+        if not target.startswith("http") and (
+            not file.exists() or (anchor and anchor not in anchors(file))
+        ):
             broken.append(target)
     assert broken == []
 
@@ -68,7 +80,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pages
 def test_files_that_a_page_names_exist(page: Path) -> None:
     """A path begins at the root, next to the page, or below megacp/, where the module is."""
-    named = re.findall(r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8"))
+    named = re.findall(
+        r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8")
+    )
     places = ROOT, ROOT / "megacp", page.parent
     found = {name for name in named if any((place / name).exists() for place in places)}
     assert sorted(set(named) - found - MADE) == []
@@ -76,7 +90,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pages
 def test_flags_that_a_page_names_exist(page: Path) -> None:
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8"))) - OTHERS
+    flags = (
+        set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8"))) - OTHERS
+    )
     known = sources()
 
     def exists(flag: str) -> bool:

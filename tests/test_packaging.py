@@ -1,4 +1,6 @@
-"""What the wheel asks for is what its commands import: the requirements, and for each command the extras it names."""
+"""What the wheel asks for is what its commands import: the requirements, and for each command the
+extras it names.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
     "plan": ("megacp.plan.command", {"data", "fla", "gpu", "hf", "log", "store"}),
     "plot": ("megacp.verify.plot", {"log", "store"}),
 }
-"""Module, and extras that a command may need for its flags or inputs; without them it says what is missing."""
+"""Module, and extras that a command may need for its flags or inputs; without them it says what is
+missing.
+"""
 BUILT_FROM_SOURCE = {"apex", "amp_C", "fused_weight_gradient_mlp_cuda"}
 """Guests that no index has; see README."""
 GPU_VARIABLES = "GPU_TESTS", "GPU_NEEDS"
@@ -47,8 +51,16 @@ def test_each_command_says_its_version(name: str, capsys: pytest.CaptureFixture[
 def packaging() -> dict[str, Any]:
     """The tables of setup.py: EXTRAS, COMMANDS, and install_requires."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup")
-    tables = [n for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "EXTRAS"]
+    call = next(
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup"
+    )
+    tables = [
+        n
+        for n in tree.body
+        if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "EXTRAS"
+    ]
     requires = next(word.value for word in call.keywords if word.arg == "install_requires")
     return {"requires": ast.literal_eval(requires), **ast.literal_eval(tables[0].value)}
 
@@ -62,7 +74,8 @@ def distribution(requirement: str) -> str:
 def owners() -> dict[str, set[str]]:
     """Distributions that an importable name belongs to."""
     return {
-        name: {distribution(d) for d in found} for name, found in importlib.metadata.packages_distributions().items()
+        name: {distribution(d) for d in found}
+        for name, found in importlib.metadata.packages_distributions().items()
     }
 
 
@@ -73,13 +86,20 @@ def file_of(module: str) -> Path | None:
 
 @functools.cache
 def imports(module: str, late: bool) -> frozenset[str]:
-    """Dotted names that a module of ours imports, packages above it included; `late`: inside functions, too."""
+    """Dotted names that a module of ours imports, packages above it included; `late`: inside
+    functions, too.
+    """
     file = file_of(module)
     assert file is not None
     tree = ast.parse(file.read_text(encoding="utf-8"))
     parts = module.split(".")
     found = {".".join(parts[:i]) for i in range(1, len(parts))}
-    inside = {id(inner) for node in ast.walk(tree) if not late and _may_not_run(node) for inner in ast.walk(node)}
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if not late and _may_not_run(node)
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
         if id(node) in inside:
             continue
@@ -117,12 +137,18 @@ def third_party(start: str, late: bool) -> set[str]:
 
 def undeclared(names: set[str], declared: list[str]) -> set[str]:
     known = {distribution(name) for name in declared}
-    return {name for name in names if not ((NOT_INSTALLED | owners()).get(name, {distribution(name)}) & known)}
+    return {
+        name
+        for name in names
+        if not ((NOT_INSTALLED | owners()).get(name, {distribution(name)}) & known)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_starts_with_the_requirements_and_reaches_no_more_than_its_extras(command: str) -> None:
+def test_a_command_starts_with_the_requirements_and_reaches_no_more_than_its_extras(
+    command: str,
+) -> None:
     """`--help` works on a machine without the extras, and an extra brings all that a flag needs."""
     tables, (module, extras) = packaging(), COMMANDS[command]
     assert f'"{command}": "{module}:' in (ROOT / "setup.py").read_text(encoding="utf-8")
@@ -130,17 +156,23 @@ def test_a_command_starts_with_the_requirements_and_reaches_no_more_than_its_ext
     names = [*tables["requires"], *(name for extra in extras for name in tables[extra])]
     reached = third_party(module, late=True)
     assert undeclared(reached - BUILT_FROM_SOURCE, names) == set()
-    assert command != "convert" or "transformers" in reached, "a walk that follows nothing finds nothing"
+    assert command != "convert" or "transformers" in reached, (
+        "a walk that follows nothing finds nothing"
+    )
 
 
 def test_make_names_what_the_tests_on_a_gpu_import() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    tests, needs = (re.search(rf"^{name} := (.*)", makefile, re.MULTILINE)[1].split() for name in GPU_VARIABLES)
+    tests, needs = (
+        re.search(rf"^{name} := (.*)", makefile, re.MULTILINE)[1].split() for name in GPU_VARIABLES
+    )
     files = [
         ROOT / "tests/conftest.py",
         *(path for test in tests for path in [*(ROOT / test).glob("*.py"), ROOT / test]),
     ]
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files if path.is_file()]
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files if path.is_file()
+    ]
     names = set.union(*(third_party(module, late=False) for module in modules))
     assert "tyro" in imports("megacp.engine.config.cli", late=True) and "zlib_ng" in names
     assert undeclared(names | {"tyro"}, ["torch", "numpy", *needs]) == set()  # they read flags
@@ -152,10 +184,22 @@ def test_images_without_pillow_are_refused_before_the_first_step(
     (tmp_path / "a.png").write_bytes(encoded(noise(16, 16)))
     line = '{"content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "seen"}]}\n'
     (tmp_path / "records.jsonl").write_text(line)
-    rules = {"image_rules": TINY, "image_root": str(tmp_path), "seq_length": 256, "cp_degrees": (1,)}
+    rules = {
+        "image_rules": TINY,
+        "image_root": str(tmp_path),
+        "seq_length": 256,
+        "cp_degrees": (1,),
+    }
     build([tmp_path / "records.jsonl"], tmp_path / "packed", **rules)
-    vision = {"vision_num_layers": 2, "vision_image_size": 16, "vision_patch_size": 4, "additional_vocab_size": 8}
-    config = with_values(RunConfig(), {"data_path": str(tmp_path / "packed"), "seq_length": 256, **vision})
+    vision = {
+        "vision_num_layers": 2,
+        "vision_image_size": 16,
+        "vision_patch_size": 4,
+        "additional_vocab_size": 8,
+    }
+    config = with_values(
+        RunConfig(), {"data_path": str(tmp_path / "packed"), "seq_length": 256, **vision}
+    )
     open_sources(config)
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ValueError, match=r"pip install 'megacp\[data\]'"):
@@ -173,7 +217,9 @@ def test_a_missing_package_is_one_message_with_its_extra(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "matplotlib" in error and "pip install 'megacp[log]'" in error
     with pytest.raises(SystemExit) as stopped:
-        convert.main(["--from", "hf", "--to", "megacp", "--input", "a", "--output", "b", "--verify"])
+        convert.main(
+            ["--from", "hf", "--to", "megacp", "--input", "a", "--output", "b", "--verify"]
+        )
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.count("pip install 'megacp[hf]'") == 3

@@ -45,7 +45,9 @@ def inspected(folder: Path, flag: str, path: Path, more: list[str]) -> int:
 
 def tokenizer(folder: Path, flag: str, path: Path, more: list[str]) -> int:
     (folder / "a.txt").write_text("seven and two " * 20)
-    return tool("train_tokenizer")(["--input", str(folder / "a.txt"), flag, str(path), "--vocab-size", "270", *more])
+    return tool("train_tokenizer")(
+        ["--input", str(folder / "a.txt"), flag, str(path), "--vocab-size", "270", *more]
+    )
 
 
 def measured(folder: Path, flag: str, path: Path, more: list[str]) -> int:
@@ -66,7 +68,9 @@ COMMANDS: dict[str, tuple[Callable[[Path, str, Path, list[str]], int], str, str]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_result_is_written_where_nothing_is(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_is_written_where_nothing_is(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A new file in a new folder; then nothing over it without a word, nor through a link."""
     run, flag, file = COMMANDS[name]
     path = tmp_path / "new" / "folder" / file
@@ -76,7 +80,10 @@ def test_a_result_is_written_where_nothing_is(name: str, tmp_path: Path, capsys:
     path.write_bytes(b"mine")
     capsys.readouterr()
     assert run(tmp_path, flag, path, []) == 2
-    assert f"error: {flag} {path} exists; nothing was overwritten, give --overwrite" in capsys.readouterr().err
+    assert (
+        f"error: {flag} {path} exists; nothing was overwritten, give --overwrite"
+        in capsys.readouterr().err
+    )
     assert path.read_bytes() == b"mine"
     assert run(tmp_path, flag, path, ["--overwrite"]) == 0
     assert path.read_bytes()[:4] == first[:4]
@@ -97,17 +104,28 @@ def test_a_result_is_never_written_through_a_link(
         path.symlink_to("/dev/full" if target == "device" else other)
     for more in ([], ["--overwrite"]):
         assert run(tmp_path, flag, path, more) == 2
-        assert f"error: {flag} {path} is a {'directory' if target == 'folder' else 'link'}" in capsys.readouterr().err
+        assert (
+            f"error: {flag} {path} is a {'directory' if target == 'folder' else 'link'}"
+            in capsys.readouterr().err
+        )
     assert other.exists() == (target == "file")
     assert target != "file" or other.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("more", [[], ["--overwrite"]])
-def test_answers_go_where_nothing_is(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_go_where_nothing_is(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "asked.jsonl").write_text("{}\n")
     (tmp_path / "kept.jsonl").write_text("mine")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "kept.jsonl")
-    flags = ["--checkpoint", str(tmp_path / "none"), "--input", str(tmp_path / "asked.jsonl"), *more]
+    flags = [
+        "--checkpoint",
+        str(tmp_path / "none"),
+        "--input",
+        str(tmp_path / "asked.jsonl"),
+        *more,
+    ]
     with pytest.raises(SystemExit):
         generate_command.main([*flags, "--output", str(tmp_path / "link.jsonl")])
     assert "link.jsonl is a link, which is not written through" in capsys.readouterr().err
@@ -118,7 +136,9 @@ def test_answers_go_where_nothing_is(more: list[str], tmp_path: Path, capsys: py
     assert (tmp_path / "kept.jsonl").read_text() == "mine"
 
 
-def test_a_report_of_a_gpu_goes_where_none_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_of_a_gpu_goes_where_none_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "report.md").write_text("mine")
     assert tool("check_gpu")(["--device", "cpu", "--output", str(tmp_path), "--minutes", "0"]) == 2
     assert "report.md exists; nothing was overwritten" in capsys.readouterr().err
@@ -132,7 +152,9 @@ def test_a_trace_does_not_replace_one_and_follows_no_link(tmp_path: Path) -> Non
     assert trace._free_path(tmp_path, "a").name == "a.3.json"
 
 
-def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_appears_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def appears(flag: str, path: Any, overwrite: bool = False) -> None:
         require_free(flag, path, overwrite)
         Path(path).write_bytes(b"mine")

@@ -21,8 +21,12 @@ PARTS = {"layouts": layout_part, "time": time_part, "states": states_part, "expe
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    arguments = benchmark_parser("Figures of context parallelism beside their goals.", [*PARTS]).parse_args(argv)
-    return run_parts({name: functools.partial(part, arguments.quick) for name, part in PARTS.items()}, arguments)
+    arguments = benchmark_parser(
+        "Figures of context parallelism beside their goals.", [*PARTS]
+    ).parse_args(argv)
+    return run_parts(
+        {name: functools.partial(part, arguments.quick) for name, part in PARTS.items()}, arguments
+    )
 
 
 if __name__ == "__main__":

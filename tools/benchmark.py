@@ -1,13 +1,15 @@
-"""Speed, memory and traffic of training steps on this machine's CPU, every layout in one run (`make bench`).
+"""Speed, memory and traffic of training steps on this machine's CPU, every layout in one run (`make
+bench`).
 
     python tools/benchmark.py [--quick] [--json FILE]
     python tools/benchmark.py --peers --peers-python ENVIRONMENT/bin/python
 
-The layouts of a group take turns, one step each; the table shows medians. Ratios are over one process with one thread
-and over one process with two; ranks have one thread.
+The layouts of a group take turns, one step each; the table shows medians. Ratios are over one
+process with one thread and over one process with two; ranks have one thread.
 
-`--peers` trains the same model on the same tokens with ours and with other trainers, by turns (tools/peers). Their
-packages are no dependency: `--peers-python` names an interpreter that has them.
+`--peers` trains the same model on the same tokens with ours and with other trainers, by turns
+(tools/peers). Their packages are no dependency: `--peers-python` names an interpreter that has
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from megacp.huggingface.convert.export import Request, convert
 
 
 def to_hugging_face(checkpoint: Path, folder: Path) -> None:
-    """A checkpoint of ours as a Hugging Face folder; what the converter prints is no part of a benchmark."""
+    """A checkpoint of ours as a Hugging Face folder; what the converter prints is no part of a
+    benchmark.
+    """
     with contextlib.redirect_stdout(sys.stderr):
         convert(Request("megacp", "hf", checkpoint, folder), single_axis("world"))
 
@@ -40,26 +44,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     about = "Measure training steps and preprocessing on this machine's CPU."
     parser = benchmark_parser(
-        about, [*GROUPS, "peers", "plan", "preprocess"], left_out=["four", "sharding", "peers", "plan"]
+        about,
+        [*GROUPS, "peers", "plan", "preprocess"],
+        left_out=["four", "sharding", "peers", "plan"],
     )
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="steps measured of each layout (default 3, peers 5, quick 1)"
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="steps measured of each layout (default 3, peers 5, quick 1)",
     )
-    parser.add_argument("--peers", action="store_const", const=["peers"], dest="only", help="the same as --only peers")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of steps")
     parser.add_argument(
-        "--peers-python", metavar="PATH", default=sys.executable, help="interpreter that has the peers (default: this)"
+        "--peers",
+        action="store_const",
+        const=["peers"],
+        dest="only",
+        help="the same as --only peers",
     )
-    parser.add_argument("--grids", nargs="+", choices=GRIDS, default=list(GRIDS), help="of --peers (default: all)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of steps"
+    )
+    parser.add_argument(
+        "--peers-python",
+        metavar="PATH",
+        default=sys.executable,
+        help="interpreter that has the peers (default: this)",
+    )
+    parser.add_argument(
+        "--grids", nargs="+", choices=GRIDS, default=list(GRIDS), help="of --peers (default: all)"
+    )
     arguments = parser.parse_args(argv)
     sizes = {**(QUICK_SIZES if arguments.quick else SIZES), "dtype": arguments.dtype}
     quick, rounds = arguments.quick, arguments.rounds or (1 if arguments.quick else 3)
     parts = {name: functools.partial(step_part, name, sizes, rounds) for name in GROUPS}
-    parts |= {"preprocess": functools.partial(text_part, quick), "plan": functools.partial(plan_part, sizes, rounds)}
+    parts |= {
+        "preprocess": functools.partial(text_part, quick),
+        "plan": functools.partial(plan_part, sizes, rounds),
+    }
     scripts = Path(__file__).resolve().parent / "peers"
     opponents = Opponents(arguments.peers_python, scripts, PEERS)
     turns = arguments.rounds or (1 if quick else 5)
-    parts |= {"peers": functools.partial(peers_part, quick, turns, opponents, to_hugging_face, arguments.grids)}
+    parts |= {
+        "peers": functools.partial(
+            peers_part, quick, turns, opponents, to_hugging_face, arguments.grids
+        )
+    }
     return run_parts(parts, arguments, sizes=sizes, rounds=rounds)
 
 

@@ -1,12 +1,14 @@
-"""Check a machine's GPU in under ten minutes and write a report: `python tools/check_gpu.py --output DIR`.
+"""Check a machine's GPU in under ten minutes and write a report: `python tools/check_gpu.py
+--output DIR`.
 
-First a run of 14 steps that is saved and resumed, then what must be equal (training against float64 on the CPU,
-Transformer Engine, several ranks on the one GPU), then tokens/s and utilisation of a 1B model. `report.json` and
-`report.md` hold the versions beside every figure. `--dry-run` needs no GPU: it prints what would run. Exit status 1
-when something was not equal.
+First a run of 14 steps that is saved and resumed, then what must be equal (training against float64
+on the CPU, Transformer Engine, several ranks on the one GPU), then tokens/s and utilisation of a 1B
+model. `report.json` and `report.md` hold the versions beside every figure. `--dry-run` needs no
+GPU: it prints what would run. Exit status 1 when something was not equal.
 
-`--fake --world-size N --config FILE ...` needs no GPU either: with any flag of a run it trains one step of `--rank` and
-the ranks beside it on a device that is not there, and prints what they hold (`megacp/verify/fake_step.py`).
+`--fake --world-size N --config FILE ...` needs no GPU either: with any flag of a run it trains one
+step of `--rank` and the ranks beside it on a device that is not there, and prints what they hold
+(`megacp/verify/fake_step.py`).
 """
 
 from __future__ import annotations
@@ -40,19 +42,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megacp.storage.files import require_free
     from megacp.verify.gpu_report import check_device, parts
 
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("gpu_report"), help="of the report (gpu_report)")
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu_report"), help="of the report (gpu_report)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the report that is there")
-    parser.add_argument("--minutes", type=float, default=7.0, help="parts that would begin later are left out (7)")
+    parser.add_argument(
+        "--minutes", type=float, default=7.0, help="parts that would begin later are left out (7)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would run; needs no GPU")
     parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu runs small sizes: a check of this file (cuda)"
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="cpu runs small sizes: a check of this file (cuda)",
     )
     options = parser.parse_args(arguments)
     if options.dry_run:
         print("\n".join(parts(options.device)))
         return 0
-    missing = None if torch.cuda.is_available() else "torch sees no CUDA device; --dry-run shows what would run"
+    missing = (
+        None
+        if torch.cuda.is_available()
+        else "torch sees no CUDA device; --dry-run shows what would run"
+    )
     if options.device == "cuda" and (problem := missing or compiler_problem()):
         warn(f"error: {problem}")
         return 2

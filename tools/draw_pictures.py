@@ -18,9 +18,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, draw; exit status 2 with one message on bad input."""
     parser = argparse.ArgumentParser(description="Draw the pictures of README.md and docs/.")
-    parser.add_argument("--output", type=Path, default=Path("docs/pictures"), metavar="DIR", help="(docs/pictures)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="which pictures (default: all that can be drawn)")
-    parser.add_argument("--demo", type=Path, metavar="DIR", help="what `make demo` left; without it no picture of it")
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/pictures"), metavar="DIR", help="(docs/pictures)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="which pictures (default: all that can be drawn)"
+    )
+    parser.add_argument(
+        "--demo",
+        type=Path,
+        metavar="DIR",
+        help="what `make demo` left; without it no picture of it",
+    )
     args = parser.parse_args(argv)
     try:
         from bench.pictures.gallery import draw_all

@@ -1,4 +1,5 @@
-"""Print the size of each package, what a module imports, and in which files a choice is named and compared.
+"""Print the size of each package, what a module imports, and in which files a choice is named and
+compared.
 
 python tools/structure.py
 """
@@ -11,15 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENTRANCES = ("megacp.train", "megacp.attention", "megacp.integrations", "megacp.prepare.command", "megacp.plan.command")
+ENTRANCES = (
+    "megacp.train",
+    "megacp.attention",
+    "megacp.integrations",
+    "megacp.prepare.command",
+    "megacp.plan.command",
+)
 """Modules and packages whose imports are followed."""
-VALUES = ("p2p", "all_gather", "a2a", "kv_exchange", "full", "selective", "optim_grads_params", "zero_bubble")
+VALUES = (
+    "p2p",
+    "all_gather",
+    "a2a",
+    "kv_exchange",
+    "full",
+    "selective",
+    "optim_grads_params",
+    "zero_bubble",
+)
 """Values of flags whose naming files are counted."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the configuration. Its row should know what depends on it, so that nobody compares its words."""
+    """A choice of the configuration. Its row should know what depends on it, so that nobody
+    compares its words.
+    """
 
     flag: str
     """The field of the configuration."""
@@ -47,7 +65,9 @@ CHOICES = {
         shared=("none",),
         names=("recompute", "granularity"),
     ),
-    "sharding": Choice("data_parallel_sharding_strategy", ("optim", "optim_grads", "optim_grads_params")),
+    "sharding": Choice(
+        "data_parallel_sharding_strategy", ("optim", "optim_grads", "optim_grads_params")
+    ),
     "schedule": Choice("pipeline_schedule", ("1f1b", "zero_bubble")),
     "norm position": Choice(
         "norm_position",
@@ -114,7 +134,10 @@ def print_packages(files: dict[str, Path]) -> None:
     for package in sorted(path.parent for path in (ROOT / "megacp").glob("*/__init__.py")):
         inside = [path for path in files.values() if package in path.parents]
         lines = lines_of(inside)
-        print(f"megacp.{package.name:<15}{len(inside):>6}{lines:>8,}{lines / whole:>7.0%}  {purpose(package)}")
+        print(
+            f"megacp.{package.name:<15}{len(inside):>6}{lines:>8,}{lines / whole:>7.0%}  "
+            f"{purpose(package)}"
+        )
     print(f"{'megacp':<22}{len(files):>6}{whole:>8,}")
 
 
@@ -130,20 +153,27 @@ def print_choices(files: dict[str, Path]) -> None:
     print(f"\n{'value':<22}{'named in files':>15}")
     everywhere = set()
     for value in VALUES:
-        naming = {path for path in files.values() if f'"{value}"' in path.read_text(encoding="utf-8")}
+        naming = {
+            path for path in files.values() if f'"{value}"' in path.read_text(encoding="utf-8")
+        }
         everywhere |= naming
         print(f"{value:<22}{len(naming):>15}")
     print(f"{'any of them':<22}{len(everywhere):>15}")
 
 
 def compared_parts(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions that a node compares, elements of literals one by one; empty if it compares nothing."""
+    """Return the expressions that a node compares, elements of literals one by one; empty if it
+    compares nothing.
+    """
     compared: list[ast.expr] = []
     if isinstance(node, ast.Compare):
         compared = [node.left, *node.comparators]
     elif isinstance(node, ast.Match):
         patterns = [inner for case in node.cases for inner in ast.walk(case.pattern)]
-        compared = [node.subject, *(inner.value for inner in patterns if isinstance(inner, ast.MatchValue))]
+        compared = [
+            node.subject,
+            *(inner.value for inner in patterns if isinstance(inner, ast.MatchValue)),
+        ]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr in ("index", "startswith", "endswith"):
             compared = [node.func.value, *node.args]

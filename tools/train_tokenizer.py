@@ -29,11 +29,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="at least 257")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
     parser.add_argument(
-        "--symbols", nargs="+", default=[], metavar="TEXT", help="texts that are one token each, such as '<|user|>'"
+        "--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)"
     )
-    parser.add_argument("--max-mib", type=float, default=256, metavar="N", help="stop after so much text (256)")
+    parser.add_argument(
+        "--symbols",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="texts that are one token each, such as '<|user|>'",
+    )
+    parser.add_argument(
+        "--max-mib", type=float, default=256, metavar="N", help="stop after so much text (256)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     return parser
 

@@ -1,1 +1,3 @@
-"""Other trainers on the same work: their processes, the table of what each can do, and the comparison."""
+"""Other trainers on the same work: their processes, the table of what each can do, and the
+comparison.
+"""

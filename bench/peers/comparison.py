@@ -1,6 +1,8 @@
-"""Our steps and those of other trainers by turns, on the same weights and tokens: speed, losses, memory.
+"""Our steps and those of other trainers by turns, on the same weights and tokens: speed, losses,
+memory.
 
-On each grid all trainers are alive at once and take turns, one step each: a slow minute of the machine slows all.
+On each grid all trainers are alive at once and take turns, one step each: a slow minute of the
+machine slows all.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class Opponents:
 
 def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
     """Versions of packages in an interpreter; None for those that it has not."""
-    done = subprocess.run([python, "-c", _PROBE, *names], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [python, "-c", _PROBE, *names], capture_output=True, text=True, check=True, timeout=120
+    )
     found: dict[str, str | None] = json.loads(done.stdout)
     return found
 
@@ -74,15 +78,21 @@ def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> No
     model = ParallelModel(config, build_grid(GridShape(), rank))
     boxes = boxes_to_save(model.parameters.parameter_slices(), {}, model.parameters.counts)
     world = model.grid.world
-    PendingCheckpoint(folder, boxes, Contents(0, asdict(RunState()), to_yaml(config)), world).commit()
+    PendingCheckpoint(
+        folder, boxes, Contents(0, asdict(RunState()), to_yaml(config)), world
+    ).commit()
 
 
 def write_tokens(config: RunConfig, rules: MockRules, steps: int, path: Path) -> None:
-    """The tokens and labels [steps, sequences, length] of mock packs, as `Subject.measure` takes them."""
+    """The tokens and labels [steps, sequences, length] of mock packs, as `Subject.measure` takes
+    them.
+    """
     count = config.training.global_batch_size
     packs = [[mock_batch([step * count + i], rules) for i in range(count)] for step in range(steps)]
     tokens = np.array([[pack.tokens for pack in step] for step in packs])
-    labels = [[np.where(pack.loss_weights > 0, pack.labels, _IGNORED) for pack in step] for step in packs]
+    labels = [
+        [np.where(pack.loss_weights > 0, pack.labels, _IGNORED) for pack in step] for step in packs
+    ]
     np.savez(path, tokens=tokens, labels=np.array(labels))
 
 
@@ -106,11 +116,15 @@ class Turn:
 class Column:
     """All trainers of one grid, alive at once."""
 
-    def __init__(self, name: str, quick: bool, rounds: int, opponents: Opponents, to_hf: ToHuggingFace) -> None:
+    def __init__(
+        self, name: str, quick: bool, rounds: int, opponents: Opponents, to_hf: ToHuggingFace
+    ) -> None:
         self.name, self.grid = name, GRIDS[name]
         self.rounds, self.opponents, self.to_hf = rounds, opponents, to_hf
         self.config = with_values(RunConfig(), {**sizes(quick), **self.grid.values})
-        self.rules = MockRules(self.config.model.vocab_size, self.config.data.seq_length, "causal", seed=1)
+        self.rules = MockRules(
+            self.config.model.vocab_size, self.config.data.seq_length, "causal", seed=1
+        )
         self.failures: dict[str, str] = {}
 
     def run(self, installed: Sequence[str]) -> dict[str, list[Turn]]:
@@ -129,20 +143,28 @@ class Column:
                         turns.pop(trainer)
                         continue
                     last = turns[trainer][-1]
-                    print(f"  {self.name}, {trainer}: {number} of {self.rounds}, {last.speed:,.0f}", file=sys.stderr)
+                    print(
+                        f"  {self.name}, {trainer}: {number} of {self.rounds}, {last.speed:,.0f}",
+                        file=sys.stderr,
+                    )
         return turns
 
     def _ours(self, stack: ExitStack) -> Callable[[int], Steps]:
         pool = stack.enter_context(RankPool(self.grid.ranks))
         return lambda number: pool.run(measure_rank, self.config, self.rules)
 
-    def _theirs(self, stack: ExitStack, folder: Path, installed: Sequence[str]) -> dict[str, Callable[[int], Steps]]:
+    def _theirs(
+        self, stack: ExitStack, folder: Path, installed: Sequence[str]
+    ) -> dict[str, Callable[[int], Steps]]:
         peers = {name: self.opponents.peers[name] for name in installed}
         peers = {name: peer for name, peer in peers.items() if self.name in peer.cells}
         if not peers:
             return {}
         work = self._work(folder)
-        started = {name: stack.enter_context(self._start(peer, work, folder / name)) for name, peer in peers.items()}
+        started = {
+            name: stack.enter_context(self._start(peer, work, folder / name))
+            for name, peer in peers.items()
+        }
         for name, ranks in list(started.items()):
             try:
                 ranks.ready()
@@ -154,7 +176,9 @@ class Column:
     def _work(self, folder: Path) -> dict[str, Any]:
         """Write what all peers read, and describe it."""
         with RankPool(1) as pool:
-            pool.run(save_rank, with_values(self.config, {TP: 1, PP: 1, CP: 1}), folder / "checkpoint")
+            pool.run(
+                save_rank, with_values(self.config, {TP: 1, PP: 1, CP: 1}), folder / "checkpoint"
+            )
         self.to_hf(folder / "checkpoint", folder / "weights")
         write_tokens(self.config, self.rules, self.rounds + 1, folder / "tokens.npz")
         training = self.config.training
@@ -171,7 +195,9 @@ class Column:
 
     def _start(self, peer: Peer, work: Mapping[str, Any], folder: Path) -> PeerRanks:
         command = [self.opponents.python, str(self.opponents.scripts / peer.script)]
-        return PeerRanks(command, self.grid.ranks, {**work, "options": dict(peer.cells[self.name])}, folder)
+        return PeerRanks(
+            command, self.grid.ranks, {**work, "options": dict(peer.cells[self.name])}, folder
+        )
 
 
 def figures(turns: Sequence[Turn]) -> dict[str, Any]:
@@ -201,7 +227,9 @@ def other_losses(found: Mapping[str, Mapping[str, Any]], digits: int) -> list[st
     for place, number in (("first", 0), ("last", -1)):
         printed = {name: f"{row['losses'][number]:.{digits}f}" for name, row in found.items()}
         differing = (name for name in printed if printed[name] != printed[OURS])
-        words += [f"{place} loss of {name} {printed[name]}, ours {printed[OURS]}" for name in differing]
+        words += [
+            f"{place} loss of {name} {printed[name]}, ours {printed[OURS]}" for name in differing
+        ]
     return words
 
 
@@ -215,41 +243,73 @@ SHOWN: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def speed_table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """A column a grid, a row a trainer in each block; `found` is grid to trainer to `figures`."""
-    names = list(dict.fromkeys(name for rows in found.values() for name in rows if name != OURS)) + [OURS]
+    names = list(
+        dict.fromkeys(name for rows in found.values() for name in rows if name != OURS)
+    ) + [OURS]
     cells: list[list[str]] = []
     for title, shown in SHOWN.items():
         cells.append([title, *(found if not cells else [""] * len(found))])
-        cells += [[name, *(shown(rows[name]) if name in rows else "-" for rows in found.values())] for name in names]
+        cells += [
+            [name, *(shown(rows[name]) if name in rows else "-" for rows in found.values())]
+            for name in names
+        ]
         if title == "tokens/s":
             ratios = [over_best(rows) for rows in found.values()]
-            cells.append(["over the best peer", *("-" if ratio is None else f"{ratio[0]:.2f}" for ratio in ratios)])
+            cells.append(
+                [
+                    "over the best peer",
+                    *("-" if ratio is None else f"{ratio[0]:.2f}" for ratio in ratios),
+                ]
+            )
     for title, number in (("our first loss", 0), ("our last loss", -1)):
         cells.append([title, *(f"{rows[OURS]['losses'][number]:.4f}" for rows in found.values())])
     return table(cells)
 
 
 def peers_part(
-    quick: bool, rounds: int, opponents: Opponents, to_hf: ToHuggingFace, grids: Sequence[str] = tuple(GRIDS)
+    quick: bool,
+    rounds: int,
+    opponents: Opponents,
+    to_hf: ToHuggingFace,
+    grids: Sequence[str] = tuple(GRIDS),
 ) -> Part:
     """Every grid in turn, all trainers on it by turns."""
     names = sorted({name for peer in opponents.peers.values() for name in peer.needs} | {"torch"})
     there = versions(opponents.python, names)
-    missing = {name: [need for need in peer.needs if there[need] is None] for name, peer in opponents.peers.items()}
+    missing = {
+        name: [need for need in peer.needs if there[need] is None]
+        for name, peer in opponents.peers.items()
+    }
     installed = [name for name, needs in missing.items() if not needs]
-    lines = [f"{name} is absent, not installed: {', '.join(needs)}" for name, needs in missing.items() if needs]
+    lines = [
+        f"{name} is absent, not installed: {', '.join(needs)}"
+        for name, needs in missing.items()
+        if needs
+    ]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name in grids:
         column = Column(name, quick, rounds, opponents, to_hf)
         found[name] = {trainer: figures(turns) for trainer, turns in column.run(installed).items()}
-        print(f"{name}\n{speed_table({name: found[name]})}", file=sys.stderr, flush=True)  # kept if the run is ended
-        lines += [f"{name}: {trainer} failed, {reason}" for trainer, reason in column.failures.items()]
+        print(
+            f"{name}\n{speed_table({name: found[name]})}", file=sys.stderr, flush=True
+        )  # kept if the run is ended
+        lines += [
+            f"{name}: {trainer} failed, {reason}" for trainer, reason in column.failures.items()
+        ]
         lines += [f"{name}: {words}" for words in other_losses(found[name], 4)]
     shown = ", ".join(f"{name} {version}" for name, version in there.items() if version is not None)
     goals = []
     for name, rows in found.items():
         limit, ratio = GRIDS[name].goal, over_best(rows)
         if limit is not None and ratio is not None:
-            goals.append(Goal(f"{name}: our tokens/s over those of {ratio[1]}, the best peer", ratio[0], limit, ">="))
+            goals.append(
+                Goal(
+                    f"{name}: our tokens/s over those of {ratio[1]}, the best peer",
+                    ratio[0],
+                    limit,
+                    ">=",
+                )
+            )
     return Part(
         {"peers": found, "versions": there, "peer_notes": lines},
         goals,

@@ -1,6 +1,7 @@
 """What is compared: grids with their sizes, and which peer can train on which of them.
 
-A peer's cells are the options that its script takes on a grid; a grid without a cell is one that it cannot do.
+A peer's cells are the options that its script takes on a grid; a grid without a cell is one that it
+cannot do.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Grid:
 
     def axes(self) -> dict[str, int]:
         """Sizes of the axes by the names that scripts know."""
-        sizes = {short: int(str(self.values.get(flag, 1))) for short, flag in (("tp", TP), ("pp", PP), ("cp", CP))}
+        sizes = {
+            short: int(str(self.values.get(flag, 1)))
+            for short, flag in (("tp", TP), ("pp", PP), ("cp", CP))
+        }
         return {**sizes, "dp": self.ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])}
 
 
@@ -90,11 +94,24 @@ PEERS: dict[str, Peer] = {
         {
             **_ONE,
             "dp 2": {"data": "replicate"},
-            **{grid: {} for grid in ("tp 2", "pp 2", "pp 2, zero bubble", "cp 2", "cp 4", "tp 2 x cp 2", "cp 2, long")},
+            **{
+                grid: {}
+                for grid in (
+                    "tp 2",
+                    "pp 2",
+                    "pp 2, zero bubble",
+                    "cp 2",
+                    "cp 4",
+                    "tp 2 x cp 2",
+                    "cp 2, long",
+                )
+            },
         },
     ),
     "torchtitan FSDP2": Peer(
-        "run_torchtitan.py", ("torchtitan", "triton", "transformers", "safetensors"), {"dp 2": {"data": "shard"}}
+        "run_torchtitan.py",
+        ("torchtitan", "triton", "transformers", "safetensors"),
+        {"dp 2": {"data": "shard"}},
     ),
     "torchtitan zero bubble": Peer(
         "run_torchtitan.py",
@@ -106,6 +123,8 @@ PEERS: dict[str, Peer] = {
         ("accelerate", "transformers"),
         {**_ONE, "one process, states": {}, "dp 2": {}, "cp 2": {}, "cp 4": {}, "cp 2, long": {}},
     ),
-    "Accelerate FSDP2": Peer("run_accelerate.py", ("accelerate", "transformers"), {"dp 2": {"data": "shard"}}),
+    "Accelerate FSDP2": Peer(
+        "run_accelerate.py", ("accelerate", "transformers"), {"dp 2": {"data": "shard"}}
+    ),
     "fully_shard": Peer("run_fully_shard.py", ("transformers",), {**_ONE, "dp 2": {}}),
 }

@@ -1,7 +1,8 @@
 """Ranks of another trainer: processes in its own interpreter, kept alive, one training step a line.
 
-A rank that dies, raises or hangs ends the peer with one `PeerFailure`, which holds what it printed; no process outlives
-the peer. The environment of a rank is set by `env`, so nothing of ours reads or writes one.
+A rank that dies, raises or hangs ends the peer with one `PeerFailure`, which holds what it printed;
+no process outlives the peer. The environment of a rank is set by `env`, so nothing of ours reads or
+writes one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import Any
 
 from bench.report import Seconds
 
-_ONE_THREAD = ("OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES=", "TOKENIZERS_PARALLELISM=false")
+_ONE_THREAD = (
+    "OMP_NUM_THREADS=1",
+    "MKL_NUM_THREADS=1",
+    "CUDA_VISIBLE_DEVICES=",
+    "TOKENIZERS_PARALLELISM=false",
+)
 _SHOWN = 12
 """Last lines of the error stream in a failure."""
 
@@ -41,15 +47,26 @@ class PeerStep(Seconds):
 class PeerRanks:
     """`ranks` processes of one script in one gloo group; `step` trains all of them once."""
 
-    def __init__(self, command: Sequence[str], ranks: int, work: Mapping[str, Any], folder: Path) -> None:
-        """`command`: interpreter and script; `work`: what the script reads; `folder`: new, for its files."""
+    def __init__(
+        self, command: Sequence[str], ranks: int, work: Mapping[str, Any], folder: Path
+    ) -> None:
+        """`command`: interpreter and script; `work`: what the script reads; `folder`: new, for its
+        files.
+        """
         folder.mkdir(parents=True)
         described = folder / "work.json"
         described.write_text(json.dumps({**work, "world_size": ranks}), encoding="utf-8")
         self._errors = [folder / f"stderr_{rank}" for rank in range(ranks)]
         self._processes = []
         for rank, errors in enumerate(self._errors):
-            flags = ["--work", str(described), "--rank", str(rank), "--store", str(folder / "store")]
+            flags = [
+                "--work",
+                str(described),
+                "--rank",
+                str(rank),
+                "--store",
+                str(folder / "store"),
+            ]
             with errors.open("w") as stream:
                 process = subprocess.Popen(
                     ["env", *_ONE_THREAD, *command, *flags],
@@ -78,8 +95,14 @@ class PeerRanks:
     def _answers(self, timeout: float) -> list[dict[str, Any]]:
         deadline, found = time.monotonic() + timeout, dict[int, dict[str, Any]]()
         while len(found) < len(self._processes):
-            waiting = {p.stdout: rank for rank, p in enumerate(self._processes) if p.stdout and rank not in found}
-            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            waiting = {
+                p.stdout: rank
+                for rank, p in enumerate(self._processes)
+                if p.stdout and rank not in found
+            }
+            ready, _, _ = select.select(
+                list(waiting), [], [], max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 raise self._failure(min(waiting.values()), f"did not answer within {timeout:g} s")
             for stream in ready:
@@ -92,7 +115,9 @@ class PeerRanks:
 
     def _failure(self, rank: int, what: str) -> PeerFailure:
         self.close()
-        printed = self._errors[rank].read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN:]
+        printed = (
+            self._errors[rank].read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN:]
+        )
         return PeerFailure("\n".join([f"rank {rank}: {what}", *printed]))
 
     def close(self) -> None:

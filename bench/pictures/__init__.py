@@ -1,1 +1,3 @@
-"""The pictures of README.md and docs/: drawn from real plans, schedules and files, so that they cannot disagree."""
+"""The pictures of README.md and docs/: drawn from real plans, schedules and files, so that they
+cannot disagree.
+"""

@@ -1,4 +1,6 @@
-"""What `make demo` learned: its loss curve, exact answers by question, and held-out scans beside the answers."""
+"""What `make demo` learned: its loss curve, exact answers by question, and held-out scans beside
+the answers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Answer:
 def read_answers(demo: Path) -> list[Answer]:
     """The answers of a finished demo."""
     answers = []
-    for text in (demo / "answers.jsonl").read_bytes().splitlines():  # of bytes: a text has further ends of lines
+    for text in (
+        (demo / "answers.jsonl").read_bytes().splitlines()
+    ):  # of bytes: a text has further ends of lines
         line = json.loads(text)
         asked = _ASKED.search(line["prompt"])
         question = asked[1] if asked else line["prompt"]
@@ -53,7 +57,9 @@ def read_answers(demo: Path) -> list[Answer]:
 
 
 def shown(answers: Sequence[Answer]) -> list[Answer]:
-    """Answers to draw: the first single scans and the first sets of several in turn, their questions in turn too."""
+    """Answers to draw: the first single scans and the first sets of several in turn, their
+    questions in turn too.
+    """
     asked: dict[tuple[str, ...], list[Answer]] = {}
     for answer in answers:
         asked.setdefault(answer.images, []).append(answer)
@@ -70,7 +76,9 @@ def shown(answers: Sequence[Answer]) -> list[Answer]:
 def _draw_loss(axes: Axes, curves: dict[str, dict[int, float]]) -> None:
     steps, losses = list(curves["train"]), list(curves["train"].values())
     axes.plot(steps, losses, color=style.lighter(style.SKY, 0.55), linewidth=1, label="training")
-    axes.plot(steps, running_mean(losses), color=style.BLUE, linewidth=2, label=f"mean of {MEAN_OF} steps")
+    axes.plot(
+        steps, running_mean(losses), color=style.BLUE, linewidth=2, label=f"mean of {MEAN_OF} steps"
+    )
     held_out = list(curves["valid"]), list(curves["valid"].values())
     axes.plot(*held_out, "o-", color=style.VERMILION, linewidth=1.4, markersize=5, label="held out")
     axes.set_xlabel("optimizer step")
@@ -99,14 +107,20 @@ def _draw_answer(figure: Figure, answer: Answer, images: Path, corner: tuple[flo
     size = 0.068
     for number, name in enumerate(answer.images):
         step = number * (size * 0.62 if len(answer.images) > 1 else size)
-        scan = figure.add_axes((left + step, top, size * (0.58 if len(answer.images) > 1 else 0.95), 0.13))
+        scan = figure.add_axes(
+            (left + step, top, size * (0.58 if len(answer.images) > 1 else 0.95), 0.13)
+        )
         with Image.open(images / name) as image:
             scan.imshow(image.convert("L"), cmap="gray", interpolation="nearest")
         scan.set(xticks=[], yticks=[])
-    mark, color = ("right", style.GREEN) if answer.right else (f"no: {answer.expected}", style.VERMILION)
+    mark, color = (
+        ("right", style.GREEN) if answer.right else (f"no: {answer.expected}", style.VERMILION)
+    )
     figure.text(left, top - 0.028, answer.question, fontsize=11, color=style.GREY)
     figure.text(left, top - 0.064, answer.answer, fontsize=14, weight="bold")
-    figure.text(left + 0.016 + 0.0098 * len(answer.answer), top - 0.064, mark, fontsize=11, color=color)
+    figure.text(
+        left + 0.016 + 0.0098 * len(answer.answer), top - 0.064, mark, fontsize=11, color=color
+    )
 
 
 def draw_demo(demo: Path) -> Figure:

@@ -1,4 +1,6 @@
-"""The row that the pictures show: a short text, an image with three branches, a video and a long text."""
+"""The row that the pictures show: a short text, an image with three branches, a video and a long
+text.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ class DealtRow:
     def travelling(self) -> list[int]:
         """Tokens whose keys and values each rank needs of others."""
         return [
-            sum(int(plan.table(source).needed_keys.sum()) for source in range(plan.cp) if source != plan.cp_rank)
+            sum(
+                int(plan.table(source).needed_keys.sum())
+                for source in range(plan.cp)
+                if source != plan.cp_rank
+            )
             for plan in self.plans
         ]
 

@@ -39,8 +39,16 @@ _INTEGERS = list(inspect.signature(mask.Metadata.of_row).parameters)
 _STEPS = (
     ("1  record", "a line of JSON;\nbranches share the image", [records]),
     ("2  pack", "documents, end to end,\nup to --seq-length", [packs]),
-    ("3  plan", f"{len(_INTEGERS)} integers a token\n({', '.join(_INTEGERS)}) give exact tiles", [mask, plan]),
-    ("4  ranks", "each holds a share of the row\nand is sent the keys it needs", [shard, kv_exchange]),
+    (
+        "3  plan",
+        f"{len(_INTEGERS)} integers a token\n({', '.join(_INTEGERS)}) give exact tiles",
+        [mask, plan],
+    ),
+    (
+        "4  ranks",
+        "each holds a share of the row\nand is sent the keys it needs",
+        [shard, kv_exchange],
+    ),
     ("5  loss", "summed over all ranks,\nthen divided once", [denominator]),
 )
 _LEFTS, _TOP, _SIDE = (3.0, 33.0, 63.0, 93.0, 123.0), 23.0, 26.0
@@ -55,13 +63,23 @@ def _places(modules: Sequence[ModuleType]) -> str:
     return "\n".join([room, *(name.removeprefix(room) for name in names)])
 
 
-def _strip(axes: Axes, row: DealtRow, tokens: np.ndarray, corner: tuple[float, float], width: float) -> None:
+def _strip(
+    axes: Axes, row: DealtRow, tokens: np.ndarray, corner: tuple[float, float], width: float
+) -> None:
     """Tokens as a bar, coloured by their document, image tokens paler."""
     unit = width / len(tokens)
     for number, token in enumerate(tokens):
         color = _DOCUMENTS[row.metadata.document[token]]
         face = style.lighter(color, 0.55 if row.metadata.span[token] else 0.0)
-        axes.add_patch(Rectangle((corner[0] + unit * number, corner[1]), unit * 1.02, 3.4, facecolor=face, linewidth=0))
+        axes.add_patch(
+            Rectangle(
+                (corner[0] + unit * number, corner[1]),
+                unit * 1.02,
+                3.4,
+                facecolor=face,
+                linewidth=0,
+            )
+        )
 
 
 def _draw_record(axes: Axes) -> None:
@@ -81,8 +99,16 @@ def _draw_ranks(axes: Axes, row: DealtRow) -> None:
     for rank, (own, arriving) in enumerate(zip(row.plans, row.travelling(), strict=True)):
         top = _TOP + 6.8 * rank
         axes.add_patch(Rectangle((_LEFTS[3], top), 1.6, 5.2, color=style.RANK_COLORS[rank]))
-        axes.text(_LEFTS[3] + 2.6, top + 0.7, f"rank {rank}: {len(own.local)} tokens", fontsize=11, va="center")
-        axes.text(_LEFTS[3] + _SIDE, top + 0.7, f"+ {arriving} keys", fontsize=11, va="center", ha="right")
+        axes.text(
+            _LEFTS[3] + 2.6,
+            top + 0.7,
+            f"rank {rank}: {len(own.local)} tokens",
+            fontsize=11,
+            va="center",
+        )
+        axes.text(
+            _LEFTS[3] + _SIDE, top + 0.7, f"+ {arriving} keys", fontsize=11, va="center", ha="right"
+        )
         _strip(axes, row, own.local, (_LEFTS[3] + 2.6, top + 1.8), _SIDE - 2.6)
 
 
@@ -93,7 +119,15 @@ def _draw_loss(axes: Axes) -> None:
     formula = rf"$\frac{{{sums} \cdot \mathrm{{loss}}_t}}{{{sums}}}$"
     axes.text(left + _SIDE / 2, _TOP + 8.4, formula, fontsize=19, ha="center", va="center")
     text = "The denominator of the\nwhole step is known\nbefore the forward.\nSo two grids differ\nby rounding only."
-    axes.text(left + _SIDE / 2, _TOP + 19.4, text, fontsize=11.5, ha="center", va="center", linespacing=1.4)
+    axes.text(
+        left + _SIDE / 2,
+        _TOP + 19.4,
+        text,
+        fontsize=11.5,
+        ha="center",
+        va="center",
+        linespacing=1.4,
+    )
 
 
 def draw_flow() -> Figure:
@@ -105,10 +139,16 @@ def draw_flow() -> Figure:
         axes.text(left, 12.6, name, fontsize=16, weight="bold", va="center")
         axes.text(left, 17.8, text, fontsize=11.5, va="center", color=style.GREY, linespacing=1.3)
         places, below = _places(modules), _TOP + _SIDE + 1.4
-        axes.text(left, below, places, fontsize=11, family="DejaVu Sans Mono", va="top", linespacing=1.3)
+        axes.text(
+            left, below, places, fontsize=11, family="DejaVu Sans Mono", va="top", linespacing=1.3
+        )
         if number:
             ends = (left - 3.6, _TOP + _SIDE / 2), (left - 0.5, _TOP + _SIDE / 2)
-            axes.add_patch(FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=16, color=style.GREY, linewidth=1.6))
+            axes.add_patch(
+                FancyArrowPatch(
+                    *ends, arrowstyle="-|>", mutation_scale=16, color=style.GREY, linewidth=1.6
+                )
+            )
     _draw_record(axes)
     _draw_pack(axes, row)
     tiles = figure.add_axes((_LEFTS[2] / 152, 1 - (_TOP + _SIDE) / 66, _SIDE / 152, _SIDE / 66))
@@ -126,4 +166,11 @@ def _draw_legend(axes: Axes) -> None:
         axes.add_patch(Rectangle((left, 60.6), 2, 2, facecolor=color, linewidth=0))
         axes.text(left + 2.8, 61.6, name, fontsize=11.5, va="center")
         left += 5.5 + 1.35 * len(name)
-    axes.text(left, 61.6, "pale: image tokens, which see each other", fontsize=11.5, va="center", color=style.GREY)
+    axes.text(
+        left,
+        61.6,
+        "pale: image tokens, which see each other",
+        fontsize=11.5,
+        va="center",
+        color=style.GREY,
+    )

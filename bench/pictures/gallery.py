@@ -21,8 +21,12 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 """Pictures that need nothing besides the code."""
 
 
-def draw_all(output: Path, only: Sequence[str] | None = None, demo: Path | None = None) -> Iterator[Path]:
-    """Write `output/NAME.png` for each picture and yield its path. ValueError: an unknown name, no finished demo."""
+def draw_all(
+    output: Path, only: Sequence[str] | None = None, demo: Path | None = None
+) -> Iterator[Path]:
+    """Write `output/NAME.png` for each picture and yield its path. ValueError: an unknown name, no
+    finished demo.
+    """
     known = [*PICTURES, "demo"]
     names = only or [*PICTURES, *(["demo"] if demo else [])]
     if strange := [name for name in names if name not in known]:

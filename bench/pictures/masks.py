@@ -1,4 +1,6 @@
-"""One mask and its tiles, coloured by the rank that computes them, under two layouts side by side."""
+"""One mask and its tiles, coloured by the rank that computes them, under two layouts side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.mask import CAUSAL
 
 Shape = tuple[np.ndarray, bool]
-"""Corners [n, 2] of a tile in the row as (key, query), and whether its keys lie on another rank than its queries."""
+"""Corners [n, 2] of a tile in the row as (key, query), and whether its keys lie on another rank
+than its queries.
+"""
 _STAY = 0.62
 """Share of white in a tile whose keys are on the rank itself."""
 
@@ -62,7 +66,14 @@ def _draw_holders(axes: Axes, row: DealtRow) -> None:
     for rank, plan in enumerate(row.plans):
         for start, stop in _runs(np.sort(plan.local)):
             axes.add_patch(
-                plt.Rectangle((-9, start), 6, stop - start, color=style.RANK_COLORS[rank], clip_on=False, linewidth=0)
+                plt.Rectangle(
+                    (-9, start),
+                    6,
+                    stop - start,
+                    color=style.RANK_COLORS[rank],
+                    clip_on=False,
+                    linewidth=0,
+                )
             )
 
 
@@ -75,21 +86,36 @@ def _draw_bars(axes: Axes, values: list[int], title: str) -> None:
         axes.text(value, rank, f" {value:,}", va="center", fontsize=11)
     style.quiet(("top", "right", "bottom"), axes)
     axes.set(xticks=[], ylim=(len(values) - 0.4, -0.6), xlim=(0, 1.0))
-    axes.set_yticks(range(len(values)), [f"rank {rank}" for rank in range(len(values))], fontsize=11)
-    axes.set_title(title.format(ratio=max(values) / max(mean, 1), total=sum(values)), fontsize=11.5, loc="left")
+    axes.set_yticks(
+        range(len(values)), [f"rank {rank}" for rank in range(len(values))], fontsize=11
+    )
+    axes.set_title(
+        title.format(ratio=max(values) / max(mean, 1), total=sum(values)), fontsize=11.5, loc="left"
+    )
 
 
 def draw_masks() -> Figure:
-    """The example row, contiguous beside balanced; below, each rank's work and the keys that it needs of others."""
+    """The example row, contiguous beside balanced; below, each rank's work and the keys that it
+    needs of others.
+    """
     figure = plt.figure(figsize=(13.6, 9.5))
     rows = [dealt(layout) for layout in ("contiguous", "balanced")]
-    most_area, most_keys = (max(max(values(row)) for row in rows) for values in (DealtRow.areas, DealtRow.travelling))
+    most_area, most_keys = (
+        max(max(values(row)) for row in rows) for values in (DealtRow.areas, DealtRow.travelling)
+    )
     for side, (name, row) in enumerate(zip(("contiguous", "balanced"), rows, strict=True)):
         left = 0.075 + 0.49 * side
         mask = figure.add_axes((left, 0.278, 0.41, 0.41 * 13.6 / 9.5))
         draw_mask(mask, row)
         _draw_holders(mask, row)
-        figure.text(left - 0.024, 0.9, f"--cp-layout {name}", fontsize=14, weight="bold", family="DejaVu Sans Mono")
+        figure.text(
+            left - 0.024,
+            0.9,
+            f"--cp-layout {name}",
+            fontsize=14,
+            weight="bold",
+            family="DejaVu Sans Mono",
+        )
         _label_documents(mask, row, first=side == 0)
         area = figure.add_axes((left + 0.02, 0.085, 0.155, 0.115))
         _draw_bars(area, row.areas(), "pairs computed\nlargest over mean {ratio:.2f}")
@@ -117,4 +143,6 @@ def _label_documents(axes: Axes, row: DealtRow, first: bool) -> None:
         if first:
             axes.text(-12, middle, name, ha="right", va="center", fontsize=11, rotation=90)
     ways = "queries downwards, keys to the right"
-    axes.text(len(row.metadata) / 2, -2, ways, ha="center", va="bottom", fontsize=11, color=style.GREY)
+    axes.text(
+        len(row.metadata) / 2, -2, ways, ha="center", va="bottom", fontsize=11, color=style.GREY
+    )

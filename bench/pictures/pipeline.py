@@ -28,19 +28,31 @@ _COLORS = {
 def _draw_chart(axes: Axes, spans: Sequence[Sequence[Span]], longest: float, title: str) -> None:
     end = max(stage[-1].stop for stage in spans)
     for stage, row in enumerate(spans):
-        axes.add_patch(Rectangle((0, stage + 0.06), end, 0.88, facecolor=style.PALE, edgecolor="none"))
+        axes.add_patch(
+            Rectangle((0, stage + 0.06), end, 0.88, facecolor=style.PALE, edgecolor="none")
+        )
         for span in row:
             color = _COLORS[span.action.kind, span.action.chunk]
             size = span.stop - span.start
             axes.add_patch(
-                Rectangle((span.start, stage + 0.06), size, 0.88, facecolor=color, edgecolor=style.PAPER, linewidth=1)
+                Rectangle(
+                    (span.start, stage + 0.06),
+                    size,
+                    0.88,
+                    facecolor=color,
+                    edgecolor=style.PAPER,
+                    linewidth=1,
+                )
             )
             dark = color in (style.BLUE, style.VERMILION)
             ink = style.PAPER if dark else style.INK
             name, middle = str(span.action.microbatch), span.start + size / 2
             axes.text(middle, stage + 0.5, name, fontsize=10, ha="center", va="center", color=ink)
     axes.set(xlim=(0, longest), ylim=(len(spans), 0), xticks=[])
-    axes.set_yticks([stage + 0.5 for stage in range(len(spans))], [f"stage {stage}" for stage in range(len(spans))])
+    axes.set_yticks(
+        [stage + 0.5 for stage in range(len(spans))],
+        [f"stage {stage}" for stage in range(len(spans))],
+    )
     axes.tick_params(length=0)
     style.quiet(("top", "right", "bottom", "left"), axes)
     axes.set_title(title, loc="left", fontsize=12.5)
@@ -52,11 +64,16 @@ def draw_pipeline() -> Figure:
     schedules = {
         "1F1B, one chunk a stage: idle {idle:.1%} of the work": ("1f1b", 1),
         f"interleaved 1F1B, {CHUNKS} chunks a stage: idle {{idle:.1%}}": ("1f1b", CHUNKS),
-        "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}": ("zero_bubble", 1),
+        "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}": (
+            "zero_bubble",
+            1,
+        ),
     }
     charts = {
         title: timeline(
-            [SCHEDULES[name](s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks, [_TIMES] * STAGES
+            [SCHEDULES[name](s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)],
+            chunks,
+            [_TIMES] * STAGES,
         )
         for title, (name, chunks) in schedules.items()
     }

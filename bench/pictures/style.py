@@ -46,7 +46,9 @@ def lighter(color: str, share: float) -> tuple[float, float, float]:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of that many inches with one axes, whose data are tenths of an inch from the top left."""
+    """A figure of that many inches with one axes, whose data are tenths of an inch from the top
+    left.
+    """
     figure = plt.figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 10 * width), ylim=(10 * height, 0))
@@ -54,15 +56,28 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], color: str, *, share: float = 0.8) -> None:
+def box(
+    axes: Axes,
+    corner: tuple[float, float],
+    size: tuple[float, float],
+    color: str,
+    *,
+    share: float = 0.8,
+) -> None:
     """A rounded rectangle from `corner`, filled with `color` mixed with white."""
     shape = "round,pad=0,rounding_size=0.8"
-    axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=shape, facecolor=lighter(color, share), edgecolor=color))
+    axes.add_patch(
+        FancyBboxPatch(
+            corner, *size, boxstyle=shape, facecolor=lighter(color, share), edgecolor=color
+        )
+    )
 
 
 def texts(figure: Figure) -> list[str]:
     """All that a figure says, but for the numbers that an axis finds itself while it is drawn."""
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    return [
+        text.get_text() for text in figure.findobj(Text) if text.get_text() and text.get_visible()
+    ]
 
 
 def stored_texts(path: Path) -> list[str]:
@@ -72,7 +87,8 @@ def stored_texts(path: Path) -> list[str]:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG with a palette, which needs a third of the bytes; the same figure gives the same file.
+    """Write a figure as a PNG with a palette, which needs a third of the bytes; the same figure
+    gives the same file.
 
     Its texts stand in the file too, so that a test can read them.
     """

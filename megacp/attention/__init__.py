@@ -1,8 +1,9 @@
 """Exact attention and recurrent states over context-parallel ranks, for any mask.
 
-A row of tokens is described by `Metadata`: documents, branches and spans. A layout of `LAYOUTS` deals its tokens to the
-ranks, and an `AttentionPlan` holds the result for one rank. `context_parallel_attention(q, k, v, plan, axis)` then
-attends as one process with the whole row would.
+A row of tokens is described by `Metadata`: documents, branches and spans. A layout of `LAYOUTS`
+deals its tokens to the ranks, and an `AttentionPlan` holds the result for one rank.
+`context_parallel_attention(q, k, v, plan, axis)` then attends as one process with the whole row
+would.
 
 The package imports torch, numpy and megacp.distributed. It knows no flag and no configuration.
 """

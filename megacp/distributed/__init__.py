@@ -1,4 +1,5 @@
-"""Process groups: grids of ranks, the axes that layers communicate over, collectives and their duals, and fake worlds.
+"""Process groups: grids of ranks, the axes that layers communicate over, collectives and their
+duals, and fake worlds.
 
 A layer that communicates holds one `Axis`. It imports torch and nothing else of megacp.
 """

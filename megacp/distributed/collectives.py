@@ -1,11 +1,14 @@
-"""Collectives and messages over one `Axis`, blocking and asynchronous; the one place that handles an axis of size 1.
+"""Collectives and messages over one `Axis`, blocking and asynchronous; the one place that handles
+an axis of size 1.
 
-On gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank order: the same bits on
-every run, bf16 summed in fp32. CPU ranks of one machine exchange and gather from memory to memory (`same_host.py`).
-Collectives work on dim 0 and make their input contiguous (gloo reduces strided views silently wrong).
+On gloo, a reduce-scatter or small all-reduce is an all-to-all followed by a local sum in rank
+order: the same bits on every run, bf16 summed in fp32. CPU ranks of one machine exchange and gather
+from memory to memory (`same_host.py`). Collectives work on dim 0 and make their input contiguous
+(gloo reduces strided views silently wrong).
 
-The ring posts a send and a receive together, because two NCCL ranks that both send first wait for each other for ever.
-gloo moves CUDA tensors in collectives but not from rank to rank: such a message goes through the host.
+The ring posts a send and a receive together, because two NCCL ranks that both send first wait for
+each other for ever. gloo moves CUDA tensors in collectives but not from rank to rank: such a
+message goes through the host.
 """
 
 from __future__ import annotations
@@ -28,11 +31,15 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _HALVES = (torch.bfloat16, torch.float16)
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _SMALL_REDUCE = 16_384
-"""Elements up to which a gloo all-reduce is bound by latency: one round of messages beats its rings."""
+"""Elements up to which a gloo all-reduce is bound by latency: one round of messages beats its
+rings.
+"""
 
 
 class Pending:
-    """What is under way; `wait` returns its result and may be called again, while gloo hangs on a second wait."""
+    """What is under way; `wait` returns its result and may be called again, while gloo hangs on a
+    second wait.
+    """
 
     def __init__(self, works: list[Any], finish: Callable[[], Any]) -> None:
         self._works = works
@@ -56,7 +63,9 @@ class Pending:
 
 
 def through_host(x: torch.Tensor, axis: Axis) -> bool:
-    """Whether a message of this tensor must be copied to the host: gloo cannot send from a device."""
+    """Whether a message of this tensor must be copied to the host: gloo cannot send from a
+    device.
+    """
     return axis.backend == "gloo" and x.device.type != "cpu"
 
 
@@ -68,18 +77,26 @@ def local_channel(x: torch.Tensor, axis: Axis) -> LocalChannel | None:
 def _among_neighbours(
     out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: LocalChannel
 ) -> Operation:
-    """Send `x[r]` to each rank r of the axis while `out[r]` arrives from it; the own block is copied."""
+    """Send `x[r]` to each rank r of the axis while `out[r]` arrives from it; the own block is
+    copied.
+    """
     if out[axis.rank].data_ptr() != x[axis.rank].data_ptr():
         out[axis.rank].copy_(x[axis.rank])
     others = [(i, rank) for i, rank in enumerate(axis.global_ranks) if i != axis.rank]
-    return channel.start([(rank, x[i]) for i, rank in others], [(rank, out[i]) for i, rank in others])
+    return channel.start(
+        [(rank, x[i]) for i, rank in others], [(rank, out[i]) for i, rank in others]
+    )
 
 
 def _sum_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum of at least two blocks in rank order, halves accumulated in fp32."""
     first, second, *others = (block.detach() for block in blocks)
     halves = first.dtype in _HALVES
-    total = first.float() + second.float() if halves else torch.add(first, second, out=empty(first.shape, first))
+    total = (
+        first.float() + second.float()
+        if halves
+        else torch.add(first, second, out=empty(first.shape, first))
+    )
     for block in others:
         total += block
     return total.to(first.dtype)
@@ -94,10 +111,15 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
-    """`start_all_gather` of contiguous `x[n]` into `out[size * n]` of the caller; `x` may be its own block of it."""
+    """`start_all_gather` of contiguous `x[n]` into `out[size * n]` of the caller; `x` may be its
+    own block of it.
+    """
     axis.traffic["all_gather"] += x.nbytes * (axis.size - 1)
     if (channel := local_channel(x, axis)) is not None:
-        return Pending([_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel)], lambda: out)
+        return Pending(
+            [_among_neighbours(out.tensor_split(axis.size), [x] * axis.size, axis, channel)],
+            lambda: out,
+        )
     return Pending([_all_gather_single(out, x, group=axis.group, async_op=True)], lambda: out)
 
 
@@ -109,8 +131,8 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def start_reduce_scatter(x: torch.Tensor, axis: Axis, *, in_place: bool = False) -> Pending:
     """`[size * n, ...] -> [n, ...]`: this rank's block of the sum over the axis.
 
-    `in_place`: the sum may stand in this rank's block of contiguous `x`, of which the rest then means nothing (NCCL's
-    in-place form); gloo gives it memory of its own all the same.
+    `in_place`: the sum may stand in this rank's block of contiguous `x`, of which the rest then
+    means nothing (NCCL's in-place form); gloo gives it memory of its own all the same.
     """
     assert x.shape[0] % axis.size == 0, f"reduce-scatter of {tuple(x.shape)} over {axis.size} ranks"
     x = x.contiguous()
@@ -125,7 +147,9 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis, *, in_place: bool = False)
 
 
 def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
-    """`start_reduce_scatter` as an exchange and a local sum; neighbours leave the own block where it is."""
+    """`start_reduce_scatter` as an exchange and a local sum; neighbours leave the own block where
+    it is.
+    """
     if (channel := local_channel(x, axis)) is None:
         out = empty(x.shape, x)
         exchange: Any = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
@@ -134,12 +158,18 @@ def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
     mine = blocks.pop(axis.rank)
     others = [rank for rank in axis.global_ranks if rank != axis.global_ranks[axis.rank]]
     arriving = list(empty((mine.shape[0] * len(others), *x.shape[1:]), x).tensor_split(len(others)))
-    work = channel.start(list(zip(others, blocks, strict=True)), list(zip(others, arriving, strict=True)))
-    return Pending([work], lambda: _sum_blocks([*arriving[: axis.rank], mine, *arriving[axis.rank :]]))
+    work = channel.start(
+        list(zip(others, blocks, strict=True)), list(zip(others, arriving, strict=True))
+    )
+    return Pending(
+        [work], lambda: _sum_blocks([*arriving[: axis.rank], mine, *arriving[axis.rank :]])
+    )
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
-    """Blocking `start_reduce_scatter` into memory of the caller, `out[n]` from contiguous `x[size * n]`."""
+    """Blocking `start_reduce_scatter` into memory of the caller, `out[n]` from contiguous `x[size *
+    n]`.
+    """
     if axis.backend == "gloo":
         out.copy_(reduce_scatter(x, axis))
         return
@@ -153,7 +183,9 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """Elementwise reduction (`sum`, `max`, `min`) over the axis; identical bits on all ranks. Returns a tensor."""
+    """Elementwise reduction (`sum`, `max`, `min`) over the axis; identical bits on all ranks.
+    Returns a tensor.
+    """
     if axis.size == 1:
         return x
     if axis.backend == "gloo":
@@ -162,11 +194,17 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
             stacked = all_gather(flat, axis).view(axis.size, -1)  # [size * n] -> [size, n]
             return (stacked.amax(0) if op == "max" else stacked.amin(0)).view(x.shape)
         if flat.numel() <= _SMALL_REDUCE:
-            return _sum_blocks(all_gather(flat, axis).tensor_split(axis.size)).view(x.shape).detach()
+            return (
+                _sum_blocks(all_gather(flat, axis).tensor_split(axis.size)).view(x.shape).detach()
+            )
         if x.dtype in _HALVES or local_channel(x, axis) is not None:
             padded = torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size))
             # `fully_shard` warns of a module that returns a view: detached, it is none
-            return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape).detach()
+            return (
+                all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()]
+                .view(x.shape)
+                .detach()
+            )
     axis.traffic["all_reduce"] += 2 * x.nbytes * (axis.size - 1) // axis.size
     x = x.contiguous().clone()
     dist.all_reduce(x, op=_REDUCE[op], group=axis.group)
@@ -174,9 +212,14 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
 
 
 def start_all_to_all(
-    x: torch.Tensor, axis: Axis, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
+    x: torch.Tensor,
+    axis: Axis,
+    in_splits: Sequence[int] | None = None,
+    out_splits: Sequence[int] | None = None,
 ) -> Pending:
-    """Send `in_splits[r]` rows of dim 0 to rank r, receive `out_splits[r]` rows from it; even splits when None."""
+    """Send `in_splits[r]` rows of dim 0 to rank r, receive `out_splits[r]` rows from it; even
+    splits when None.
+    """
     x = x.contiguous()
     if axis.size == 1:
         return Pending([], lambda: x)
@@ -199,7 +242,9 @@ def all_to_all(x: torch.Tensor, axis: Axis, *splits: Sequence[int] | None) -> to
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return the small picklable objects of all ranks, in axis order; the world uses its host group, if it has one."""
+    """Return the small picklable objects of all ranks, in axis order; the world uses its host
+    group, if it has one.
+    """
     values: list[Any] = [value] * axis.size
     if axis.size > 1:
         group = axis.group
@@ -210,7 +255,9 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
-    """Picklable objects of all ranks, in axis order, on the first rank of the axis; None on the others."""
+    """Picklable objects of all ranks, in axis order, on the first rank of the axis; None on the
+    others.
+    """
     values: list[Any] | None = [value] * axis.size if axis.rank == 0 else None
     if axis.size > 1:
         dist.gather_object(value, values, dst=axis.global_ranks[0], group=axis.group)
@@ -234,7 +281,9 @@ def await_all(host: HostGroup) -> None:
 
 
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:
-    """Start sending contiguous `x` to the rank at index `peer` of the axis. A rank cannot send to itself."""
+    """Start sending contiguous `x` to the rank at index `peer` of the axis. A rank cannot send to
+    itself.
+    """
     assert peer != axis.rank, f"rank {axis.rank} of axis {axis.name} sends to itself"
     x = x.detach().contiguous()
     axis.traffic["send"] += x.nbytes
@@ -245,7 +294,9 @@ def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:
 
 
 def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Pending:
-    """Start receiving into contiguous `buffer` from the rank at index `peer`; `wait` returns the buffer."""
+    """Start receiving into contiguous `buffer` from the rank at index `peer`; `wait` returns the
+    buffer.
+    """
     assert peer != axis.rank and buffer.is_contiguous()
     if (channel := local_channel(buffer, axis)) is not None:
         return Pending([channel.start([], [(axis.global_ranks[peer], buffer)])], lambda: buffer)
@@ -255,7 +306,9 @@ def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Pending:
 
 
 def start_shift(x: torch.Tensor, axis: Axis, by: int = 1) -> Pending:
-    """Start passing contiguous `x` on by so many ranks of the axis (as a ring) while another rank's arrives."""
+    """Start passing contiguous `x` on by so many ranks of the axis (as a ring) while another rank's
+    arrives.
+    """
     x = x.contiguous()
     after, before = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (by, -by))
     axis.traffic["ring"] += x.nbytes
@@ -264,5 +317,10 @@ def start_shift(x: torch.Tensor, axis: Axis, by: int = 1) -> Pending:
         return Pending([channel.start([(after, x)], [(before, received)])], lambda: received)
     sent = x.cpu() if through_host(x, axis) else x
     arrived = empty(sent.shape, sent)
-    messages = [dist.P2POp(dist.isend, sent, after, axis.group), dist.P2POp(dist.irecv, arrived, before, axis.group)]
-    return Pending(dist.batch_isend_irecv(messages), lambda: arrived if sent is x else arrived.to(x.device))
+    messages = [
+        dist.P2POp(dist.isend, sent, after, axis.group),
+        dist.P2POp(dist.irecv, arrived, before, axis.group),
+    ]
+    return Pending(
+        dist.batch_isend_irecv(messages), lambda: arrived if sent is x else arrived.to(x.device)
+    )

@@ -1,16 +1,15 @@
 """Collectives that autograd can walk: each one's backward is its dual, by name.
 
-| function | forward | backward | in -> out | gradient expected |
-|---|---|---|---|---|
-| `copy_to` | identity | all-reduce | replicated -> used differently per rank | partial |
-| `reduce_from` | all-reduce | identity | partial -> replicated | replicated |
-| `gather_from` | all-gather | reduce-scatter | sharded -> used differently per rank | partial |
-| `gather_uneven` | all-gather | reduce-scatter | sharded, any sizes -> used differently per rank | partial |
-| `reduce_scatter_to` | reduce-scatter | all-gather | partial -> sharded | sharded |
-| `exchange` | all-to-all | all-to-all back | sharded a -> sharded b | sharded |
+| function | forward | backward | in -> out | gradient expected | |---|---|---|---|---| | `copy_to`
+| identity | all-reduce | replicated -> used differently per rank | partial | | `reduce_from` |
+all-reduce | identity | partial -> replicated | replicated | | `gather_from` | all-gather |
+reduce-scatter | sharded -> used differently per rank | partial | | `gather_uneven` | all-gather |
+reduce-scatter | sharded, any sizes -> used differently per rank | partial | | `reduce_scatter_to` |
+reduce-scatter | all-gather | partial -> sharded | sharded | | `exchange` | all-to-all | all-to-all
+back | sharded a -> sharded b | sharded |
 
-`<f x, v> = <x, f^T v>` summed over ranks. No function scales gradients: a factor hidden in a collective is where lost
-or doubled gradients come from.
+`<f x, v> = <x, f^T v>` summed over ranks. No function scales gradients: a factor hidden in a
+collective is where lost or doubled gradients come from.
 """
 
 from __future__ import annotations
@@ -40,7 +39,9 @@ class _Dual(torch.autograd.Function):
     """Applies `forward` going up and its dual `backward` coming down."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, forward: Move, backward: Move) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, forward: Move, backward: Move
+    ) -> torch.Tensor:
         ctx.axis, ctx.dual = axis, backward
         return forward(x, axis)
 
@@ -64,7 +65,9 @@ def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def gather_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`[n, ...] -> [size * n, ...]`, used differently per rank; partial gradients are reduce-scattered."""
+    """`[n, ...] -> [size * n, ...]`, used differently per rank; partial gradients are
+    reduce-scattered.
+    """
     return _dual(x, axis, collectives.all_gather, collectives.reduce_scatter)
 
 
@@ -74,7 +77,10 @@ def reduce_scatter_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def exchange(
-    x: torch.Tensor, axis: Axis, in_splits: Sequence[int] | None = None, out_splits: Sequence[int] | None = None
+    x: torch.Tensor,
+    axis: Axis,
+    in_splits: Sequence[int] | None = None,
+    out_splits: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """All-to-all of dim-0 rows with even or uneven splits; the gradient travels the reverse way."""
     return _dual(
@@ -86,9 +92,12 @@ def exchange(
 
 
 def gather_uneven(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Tensor:
-    """`[counts[rank], ...] -> [sum(counts), ...]` in axis order, used differently per rank; some ranks may have none.
+    """`[counts[rank], ...] -> [sum(counts), ...]` in axis order, used differently per rank; some
+    ranks may have none.
 
     A rank sends its rows to each other rank, and gets the partial gradients of them back.
     """
-    copies = x.repeat(axis.size, *[1] * (x.dim() - 1))  # its own gradient is the sum over the copies
+    copies = x.repeat(
+        axis.size, *[1] * (x.dim() - 1)
+    )  # its own gradient is the sum over the copies
     return exchange(copies, axis, [len(x)] * axis.size, counts)

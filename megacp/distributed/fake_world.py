@@ -1,7 +1,9 @@
-"""A world of which one rank exists: its groups send nothing, and what it calls can be held against another rank's.
+"""A world of which one rank exists: its groups send nothing, and what it calls can be held against
+another rank's.
 
-torch's "fake" process group takes every collective and does nothing. `recorded` reads a call from the operator by which
-torch makes it, also those of libraries. Two ranks that share a group must make the same calls on it, in one order.
+torch's "fake" process group takes every collective and does nothing. `recorded` reads a call from
+the operator by which torch makes it, also those of libraries. Two ranks that share a group must
+make the same calls on it, in one order.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def recorded(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Ca
     """The call that an operator of torch makes; None for one that is no call."""
     if getattr(function, "namespace", "") != "c10d":
         return None
-    given = {a.name: x for a, x in zip(function._schema.arguments, args, strict=False)} | dict(named)
+    given = {a.name: x for a, x in zip(function._schema.arguments, args, strict=False)} | dict(
+        named
+    )
     if "process_group" not in given:
         return None
     group = dist.ProcessGroup.unbox(given["process_group"])
@@ -74,7 +78,9 @@ def recorded(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Ca
     sent, received = (tuple(given.get(f"{way}_split_sizes") or ()) for way in ("input", "output"))
     peer = next((ranks[given[name]] for name in ("dst", "src") if name in given), -1)
     dtype, elements = str(tensors[0].dtype) if tensors else "", tuple(x.numel() for x in tensors)
-    return Call(function._schema.name, group.group_name, ranks, dtype, elements, sent, received, peer)
+    return Call(
+        function._schema.name, group.group_name, ranks, dtype, elements, sent, received, peer
+    )
 
 
 def differences(one: int, calls: Sequence[Call], other: int, others: Sequence[Call]) -> list[str]:
@@ -88,15 +94,22 @@ def differences(one: int, calls: Sequence[Call], other: int, others: Sequence[Ca
             (_messages(mine, "send", other), _messages(theirs, "recv", one)),
             (_messages(mine, "recv", other), _messages(theirs, "send", one)),
         ]
-        for place, (here, there) in ((i, x) for pair in pairs for i, x in enumerate(itertools.zip_longest(*pair))):
+        for place, (here, there) in (
+            (i, x) for pair in pairs for i, x in enumerate(itertools.zip_longest(*pair))
+        ):
             if here != there:
-                found.append(f"call {place} of group {group}: rank {one} makes {here}, rank {other} makes {there}")
+                found.append(
+                    f"call {place} of group {group}: rank {one} makes {here}, rank {other} makes "
+                    f"{there}"
+                )
                 break
     return found
 
 
 def _collectives(calls: Sequence[Call], other: int, first: bool) -> list[tuple[object, ...]]:
-    """Calls as both sides must see them; an uneven exchange as what the two send each other, the lower rank first."""
+    """Calls as both sides must see them; an uneven exchange as what the two send each other, the
+    lower rank first.
+    """
     seen: list[tuple[object, ...]] = []
     for call in (call for call in calls if call.peer < 0):
         sizes: tuple[int, ...] = call.elements
@@ -109,4 +122,6 @@ def _collectives(calls: Sequence[Call], other: int, first: bool) -> list[tuple[o
 
 
 def _messages(calls: Sequence[Call], way: str, peer: int) -> list[tuple[object, ...]]:
-    return [(c.dtype, c.elements) for c in calls if c.peer == peer and c.name.startswith(f"c10d::{way}")]
+    return [
+        (c.dtype, c.elements) for c in calls if c.peer == peer and c.name.startswith(f"c10d::{way}")
+    ]

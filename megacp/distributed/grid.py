@@ -37,12 +37,16 @@ class Axis:
     parts: dict[int, tuple[Axis, Axis]] = field(default_factory=dict, compare=False, repr=False)
     """What `split_axis` has made of it, by the ranks of an inner part."""
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
-    """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
+    """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each
+    other.
+    """
 
 
 @dataclass(frozen=True)
 class HostGroup:
-    """A gloo group of all ranks with a timeout of its own, for ranks that read or write files (checkpoints)."""
+    """A gloo group of all ranks with a timeout of its own, for ranks that read or write files
+    (checkpoints).
+    """
 
     group: dist.ProcessGroup
     seconds: float
@@ -101,7 +105,9 @@ class ProcessGrid:
         return self._of_experts("edp")
 
     def _of_experts(self, name: str) -> Axis:
-        assert self.shape.ep or self.world.size == 1, "the grid was made for a model without experts"
+        assert self.shape.ep or self.world.size == 1, (
+            "the grid was made for a model without experts"
+        )
         return self.axes.get((name,), self.world)
 
     def over(self, *names: str) -> Axis:
@@ -109,16 +115,18 @@ class ProcessGrid:
         return self.axes[tuple(name for name in AXES if name in names)]
 
     def pipeline_channel(self, direction: str, source_stage: int) -> Axis:
-        """The pp ranks on a process group reserved for messages of one direction sent by `source_stage`.
+        """The pp ranks on a process group reserved for messages of one direction sent by
+        `source_stage`.
 
-        With two stages and virtual stages the next and the previous peer are one rank; a group per direction and
-        parity of the sender keeps every ordered pair of ranks to one kind of message, first in first out.
+        With two stages and virtual stages the next and the previous peer are one rank; a group per
+        direction and parity of the sender keeps every ordered pair of ranks to one kind of message,
+        first in first out.
         """
         return self.channels[direction, source_stage % 2]
 
     def in_steps(self) -> list[Axis]:
-        """The axes with collectives in a step. Others meet late or never, and a communicator of NCCL takes 100 MiB and
-        more; channels have their own way to meet (`open_channels`).
+        """The axes with collectives in a step. Others meet late or never, and a communicator of
+        NCCL takes 100 MiB and more; channels have their own way to meet (`open_channels`).
         """
         ep, edp = ([self.ep], [self.edp]) if self.shape.ep else ([], [])
         return [self.tp, self.cp, *ep, self.over("dp", "cp"), *edp, self.embedding, self.world]
@@ -131,8 +139,8 @@ class ProcessGrid:
 def connect(axes: Sequence[Axis], device: torch.device) -> None:
     """Let all ranks of every axis meet once; all ranks call it with axes in one order.
 
-    NCCL makes a group's connections at its first collective and may wait for the device meanwhile, beside messages
-    under way for ever.
+    NCCL makes a group's connections at its first collective and may wait for the device meanwhile,
+    beside messages under way for ever.
     """
     for axis in axes:
         if axis.group is not None:
@@ -148,13 +156,15 @@ def build_grid(
 ) -> ProcessGrid:
     """Create this rank's axes; every rank calls it once, in the same order.
 
-    `file_timeout`: how long ranks wait while one of them reads or writes files (checkpoints); None: as for other
-    messages. One rank needs no process group. ValueError if the world does not have the grid's number of ranks.
+    `file_timeout`: how long ranks wait while one of them reads or writes files (checkpoints); None:
+    as for other messages. One rank needs no process group. ValueError if the world does not have
+    the grid's number of ranks.
     """
     have = dist.get_world_size() if dist.is_initialized() else 1
     if shape.world_size > 1 and have != shape.world_size:
         raise ValueError(
-            f"the grid tp {shape.tp} x cp {shape.cp} x dp {shape.dp} x pp {shape.pp} needs {shape.world_size} ranks, "
+            f"the grid tp {shape.tp} x cp {shape.cp} x dp {shape.dp} x pp {shape.pp} needs "
+            f"{shape.world_size} ranks, "
             f"the world has {have}; change --nproc or the parallel sizes"
         )
     near = _near(rank)
@@ -162,25 +172,41 @@ def build_grid(
     def axis(name: str, members: tuple[int, ...]) -> Axis:
         return _axis(name, members, rank, near, timeout)
 
-    combinations: list[tuple[str, ...]] = [("tp",), ("cp",), ("dp",), ("pp",), ("cp", "dp"), ("tp", "cp")]
+    combinations: list[tuple[str, ...]] = [
+        ("tp",),
+        ("cp",),
+        ("dp",),
+        ("pp",),
+        ("cp", "dp"),
+        ("tp", "cp"),
+    ]
     axes = {names: axis("_".join(names), shape.members(rank, names)) for names in combinations}
     stages = axes["pp",].global_ranks
     ends = (stages[0], stages[-1])
     kinds = itertools.product(("forward", "backward"), (0, 1))
     channels = {(direction, parity): axis(f"pp_{direction}", stages) for direction, parity in kinds}
     if len(stages) > 1 and rank not in ends:
-        # torch names a locally synchronised group after how many this rank has made: all ranks must make equally many.
+        # torch names a locally synchronised group after how many this rank has made: all ranks must
+        # make equally many.
         new_group((rank,), timeout)
-    embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
+    embedding = (
+        axis("embedding", ends)
+        if rank in ends and len(stages) > 1
+        else single_axis("embedding", rank)
+    )
     everyone = tuple(range(shape.world_size))
-    all_ranks = _axis("world", everyone, rank, near, timeout, dist.group.WORLD if shape.world_size > 1 else None)
+    all_ranks = _axis(
+        "world", everyone, rank, near, timeout, dist.group.WORLD if shape.world_size > 1 else None
+    )
     host = None
     if file_timeout is not None and all_ranks.size > 1:
         host = HostGroup(new_group(everyone, file_timeout, "gloo"), file_timeout.total_seconds())
     if shape.ep:
         for name, members in zip(("ep", "edp"), shape.experts(rank), strict=True):
             # an axis of the same ranks lends its group, on all ranks or on none
-            lender = next((one for one in (*axes.values(), all_ranks) if one.global_ranks == members), None)
+            lender = next(
+                (one for one in (*axes.values(), all_ranks) if one.global_ranks == members), None
+            )
             if lender is None:
                 axes[name,] = axis(name, members)
             else:
@@ -211,19 +237,38 @@ def _axis(
     if len(members) == 1:
         return single_axis(name, rank)
     group = group or new_group(members, timeout)
-    local = near.channel(name, members, timeout or datetime.timedelta(minutes=10)) if near is not None else None
-    return Axis(name, len(members), members.index(rank), members, group, dist.get_backend(group), local=local)
+    local = (
+        near.channel(name, members, timeout or datetime.timedelta(minutes=10))
+        if near is not None
+        else None
+    )
+    return Axis(
+        name,
+        len(members),
+        members.index(rank),
+        members,
+        group,
+        dist.get_backend(group),
+        local=local,
+    )
 
 
 def axis_of_mesh(mesh: DeviceMesh) -> Axis:
-    """The axis over one dimension of a torch DeviceMesh, such as `mesh["cp"]`, on the mesh's own process group.
+    """The axis over one dimension of a torch DeviceMesh, such as `mesh["cp"]`, on the mesh's own
+    process group.
 
     All ranks of the world must call it alike. Raises ValueError for a mesh of several dimensions.
     """
     if mesh.ndim != 1:
-        raise ValueError(f"an axis is one dimension of a mesh, this one has {mesh.mesh_dim_names}: give mesh['cp']")
+        raise ValueError(
+            f"an axis is one dimension of a mesh, this one has {mesh.mesh_dim_names}: give "
+            "mesh['cp']"
+        )
     name, rank = (mesh.mesh_dim_names or ("mesh",))[0], dist.get_rank()
-    near, group = _near(rank), mesh.get_group()  # the world meets before anything that not all ranks do
+    near, group = (
+        _near(rank),
+        mesh.get_group(),
+    )  # the world meets before anything that not all ranks do
     return _axis(name, tuple(dist.get_process_group_ranks(group)), rank, near, None, group)
 
 
@@ -245,7 +290,8 @@ def _met(world: dist.ProcessGroup, rank: int) -> SameHost | None:
 
 
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
-    """Two axes out of one: `inner` neighbouring ranks, and the ranks at the same place of each such group.
+    """Two axes out of one: `inner` neighbouring ranks, and the ranks at the same place of each such
+    group.
 
     `inner` divides the axis. Makes process groups once: all ranks of the world must call it alike.
     """
@@ -257,9 +303,14 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
 
     def part(name: str, members: tuple[int, ...]) -> Axis:
         """A part of the axis, whose traffic counts as that of the whole."""
-        return dataclasses.replace(_axis(f"{axis.name}_{name}", members, rank, near, timeout), traffic=axis.traffic)
+        return dataclasses.replace(
+            _axis(f"{axis.name}_{name}", members, rank, near, timeout), traffic=axis.traffic
+        )
 
-    inside, across = axis.global_ranks[first : first + inner], axis.global_ranks[axis.rank % inner :: inner]
+    inside, across = (
+        axis.global_ranks[first : first + inner],
+        axis.global_ranks[axis.rank % inner :: inner],
+    )
     axis.parts[inner] = (part("inner", inside), part("outer", across))
     return axis.parts[inner]
 
@@ -267,8 +318,10 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
 def new_group(
     members: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """The process group of an axis over some global ranks, and only they call it; None: torch's timeout, its backend.
+    """The process group of an axis over some global ranks, and only they call it; None: torch's
+    timeout, its backend.
 
-    torch names such a group after how many its rank has made, so all ranks of a world must make equally many.
+    torch names such a group after how many its rank has made, so all ranks of a world must make
+    equally many.
     """
     return dist.new_group(list(members), timeout, backend, use_local_synchronization=True)

@@ -1,4 +1,6 @@
-"""Process settings: the C library's heap, and defaults of other libraries' environment variables."""
+"""Process settings: the C library's heap, and defaults of other libraries' environment
+variables.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import os
 from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map of their own."""
+"""glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map
+of their own.
+"""
 
 
 def set_defaults(values: Mapping[str, str]) -> None:
@@ -17,10 +21,11 @@ def set_defaults(values: Mapping[str, str]) -> None:
 
 
 def keep_in_heap(largest: int) -> None:
-    """Let the C library use again what tensors below these bytes let go of; larger ones get memory maps.
+    """Let the C library use again what tensors below these bytes let go of; larger ones get memory
+    maps.
 
-    What is free at the heap's end stays there too, up to sixteen of them: to set one of glibc's options fixes the other
-    one at 128 KiB, and most pages of a step would be cleared anew.
+    What is free at the heap's end stays there too, up to sixteen of them: to set one of glibc's
+    options fixes the other one at 128 KiB, and most pages of a step would be cleared anew.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, largest)
@@ -28,6 +33,8 @@ def keep_in_heap(largest: int) -> None:
 
 
 def trim_heap() -> None:
-    """Give free pages of the C library's heap back; a training loop on CPU calls it now and then."""
+    """Give free pages of the C library's heap back; a training loop on CPU calls it now and
+    then.
+    """
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)

@@ -1,11 +1,13 @@
-"""Messages between CPU ranks of one machine: the receiver copies them from the sender's memory, once.
+"""Messages between CPU ranks of one machine: the receiver copies them from the sender's memory,
+once.
 
-gloo sends through TCP, whose copies cost both ranks more time than a small model's products. Here a sender tells where
-its tensor lies and keeps it until the receiver has said that it was read; small messages travel in the telling. A rank
-that waits takes all messages that have come, so no order of waits can stop two ranks.
+gloo sends through TCP, whose copies cost both ranks more time than a small model's products. Here a
+sender tells where its tensor lies and keeps it until the receiver has said that it was read; small
+messages travel in the telling. A rank that waits takes all messages that have come, so no order of
+waits can stop two ranks.
 
-Only Linux has the copy (`process_vm_readv`). Every rank tries it with all others of its machine before the first
-message. Where one fails, and between machines, gloo is used.
+Only Linux has the copy (`process_vm_readv`). Every rank tries it with all others of its machine
+before the first message. Where one fails, and between machines, gloo is used.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ _CONNECT_SECONDS = 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 """How long a rank waits for another one to connect before it looks whether that one has ended."""
 _PR_SET_PTRACER = 0x59616D61
-"""Linux's name of an option of a process (prctl.h): which process may, with its children, read this one's memory."""
+"""Linux's name of an option of a process (prctl.h): which process may, with its children, read this
+one's memory.
+"""
 
 Message = tuple[int, torch.Tensor]
-"""Global rank of the other side, and a contiguous CPU tensor: what is sent, or where it is to arrive."""
+"""Global rank of the other side, and a contiguous CPU tensor: what is sent, or where it is to
+arrive.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _read_memory: Any = getattr(_libc, "process_vm_readv", None)
@@ -49,7 +55,9 @@ _Stretch = ctypes.c_size_t * 2  # `struct iovec`: address and bytes
 
 
 def _copy_from(process: int, source: int, target: int, size: int) -> None:
-    """Read memory of another process. OSError if that is refused, ProcessLookupError if the process has ended."""
+    """Read memory of another process. OSError if that is refused, ProcessLookupError if the process
+    has ended.
+    """
     done = 0
     while done < size:  # one call copies 2 GiB at most
         mine, theirs = _Stretch(target + done, size - done), _Stretch(source + done, size - done)
@@ -66,10 +74,14 @@ class Operation:
 
     def __init__(self, channel: LocalChannel, held: object) -> None:
         self._channel, self._held = channel, held
-        self.left: list[int] = []  # ranks that have not sent or read what they are to, one entry a message
+        self.left: list[
+            int
+        ] = []  # ranks that have not sent or read what they are to, one entry a message
 
     def wait(self, timeout: object = None) -> bool:
-        """Return once all is sent and received. RuntimeError names ranks that are gone or do not come in time."""
+        """Return once all is sent and received. RuntimeError names ranks that are gone or do not
+        come in time.
+        """
         self._channel.host.wait(self, self._channel.seconds)
         self._held = None
         return True
@@ -82,9 +94,13 @@ class _Peer:
     rank: int
     process: int
     connection: socket.socket
-    told: dict[int, deque[tuple[int, int, bytes]]] = field(default_factory=lambda: defaultdict(deque))
+    told: dict[int, deque[tuple[int, int, bytes]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     """Messages by channel that nobody has asked for yet: address, bytes and small content."""
-    receiving: dict[int, deque[tuple[Operation, int, int]]] = field(default_factory=lambda: defaultdict(deque))
+    receiving: dict[int, deque[tuple[Operation, int, int]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     sending: dict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
     backlog: deque[bytes] = field(default_factory=deque)
     """What its socket had no room for."""
@@ -92,7 +108,9 @@ class _Peer:
 
 
 class SameHost:
-    """The connected ranks of this machine. All threads may use it; the ones that wait take turns."""
+    """The connected ranks of this machine. All threads may use it; the ones that wait take
+    turns.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -107,17 +125,25 @@ class SameHost:
         self.peers[rank] = _Peer(rank, process, connection)
         self._selector.register(connection, selectors.EVENT_READ, self.peers[rank])
 
-    def channel(self, name: str, ranks: Sequence[int], timeout: datetime.timedelta) -> LocalChannel | None:
-        """Messages apart from all others among these global ranks, which call it alike; None if one is not here."""
+    def channel(
+        self, name: str, ranks: Sequence[int], timeout: datetime.timedelta
+    ) -> LocalChannel | None:
+        """Messages apart from all others among these global ranks, which call it alike; None if one
+        is not here.
+        """
         if any(rank != self.rank and rank not in self.peers for rank in ranks):
             return None
         kind = f"{name} {tuple(ranks)}"
-        self._made[kind] += 1  # ranks make different channels in between, so the number depends only on the members
+        self._made[kind] += (
+            1  # ranks make different channels in between, so the number depends only on the members
+        )
         digest = hashlib.blake2b(f"{kind} {self._made[kind]}".encode(), digest_size=8).digest()
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
     def send(self, peer: _Peer, *words: bytes) -> None:
-        """Send now, or when the other side has read what is before it; a rank that is gone hears nothing."""
+        """Send now, or when the other side has read what is before it; a rank that is gone hears
+        nothing.
+        """
         peer.backlog.extend(words)
         try:
             while peer.backlog and not peer.gone:
@@ -138,7 +164,9 @@ class SameHost:
         return sorted(rank for rank, peer in self.peers.items() if _has_ended(peer.process))
 
     def wait(self, operation: Operation, seconds: float) -> None:
-        """Wait as `Operation.wait` says. Unsent bytes of this rank go first: it may not wait here again for long."""
+        """Wait as `Operation.wait` says. Unsent bytes of this rank go first: it may not wait here
+        again for long.
+        """
         end = time.monotonic() + seconds
         while True:
             with self.lock:
@@ -147,11 +175,17 @@ class SameHost:
                 if not late:
                     return
                 if lost := [rank for rank in late if self.peers[rank].gone]:
-                    raise RuntimeError(f"connection closed by rank {', '.join(map(str, lost))} of this machine")
+                    raise RuntimeError(
+                        f"connection closed by rank {', '.join(map(str, lost))} of this machine"
+                    )
                 if time.monotonic() > end:
                     names = ", ".join(map(str, late))
-                    raise RuntimeError(f"timed out: {seconds:g} s waiting for messages of rank {names} of this machine")
-                # the longest that this thread keeps the others from their messages, and a full socket from more words
+                    raise RuntimeError(
+                        f"timed out: {seconds:g} s waiting for messages of rank {names} of this "
+                        "machine"
+                    )
+                # the longest that this thread keeps the others from their messages, and a full
+                # socket from more words
                 for key, _ in self._selector.select(0.005 if full else 0.1):
                     self._listen(key.data)
                 for peer in full:
@@ -180,7 +214,9 @@ class SameHost:
             address, size, content = told.popleft()
             operation, target, wanted = receiving.popleft()
             if size != wanted:
-                raise RuntimeError(f"rank {peer.rank} sends {size} bytes where {wanted} are expected")
+                raise RuntimeError(
+                    f"rank {peer.rank} sends {size} bytes where {wanted} are expected"
+                )
             if content:
                 ctypes.memmove(target, content, size)
             else:
@@ -191,13 +227,15 @@ class SameHost:
     def _read(self, peer: _Peer, address: int, target: int, size: int) -> None:
         """Copy a tensor from the memory of a rank.
 
-        A RuntimeError names that rank, as one does when its connection closes: this rank was only hit by its end, and
-        `report_failure` then waits for the reasons of the others.
+        A RuntimeError names that rank, as one does when its connection closes: this rank was only
+        hit by its end, and `report_failure` then waits for the reasons of the others.
         """
         try:
             _copy_from(peer.process, address, target, size)
         except ProcessLookupError as error:
-            raise RuntimeError(f"rank {peer.rank} of this machine ended while its memory was read") from error
+            raise RuntimeError(
+                f"rank {peer.rank} of this machine ended while its memory was read"
+            ) from error
         except OSError as error:
             why = f"the memory of rank {peer.rank} of this machine cannot be read: {error.strerror}"
             raise RuntimeError(why) from error
@@ -205,14 +243,18 @@ class SameHost:
 
 @dataclass(frozen=True)
 class LocalChannel:
-    """Messages of one axis. Between two ranks they meet in the order in which each side starts them."""
+    """Messages of one axis. Between two ranks they meet in the order in which each side starts
+    them.
+    """
 
     host: SameHost
     number: int
     seconds: float
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Send and receive together, empty tensors left out; nothing sent may change before the operation has ended."""
+        """Send and receive together, empty tensors left out; nothing sent may change before the
+        operation has ended.
+        """
         operation, number, peers = Operation(self, (sends, receives)), self.number, self.host.peers
         with self.host.lock:
             for rank, x in receives:
@@ -244,7 +286,9 @@ def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None
         door.bind(f"\0megacp {os.getpid()}")  # in Linux's own name space, which needs no file
         door.listen(1024)
         door.settimeout(_SECONDS_BETWEEN_LOOKS)
-        _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # the launcher and its children; no such option: no need
+        _libc.prctl(
+            _PR_SET_PTRACER, os.getppid(), 0, 0, 0
+        )  # the launcher and its children; no such option: no need
         places = gather((_machine(), os.getpid(), ctypes.addressof(probe)))
         here = [i for i, place in enumerate(places) if place[0] == _machine()]
         readable = gather(all(_is_read(*places[i][1:]) for i in here))
@@ -262,7 +306,9 @@ def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None
 
 
 def _call(other: int, process: int, rank: int) -> socket.socket:
-    """Connect to another rank and say which rank this is. RuntimeError names the other one if it cannot be reached."""
+    """Connect to another rank and say which rank this is. RuntimeError names the other one if it
+    cannot be reached.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(_CONNECT_SECONDS)
     try:
@@ -291,13 +337,17 @@ def _answer(door: socket.socket, missing: Mapping[int, int]) -> tuple[int, socke
             if _has_ended(process):
                 raise RuntimeError(f"rank {rank} of this machine ended before it was connected")
     names = ", ".join(map(str, missing))
-    raise RuntimeError(f"timed out: {_CONNECT_SECONDS:g} s waiting for rank {names} of this machine to connect")
+    raise RuntimeError(
+        f"timed out: {_CONNECT_SECONDS:g} s waiting for rank {names} of this machine to connect"
+    )
 
 
 def _machine() -> str:
     """What processes that can read and reach each other have in common."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user"))])
+    return " ".join(
+        [boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user"))]
+    )
 
 
 def _is_read(process: int, probe: int) -> bool:
@@ -310,7 +360,9 @@ def _is_read(process: int, probe: int) -> bool:
 
 
 def _has_ended(process: int) -> bool:
-    """Whether a process has no memory any more. One that its parent has not yet waited for still has a number."""
+    """Whether a process has no memory any more. One that its parent has not yet waited for still
+    has a number.
+    """
     try:
         _copy_from(process, 0, 0, 1)
     except OSError as error:

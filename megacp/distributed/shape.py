@@ -15,8 +15,9 @@ AXES = ("tp", "cp", "dp", "pp")
 class GridShape:
     """Sizes of the four axes, and of one for experts inside a stage; all else about them follows.
 
-    The ranks are an array `[pp, dp, cp, tp]`, counted through in its order: Megatron's default `tp-cp-ep-dp-pp` without
-    experts. For experts the ranks of a stage are another array `[edp, ep]`: Megatron's folding with one expert-tp rank.
+    The ranks are an array `[pp, dp, cp, tp]`, counted through in its order: Megatron's default
+    `tp-cp-ep-dp-pp` without experts. For experts the ranks of a stage are another array `[edp,
+    ep]`: Megatron's folding with one expert-tp rank.
     """
 
     tp: int = 1
@@ -39,14 +40,18 @@ class GridShape:
         return place
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies first)."""
+        """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies
+        first).
+        """
         mine = self.coordinates(rank)
         place = tuple(slice(None) if name in axes else mine[name] for name in reversed(AXES))
         sizes = [getattr(self, name) for name in reversed(AXES)]
         return tuple(np.arange(self.world_size).reshape(sizes)[place].flatten().tolist())
 
     def experts(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Global ranks that share the experts of a layer with `rank` (ep), and those that hold the same (edp)."""
+        """Global ranks that share the experts of a layer with `rank` (ep), and those that hold the
+        same (edp).
+        """
         stage = self.tp * self.cp * self.dp
         first, place = rank // stage * stage, rank % stage
         neighbours = place // self.ep * self.ep

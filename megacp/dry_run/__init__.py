@@ -1,7 +1,7 @@
 """Memory, messages, FLOPs and shape of a layout, computed without running it.
 
-`describe(config, world_size)` is the report of `--dry-run`. The package imports megacp.training and the packages
-below it. Seconds are predicted by megacp.plan.
+`describe(config, world_size)` is the report of `--dry-run`. The package imports megacp.training and
+the packages below it. Seconds are predicted by megacp.plan.
 """
 
 from megacp.public import exports

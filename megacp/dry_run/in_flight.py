@@ -1,4 +1,5 @@
-"""What a stage of a pipeline holds at each moment of a step: microbatches in flight and weight gradients that wait.
+"""What a stage of a pipeline holds at each moment of a step: microbatches in flight and weight
+gradients that wait.
 
 It follows from the list of what the stage computes, which is the one that a run executes.
 """
@@ -26,14 +27,20 @@ class Held(NamedTuple):
 @functools.cache
 def most_held(config: RunConfig, stage: int, world_size: int) -> Held:
     """By the list of what the stage computes."""
-    in_flight, rows, deferred = zip(*(held for _, held in held_over(config, stage, world_size)), strict=True)
+    in_flight, rows, deferred = zip(
+        *(held for _, held in held_over(config, stage, world_size)), strict=True
+    )
     return Held(max(in_flight), max(rows), None if deferred[0] is None else max(deferred))
 
 
 def held_over(config: RunConfig, stage: int, world_size: int) -> list[tuple[Action, Held]]:
     """What the stage computes in a step, and what it holds while it does."""
     p = config.parallel
-    sizes = p.pipeline_model_parallel_size, config.num_microbatches(world_size), p.num_virtual_stages_per_pipeline_rank
+    sizes = (
+        p.pipeline_model_parallel_size,
+        config.num_microbatches(world_size),
+        p.num_virtual_stages_per_pipeline_rank,
+    )
     computes = SCHEDULES[p.pipeline_schedule](stage, *sizes)
     defers = any(compute.kind is Kind.WEIGHTS for compute in computes)
     in_flight = rows = deferred = 0

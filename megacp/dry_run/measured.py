@@ -1,8 +1,9 @@
 """What the parts of a model hold on one rank, measured once and then remembered.
 
-A measurement runs the part on tensors without numbers (megacp/dry_run/parts.py), which takes some hundredths of a
-second and torch. Its results are kept in the user's cache under a hash of all it depends on: the settings that the part
-is built from and the source code that ran. A search over a thousand layouts needs about a hundred of them.
+A measurement runs the part on tensors without numbers (megacp/dry_run/parts.py), which takes some
+hundredths of a second and torch. Its results are kept in the user's cache under a hash of all it
+depends on: the settings that the part is built from and the source code that ran. A search over a
+thousand layouts needs about a hundred of them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _SETTINGS = (
     "moe_router_bias_update_rate",
     "seq_length",
 )
-"""Settings besides those of the model that the memory of a part depends on. A part is built from nothing else."""
+"""Settings besides those of the model that the memory of a part depends on. A part is built from
+nothing else.
+"""
 
 
 @functools.lru_cache(2**14)
@@ -64,7 +67,9 @@ def _measured_as(config: RunConfig, defers: bool) -> RunConfig:
 
 
 def as_one_rank(config: RunConfig) -> RunConfig:
-    """Return the configuration of one rank that has the tokens of a context-parallel rank as a row of its own."""
+    """Return the configuration of one rank that has the tokens of a context-parallel rank as a row
+    of its own.
+    """
     values: dict[str, Value] = {
         "context_parallel_size": 1,
         "hierarchical_context_parallel_sizes": None,
@@ -77,7 +82,9 @@ def as_one_rank(config: RunConfig) -> RunConfig:
 
 @functools.lru_cache(2**14)
 def _head_measured_as(config: RunConfig) -> RunConfig:
-    """Return a configuration that keeps only what the head depends on: how attention works is not part of it."""
+    """Return a configuration that keeps only what the head depends on: how attention works is not
+    part of it.
+    """
     default = RunConfig().training
     values: dict[str, Value] = {
         "recompute_granularity": default.recompute_granularity,
@@ -89,12 +96,16 @@ def _head_measured_as(config: RunConfig) -> RunConfig:
 
 
 def block_memory(config: RunConfig, layer: int, defers: bool = False) -> PartMemory:
-    """Return what a block of the decoder holds; `defers`: its weight gradients wait (zero bubble)."""
+    """Return what a block of the decoder holds; `defers`: its weight gradients wait (zero
+    bubble).
+    """
     return _found("block", _measured_as(config, defers), (layer,))
 
 
 def head_memory(config: RunConfig) -> PartMemory:
-    """Return what the final norm, the output head and the loss hold; nothing while the vocabulary is unknown."""
+    """Return what the final norm, the output head and the loss hold; nothing while the vocabulary
+    is unknown.
+    """
     if config.model.vocab_size == 0:
         return NOTHING
     return _found("head", _head_measured_as(config), ())
@@ -109,8 +120,13 @@ def vision_memory(config: RunConfig, crops: int, pooled: int) -> PartMemory:
 
 @functools.lru_cache(2**14)
 def _vision_measured_as(config: RunConfig) -> RunConfig:
-    """Return a configuration that keeps only what images depend on: each rank encodes its own, whatever the row is."""
-    values: dict[str, Value] = {"seq_length": RunConfig().data.seq_length, "expert_model_parallel_size": 1}
+    """Return a configuration that keeps only what images depend on: each rank encodes its own,
+    whatever the row is.
+    """
+    values: dict[str, Value] = {
+        "seq_length": RunConfig().data.seq_length,
+        "expert_model_parallel_size": 1,
+    }
     return _measured_as(with_values(as_one_rank(config), values), False)
 
 
@@ -140,7 +156,9 @@ def _file() -> Path:
 
 @functools.cache
 def _remembered() -> dict[str, PartMemory]:
-    """Return the measurements of the file. A line that was damaged or cut off is left out, and measured again."""
+    """Return the measurements of the file. A line that was damaged or cut off is left out, and
+    measured again.
+    """
     found = {}
     try:
         lines = _file().read_bytes().splitlines()
@@ -160,7 +178,9 @@ def _check(text: bytes) -> bytes:
 
 
 def _remember(key: str, memory: PartMemory) -> None:
-    """Add a line to the file, in one write, so that processes can add theirs at once; a full disk loses it."""
+    """Add a line to the file, in one write, so that processes can add theirs at once; a full disk
+    loses it.
+    """
     text = json.dumps([key, *memory]).encode()
     try:
         handle = os.open(_file(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -4,8 +4,8 @@ Every formula is here once: the dry run adds the bytes up, and megacp.plan divid
 of links. As the counters of `megacp.distributed` do, it counts the payload that leaves a rank: of n
 ranks a gather sends n - 1 times the own part, a reduction twice (n - 1) / n of the whole.
 
-Not counted, because they are small: numbers per token of the loss, norms of gradients, and counts of
-rows for experts. `uncounted` names larger messages that no formula here covers.
+Not counted, because they are small: numbers per token of the loss, norms of gradients, and counts
+of rows for experts. `uncounted` names larger messages that no formula here covers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from megacp.engine.layers.table import residual_bytes
 from megacp.engine.models.costs import stage_layers, vocabulary_rows
 
 KEPT_GATHERED = ("embedding", "head", "chunk")
-"""Parts that full sharding keeps whole from a forward to its backward. Blocks are gathered again."""
+"""Parts that full sharding keeps whole from a forward to its backward. Blocks are gathered again.
+"""
 KEY_MESSAGES = 3
 """How many times a layer sends `key_bytes`: in forward, again in backward, and their gradients."""
 
@@ -40,7 +41,8 @@ class StageMessages:
     ep: float
     """Rows of tokens to their experts and back, under the load that is planned for."""
     dp: float
-    """Gathers of parameters and sums of gradients, over dp x cp or the ranks with the same experts."""
+    """Gathers of parameters and sums of gradients, over dp x cp or the ranks with the same experts.
+    """
     pp: float
     """Hidden states, their gradients, and the gradient of a table that both end stages have."""
 
@@ -113,7 +115,9 @@ def key_bytes(config: RunConfig, sample: PackSample) -> float:
     p = config.parallel
     transport = transport_of(config)
     _, key_values, _ = _context(config)
-    ranks = transport.key_ranks(p.context_parallel_size, p.hierarchical_context_parallel_sizes or ())
+    ranks = transport.key_ranks(
+        p.context_parallel_size, p.hierarchical_context_parallel_sizes or ()
+    )
     blocks: float = ranks - 1
     if ranks > 1 and transport.keys == "needed":
         blocks = sample.shared(config)[1]
@@ -121,9 +125,15 @@ def key_bytes(config: RunConfig, sample: PackSample) -> float:
 
 
 def _context(config: RunConfig) -> tuple[int, int, int]:
-    """Return the ranks that exchange heads, and the bytes of a rank's K/V and queries in a layer."""
+    """Return the ranks that exchange heads, and the bytes of a rank's K/V and queries in a
+    layer.
+    """
     model, p = config.model, config.parallel
-    tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
+    tp, cp, size = (
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        config.training.element_bytes,
+    )
     tokens = config.training.micro_batch_size * config.data.seq_length // cp
     heads = transport_of(config).head_ranks(cp, p.hierarchical_context_parallel_sizes or ())
     groups = math.lcm(model.query_groups // tp, heads)  # K/V are copied until heads divide
@@ -134,7 +144,10 @@ def _context(config: RunConfig) -> tuple[int, int, int]:
 
 def expert_bytes(config: RunConfig, number: int) -> float:
     """Return the bytes of rows to experts and back, in a block's forward and backward."""
-    if not layers_of(config.model)[number].is_routed or config.parallel.expert_model_parallel_size == 1:
+    if (
+        not layers_of(config.model)[number].is_routed
+        or config.parallel.expert_model_parallel_size == 1
+    ):
         return 0.0
     return exchange_bytes(config) * planned_load(config)
 
@@ -159,7 +172,9 @@ class SharedMessages:
     """How far apart the ranks are."""
 
 
-def shared_messages(config: RunConfig, chunks: Sequence[range], world_size: int) -> list[SharedMessages]:
+def shared_messages(
+    config: RunConfig, chunks: Sequence[range], world_size: int
+) -> list[SharedMessages]:
     """Return the messages of a stage's parameters: first of all but experts, then of experts.
 
     Ranks of dp x cp share the former, ranks with the same experts the latter.
@@ -176,7 +191,9 @@ def shared_messages(config: RunConfig, chunks: Sequence[range], world_size: int)
 
 
 def instance_bytes(config: RunConfig, chunks: Sequence[range], world_size: int) -> float:
-    """Return the bytes of the sum of a stage's gradients over copies of the optimizer, in a step."""
+    """Return the bytes of the sum of a stage's gradients over copies of the optimizer, in a
+    step.
+    """
     instances = config.parallel.num_distributed_optimizer_instances
     share = sum(count / ranks for _, count, ranks, _ in shared_parts(config, chunks, world_size))
     return 2 * share * config.training.accumulation_bytes * (instances - 1) / instances
@@ -266,10 +283,14 @@ def _pipeline(config: RunConfig, world_size: int, stage: int, chunks: Sequence[r
     # each chunk sends hidden states on and gradients back, except at the ends of the model
     sent = 2 * len(chunks) - is_first - is_last
     found = config.num_microbatches(world_size) * sent * boundary_bytes(config)
-    is_tied = not config.model.untie_embeddings_and_output_weights and "text" not in config.frozen_parts
+    is_tied = (
+        not config.model.untie_embeddings_and_output_weights and "text" not in config.frozen_parts
+    )
     if is_tied and (is_first or is_last):
         model, tp = config.model, config.parallel.tensor_model_parallel_size
         table = vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size
         (_, _, ranks, _), *_ = shared_parts(config, chunks, world_size)
-        found += table * config.training.accumulation_bytes // ranks  # an all-reduce over two stages
+        found += (
+            table * config.training.accumulation_bytes // ranks
+        )  # an all-reduce over two stages
     return found

@@ -1,4 +1,6 @@
-"""What the packs of a dataset ask of attention: areas of their masks, and how layouts deal them over cp ranks."""
+"""What the packs of a dataset ask of attention: areas of their masks, and how layouts deal them
+over cp ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class PackSample:
     """A sample of packs; by default one causal document fills each."""
 
     areas: tuple[float, ...] = (1.0,)
-    """Allowed (query, key) pairs of each pack over those of one causal document, mean of the layers with attention."""
+    """Allowed (query, key) pairs of each pack over those of one causal document, mean of the layers
+    with attention.
+    """
     rows: tuple[Metadata, ...] = (WHOLE_ROW,)
     """Their masks."""
     mix: Mix = field(default_factory=lambda: ALIKE)
@@ -52,9 +56,14 @@ class PackSample:
 
     @functools.cached_property
     def causal(self) -> float:
-        """How many of them are documents under a causal rule, without spans or branches, over all."""
+        """How many of them are documents under a causal rule, without spans or branches, over
+        all.
+        """
         # tokens of a branch end before those that stand in front of them
-        plain = [not row.span.any() and bool((np.diff(row.leave[row.leave > 0]) >= 0).all()) for row in self.rows]
+        plain = [
+            not row.span.any() and bool((np.diff(row.leave[row.leave > 0]) >= 0).all())
+            for row in self.rows
+        ]
         return float(np.mean(plain))
 
     @once
@@ -69,11 +78,13 @@ class PackSample:
             return self
         starts = range(0, len(self.rows) - size + 1, size)
         areas = tuple(float(np.mean(self.areas[start : start + size])) for start in starts)
-        return PackSample(areas, tuple(_row(self.rows[start : start + size]) for start in starts), self.mix, size)
+        return PackSample(
+            areas, tuple(_row(self.rows[start : start + size]) for start in starts), self.mix, size
+        )
 
     def shared(self, config: RunConfig) -> tuple[float, float]:
-        """Area of the cp rank with the most over the mean one's, and the most keys of others that one's queries see,
-        over its own tokens: in the mean of the rows.
+        """Area of the cp rank with the most over the mean one's, and the most keys of others that
+        one's queries see, over its own tokens: in the mean of the rows.
         """
         p, packs = config.parallel, config.training.micro_batch_size
         ranks = max(1, p.context_parallel_size * min(self.packs, packs) // packs)
@@ -99,9 +110,13 @@ class PackSample:
 
     @once
     def largest(self, dp: int, microbatches: int) -> float:
-        """Area of the packs of the rank with the most of `dp`, over the mean one's, in the mean of many drawn steps."""
+        """Area of the packs of the rank with the most of `dp`, over the mean one's, in the mean of
+        many drawn steps.
+        """
         steps = max(1, min(DRAWN_STEPS, DRAWN_PACKS // (dp * microbatches)))
-        drawn = np.random.default_rng(0).choice(self.areas, (steps, dp, microbatches)).mean(-1)  # [steps, dp]
+        drawn = (
+            np.random.default_rng(0).choice(self.areas, (steps, dp, microbatches)).mean(-1)
+        )  # [steps, dp]
         return float((drawn.max(1) / drawn.mean(1)).mean())
 
 
@@ -114,15 +129,23 @@ def _others(row: Metadata, own: np.ndarray) -> float:
 def _row(packs: Sequence[Metadata]) -> Metadata:
     """One row of several."""
     first = np.cumsum([0, *map(len, packs)])
-    leave = [np.where(one.leave > 0, one.leave + start, 0) for one, start in zip(packs, first, strict=False)]
-    span = [np.where(one.span != 0, one.span + (np.int64(number) << 32), 0) for number, one in enumerate(packs)]
+    leave = [
+        np.where(one.leave > 0, one.leave + start, 0)
+        for one, start in zip(packs, first, strict=False)
+    ]
+    span = [
+        np.where(one.span != 0, one.span + (np.int64(number) << 32), 0)
+        for number, one in enumerate(packs)
+    ]
     return Metadata.of_row(np.concatenate(leave), np.concatenate(span))
 
 
 def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
-    """Return a config and a sample in which one replica has the rows that all share under dynamic context parallelism.
+    """Return a config and a sample in which one replica has the rows that all share under dynamic
+    context parallelism.
 
-    Without dynamic context parallelism a row has the packs of one microbatch, and the config is the same.
+    Without dynamic context parallelism a row has the packs of one microbatch, and the config is the
+    same.
     """
     replicas = packs_in_a_row(config, world_size)
     packs = config.training.micro_batch_size * replicas
@@ -136,19 +159,25 @@ def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[Run
 def sample_of(config: RunConfig, rows: Iterable[Metadata]) -> PackSample:
     """The sample of packs with these masks."""
     mix = mix_of(config.model) or ALIKE  # layers with a state ask for no area
-    whole = sum(causal_area(config.data.seq_length, reach.window) * layers for reach, layers in mix.items())
+    whole = sum(
+        causal_area(config.data.seq_length, reach.window) * layers for reach, layers in mix.items()
+    )
     kept = tuple(rows)
     return PackSample(tuple(float(row_area(row, mix).sum() / whole) for row in kept), kept, mix)
 
 
 def sample_packs(config: RunConfig, documents: Sequence[int] = ()) -> PackSample:
-    """A sample of what `--data-path` names first, else of packs of documents with stated lengths, else of one causal
-    document each. ValueError where it cannot be read.
+    """A sample of what `--data-path` names first, else of packs of documents with stated lengths,
+    else of one causal document each. ValueError where it cannot be read.
     """
     count = min(SAMPLE, max(4, SAMPLE_TOKENS // max(1, config.data.seq_length)))
     if config.data.data_path is not None:
         return sample_of(config, _stored(config, count))
-    return sample_of(config, _stated(config.data.seq_length, documents, count)) if documents else PackSample()
+    return (
+        sample_of(config, _stated(config.data.seq_length, documents, count))
+        if documents
+        else PackSample()
+    )
 
 
 def _stored(config: RunConfig, count: int) -> Iterator[Metadata]:

@@ -18,7 +18,9 @@ class PartMemory(NamedTuple):
     backward: int
     """The peak of its backward, with what it keeps and the gradient of its result."""
     left: int
-    """What its backward leaves: factors of weight gradients that wait, or unreduced gradients under full sharding."""
+    """What its backward leaves: factors of weight gradients that wait, or unreduced gradients under
+    full sharding.
+    """
     given: int = 0
     """What the microbatch holds for it from beginning to end: pixels, labels, rotary angles."""
 

@@ -1,11 +1,14 @@
-"""Run one part of a model forward and backward on tensors without numbers, and follow the bytes that are alive.
+"""Run one part of a model forward and backward on tensors without numbers, and follow the bytes
+that are alive.
 
-The part is the real module on a rank of the real grid. Its tensors are of torch's device `meta`, which has shapes
-but no numbers, and its process groups send nothing. So a block of any size on any number of ranks takes some hundredths
-of a second on any machine, and what it holds is measured instead of being written down a second time.
+The part is the real module on a rank of the real grid. Its tensors are of torch's device `meta`,
+which has shapes but no numbers, and its process groups send nothing. So a block of any size on any
+number of ranks takes some hundredths of a second on any machine, and what it holds is measured
+instead of being written down a second time.
 
-A storage counts from the operator that makes it until nothing refers to it any more. A chain that becomes one kernel on
-a GPU counts with its results alone. Fragmentation and the kernels' own scratch memory are not counted.
+A storage counts from the operator that makes it until nothing refers to it any more. A chain that
+becomes one kernel on a GPU counts with its results alone. Fragmentation and the kernels' own
+scratch memory are not counted.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ class Follow(TorchDispatchMode):
         self._known: set[int] = set()
         self._inside_a_chain = False
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if not self._inside_a_chain:
             self._see(result)
@@ -78,7 +83,9 @@ class Follow(TorchDispatchMode):
         """Do not count these tensors, of which operators return views."""
         self._known.update(x.untyped_storage()._cdata for x in tensors)
 
-    def run_chain(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def run_chain(
+        self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
         """Call a function that becomes one kernel on a GPU: only its results are in memory."""
         if self._inside_a_chain:
             return function(*args, **options)
@@ -118,13 +125,16 @@ class _Like(NamedTuple):
 
 
 _KNOWN_CHAINS: dict[Any, Any] = {}
-"""Results of chains by function and arguments: a chain of a dozen operators that was run once need not run again."""
+"""Results of chains by function and arguments: a chain of a dozen operators that was run once need
+not run again.
+"""
 
 
 def _chain(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call the function, or make results like those it gave for such arguments.
 
-    A function that autograd follows is called each time, and so is one that returns its arguments or parts of them.
+    A function that autograd follows is called each time, and so is one that returns its arguments
+    or parts of them.
     """
     given, spec = tree_flatten((args, options))
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
@@ -135,7 +145,9 @@ def _chain(function: Callable[..., Any], args: tuple[Any, ...], options: dict[st
         result = function(*args, **options)
         results, made = tree_flatten(result)
         own = {x.untyped_storage()._cdata for x in tensors}
-        if not any(isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in own for x in results):
+        if not any(
+            isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in own for x in results
+        ):
             _KNOWN_CHAINS[key] = list(map(_like, results)), made
         return result
     results, made = _KNOWN_CHAINS[key]
@@ -147,14 +159,22 @@ def _like(x: Any) -> Any:
 
 
 def _unlike(x: Any) -> Any:
-    return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=DEVICE) if isinstance(x, _Like) else x
+    return (
+        torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=DEVICE)
+        if isinstance(x, _Like)
+        else x
+    )
 
 
 class _Begin(torch.autograd.Function):
-    """A tensor that another part has made: it stays alive only while somebody keeps it for backward."""
+    """A tensor that another part has made: it stays alive only while somebody keeps it for
+    backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, begin: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        ctx: Any, begin: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=DEVICE)
 
     @staticmethod
@@ -193,11 +213,15 @@ def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
 
 
 _REMEMBERED = 2**18
-"""Tokens of a row from which on its plan is made anew for each measurement: it has some hundred bytes a token."""
+"""Tokens of a row from which on its plan is made anew for each measurement: it has some hundred
+bytes a token.
+"""
 
 
 @functools.lru_cache(4)
-def _plan(model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, layout: str) -> AttentionPlan:
+def _plan(
+    model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, layout: str
+) -> AttentionPlan:
     """Return the plan of the cp rank that has the last token, which sees the most of the row.
 
     One causal document fills each pack.
@@ -233,7 +257,8 @@ def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
 
 
 def _buckets(config: RunConfig, part: nn.Module) -> list[torch.Tensor]:
-    """Give the parameters what gradient buckets give them, and return it: the wide sums of their gradients.
+    """Give the parameters what gradient buckets give them, and return it: the wide sums of their
+    gradients.
 
     Under full sharding there are none: gradients stay until those of the whole part are there.
     """
@@ -258,11 +283,14 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _follow(config: RunConfig, part: nn.Module, given: Iterable[torch.Tensor], begin: Callable[[], Run]) -> PartMemory:
+def _follow(
+    config: RunConfig, part: nn.Module, given: Iterable[torch.Tensor], begin: Callable[[], Run]
+) -> PartMemory:
     """Run a part twice, forward and backward, and measure the second time.
 
-    `given` are tensors that are there before; `begin` begins a microbatch. What the first run leaves behind is not
-    counted: indices of a plan on the device, some bytes a token, which all blocks share.
+    `given` are tensors that are there before; `begin` begins a microbatch. What the first run
+    leaves behind is not counted: indices of a plan on the device, some bytes a token, which all
+    blocks share.
     """
     follow = Follow()
     given = list(given)
@@ -304,7 +332,9 @@ def block(config: RunConfig, layer: int) -> PartMemory:
         backend = _backend(config, grid)
         part = Block(layer, model, backend, config.training.recompute_mode)
         rows = tokens // grid.tp.size if backend.sequence_parallel else tokens
-        frequencies = inverse_frequencies(model.rotary_dim, model.rotary_base, RotaryScaling()).to(DEVICE)
+        frequencies = inverse_frequencies(model.rotary_dim, model.rotary_base, RotaryScaling()).to(
+            DEVICE
+        )
         angles = cos_sin(torch.arange(tokens, device=DEVICE), frequencies, backend.dtype)
         names = torch.arange(tokens, device=DEVICE)
         sharers = grid.tp if backend.sequence_parallel else single_axis("one")
@@ -319,12 +349,17 @@ def block(config: RunConfig, layer: int) -> PartMemory:
             def run() -> torch.Tensor:
                 routes = None
                 if part.is_routed:
-                    # a route lives as long as its microbatch, so what it holds is kept for each layer
-                    routes = dataclasses.replace(Routes.of(plan, sharers, DEVICE, tokens), make=load)
+                    # a route lives as long as its microbatch, so what it holds is kept for each
+                    # layer
+                    routes = dataclasses.replace(
+                        Routes.of(plan, sharers, DEVICE, tokens), make=load
+                    )
                     kept.append(routes)
                 inputs = BlockInputs(plan, (angles, angles), names[:rows], names, 1, routes)
                 with backend.precision():
-                    return part(_made_before(start, (rows, model.hidden_size), backend.dtype), inputs)
+                    return part(
+                        _made_before(start, (rows, model.hidden_size), backend.dtype), inputs
+                    )
 
             return run
 
@@ -347,7 +382,9 @@ def head(config: RunConfig) -> PartMemory:
 
         def begin() -> Run:
             shape = (rows, model.hidden_size)
-            return lambda: part(_made_before(start, shape, backend.dtype), Target(labels, weights, 1.0))
+            return lambda: part(
+                _made_before(start, shape, backend.dtype), Target(labels, weights, 1.0)
+            )
 
         return _follow(config, part, [labels, weights], begin)
 
@@ -363,6 +400,10 @@ def vision(config: RunConfig, crops: int, pooled: int) -> PartMemory:
             # one image of whole windows
             grids = PatchGrids(np.array([[1, pooled]]))
             crops = pooled * POOLED_PATCHES
-        patches = torch.zeros(crops, v.crop_patches, v.patch_dim, dtype=backend.dtype, device=DEVICE)
+        patches = torch.zeros(
+            crops, v.crop_patches, v.patch_dim, dtype=backend.dtype, device=DEVICE
+        )
         pooling = torch.zeros(pooled, POOLED_PATCHES, dtype=torch.int64, device=DEVICE)
-        return _follow(config, part, [patches, pooling], lambda: lambda: part(patches, pooling, grids))
+        return _follow(
+            config, part, [patches, pooling], lambda: lambda: part(patches, pooling, grids)
+        )

@@ -1,7 +1,8 @@
 """One training step of any model on any grid.
 
-A `RunConfig` says what to run, `check` lists the reasons why it cannot run, and a `ParallelModel` holds this rank's
-share of the model and steps it. The package imports megacp.attention, megacp.distributed and megacp.storage.
+A `RunConfig` says what to run, `check` lists the reasons why it cannot run, and a `ParallelModel`
+holds this rank's share of the model and steps it. The package imports megacp.attention,
+megacp.distributed and megacp.storage.
 """
 
 from megacp.public import exports

@@ -1,7 +1,9 @@
-"""Named timers of a step and of its phases, the breakdown of a step over ranks, and the time that a run still takes.
+"""Named timers of a step and of its phases, the breakdown of a step over ranks, and the time that a
+run still takes.
 
-The clock is given from outside. On an accelerator a moment is an event in its queue, whose seconds are worked out when
-they are asked for: nothing here waits for the device. A phase that is not timed costs one test.
+The clock is given from outside. On an accelerator a moment is an event in its queue, whose seconds
+are worked out when they are asked for: nothing here waits for the device. A phase that is not timed
+costs one test.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class WallClock:
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
-        """Seconds from one moment to another; of a GPU's clock, after waiting until the second is over."""
+        """Seconds from one moment to another; of a GPU's clock, after waiting until the second is
+        over.
+        """
         return end - begin
 
 
@@ -77,7 +81,9 @@ class Timers:
                 self._spans.setdefault(name, []).append((begin, self._clock.mark()))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """The context of a part of a step: measured in detailed steps and in a trace, else nothing."""
+        """The context of a part of a step: measured in detailed steps and in a trace, else
+        nothing.
+        """
         return self.measure(name) if self.detailed or self.annotate is not None else _NOTHING
 
     def seconds(self, name: str) -> float:
@@ -107,7 +113,12 @@ class Breakdown:
     def slowest(self) -> int:
         """The rank that computed longest."""
         ranks = range(len(next(iter(self.seconds.values()), [0.0])))
-        return max(ranks, key=lambda rank: sum(self.seconds[name][rank] for name in COMPUTING if name in self.seconds))
+        return max(
+            ranks,
+            key=lambda rank: sum(
+                self.seconds[name][rank] for name in COMPUTING if name in self.seconds
+            ),
+        )
 
     def line(self, step: int) -> str:
         """One line: mean and longest milliseconds of each phase."""
@@ -120,7 +131,10 @@ class Breakdown:
         busy = [sum(of_rank) for of_rank in zip(*computing, strict=True)] or [0.0]
         mean = sum(busy) / len(busy)
         over = f", {max(busy) / mean:.2f} times the mean" if mean else ""
-        return f"step {step}: mean / longest ms: {'; '.join(parts)}; slowest in computing: rank {self.slowest}{over}"
+        return (
+            f"step {step}: mean / longest ms: {'; '.join(parts)}; slowest in computing: rank "
+            f"{self.slowest}{over}"
+        )
 
     def figures(self) -> dict[str, float]:
         """The same for a log file."""
@@ -132,9 +146,11 @@ class Breakdown:
 
 
 class Pace:
-    """How long a run still takes: the median of the last 64 times from step to step, times the steps that are left.
+    """How long a run still takes: the median of the last 64 times from step to step, times the
+    steps that are left.
 
-    Only steps of this process count, so it is right after a resume, and a save between two steps moves it little.
+    Only steps of this process count, so it is right after a resume, and a save between two steps
+    moves it little.
     """
 
     def __init__(self) -> None:

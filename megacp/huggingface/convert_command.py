@@ -1,15 +1,19 @@
-"""Checkpoints of megacp to Hugging Face folders and back, tensor by tensor, on one CPU process or on several ranks.
+"""Checkpoints of megacp to Hugging Face folders and back, tensor by tensor, on one CPU process or
+on several ranks.
 
-    python tools/convert_checkpoint.py --from megacp --to hf --input run/checkpoints --output model --tokenizer byte \\
+    python tools/convert_checkpoint.py --from megacp --to hf --input run/checkpoints --output model
+    --tokenizer byte \\
         --verify
-    python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start --verify
-    python tools/convert_checkpoint.py --from megacp --to peft --input run/checkpoints --output adapter
-    python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
-    torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to megacp --input Llama-3-70B --output start
+    python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start
+    --verify python tools/convert_checkpoint.py --from megacp --to peft --input run/checkpoints
+    --output adapter python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output
+    native --layout native torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to
+    megacp --input Llama-3-70B --output start
 
-Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3.5, Qwen3-MoE, Qwen3.5-MoE, GLM-4.5, gpt-oss, OLMo2, OLMo3, OLMoE,
-Gemma 3, SmolLM3 and Molmo2. Everything is written to a folder beside --output, which is renamed when all is well. Exit
-status: 0 done, 1 --verify found a difference, 2 refused with one message.
+Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3.5, Qwen3-MoE, Qwen3.5-MoE, GLM-4.5, gpt-oss,
+OLMo2, OLMo3, OLMoE, Gemma 3, SmolLM3 and Molmo2. Everything is written to a folder beside --output,
+which is renamed when all is well. Exit status: 0 done, 1 --verify found a difference, 2 refused
+with one message.
 """
 
 from __future__ import annotations
@@ -42,8 +46,12 @@ _MINUTES = 24 * 60.0
 
 def convert_parser() -> argparse.ArgumentParser:
     """The flags."""
-    parser = OneLineParser(description="Convert checkpoints between megacp and Hugging Face folders.")
-    parser.add_argument("--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is")
+    parser = OneLineParser(
+        description="Convert checkpoints between megacp and Hugging Face folders."
+    )
+    parser.add_argument(
+        "--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is"
+    )
     parser.add_argument(
         "--to",
         required=True,
@@ -52,10 +60,18 @@ def convert_parser() -> argparse.ArgumentParser:
         help="what --output becomes; of a run with --lora-rank: its pairs folded into the model (hf), or alone (peft)",
     )
     parser.add_argument(
-        "--input", required=True, type=Path, metavar="DIR", help="folder; --save of a run or one of its steps"
+        "--input",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder; --save of a run or one of its steps",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="new folder")
-    parser.add_argument("--verify", action="store_true", help="compare logits with those of the transformers library")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare logits with those of the transformers library",
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="KIND_OR_PATH",
@@ -70,15 +86,26 @@ def convert_parser() -> argparse.ArgumentParser:
         "that was trained here (default)",
     )
     parser.add_argument(
-        "--layout", choices=NAMINGS, help="names of tensors in --output, for a family that has two (default: native)"
+        "--layout",
+        choices=NAMINGS,
+        help="names of tensors in --output, for a family that has two (default: native)",
     )
     parser.add_argument(
-        "--max-shard-size", type=int, default=5000, dest="max_shard_mib", metavar="MIB", help="of a weight file (5000)"
+        "--max-shard-size",
+        type=int,
+        default=5000,
+        dest="max_shard_mib",
+        metavar="MIB",
+        help="of a weight file (5000)",
     )
     parser.add_argument(
-        "--base-model", metavar="NAME", help="model that an adapter is for (--to peft; default: the run's --load-hf)"
+        "--base-model",
+        metavar="NAME",
+        help="model that an adapter is for (--to peft; default: the run's --load-hf)",
     )
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), help="of the weights (default: as they are)")
+    parser.add_argument(
+        "--dtype", choices=tuple(_DTYPES), help="of the weights (default: as they are)"
+    )
     return parser
 
 
@@ -86,12 +113,15 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
     """All faults of the flags by themselves."""
     way = (a.source, a.target)
     faults = {
-        "--from megacp --to megacp: a checkpoint is read by any grid as it is": way == ("megacp", "megacp"),
+        "--from megacp --to megacp: a checkpoint is read by any grid as it is": way
+        == ("megacp", "megacp"),
         "--dtype float16: runs of megacp have float32, bfloat16 or float64": a.target == "megacp"
         and a.dtype == "float16",
         "--layout is for --to hf": a.target == "megacp" and a.layout is not None,
-        "--chat-template messages goes with a tokenizer": a.chat_template == "messages" and a.tokenizer == "none",
-        "--tokenizer is for --from megacp --to hf": a.tokenizer is not None and way != ("megacp", "hf"),
+        "--chat-template messages goes with a tokenizer": a.chat_template == "messages"
+        and a.tokenizer == "none",
+        "--tokenizer is for --from megacp --to hf": a.tokenizer is not None
+        and way != ("megacp", "hf"),
         "--to peft is for --from megacp": way == ("hf", "peft"),
         "--verify compares whole models: give it with --to hf": a.target == "peft" and a.verify,
         "--base-model is for --to peft": a.target != "peft" and a.base_model is not None,
@@ -100,11 +130,15 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
     needed = ["safetensors", "jinja2", *(["transformers"] if a.verify else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     reasons = [fault for fault, is_so in faults.items() if is_so]
-    return reasons + [f"the package {name} is not installed: pip install 'megacp[hf]'" for name in missing]
+    return reasons + [
+        f"the package {name} is not installed: pip install 'megacp[hf]'" for name in missing
+    ]
 
 
 class _Lasting(io.TextIOBase):
-    """Standard output, whose reader may go away (`| head`): what is written is whole all the same."""
+    """Standard output, whose reader may go away (`| head`): what is written is whole all the
+    same.
+    """
 
     def __init__(self) -> None:
         self._stream = sys.stdout
@@ -127,7 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given["dtype"] = _DTYPES[arguments.dtype] if arguments.dtype else None
     request = Request(**{**given, "layout": arguments.layout or NAMINGS[0]})
     place = world_from_environment()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the half-written folder goes
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # the half-written folder goes
     try:
         heard = sys.stdout is not None and place.rank == 0  # other ranks say the same
         with contextlib.redirect_stdout(_Lasting() if heard else io.StringIO()):
@@ -140,15 +176,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _converted(request: Request, place: World) -> tuple[int, str]:
-    """Convert on this process, or with the other ranks that torchrun has started; status, and what went wrong."""
+    """Convert on this process, or with the other ranks that torchrun has started; status, and what
+    went wrong.
+    """
     try:
         world = single_axis("world")
         if place.size > 1:
-            world = join(rendezvous(place, 60.0 * _MINUTES), GridShape(dp=place.size), _MINUTES).world
+            world = join(
+                rendezvous(place, 60.0 * _MINUTES), GridShape(dp=place.size), _MINUTES
+            ).world
         convert(request, world)
     except (ValueError, OSError) as error:
         # a full disk names no file; what is read has been named before
-        begin = f"--output {request.output} cannot be written: " if isinstance(error, OSError) else ""
+        begin = (
+            f"--output {request.output} cannot be written: " if isinstance(error, OSError) else ""
+        )
         return 2, " ".join(f"{begin}{error}".split())
     except OtherModelError:
         return 1, f"{request.output} was not written: it would be another model"

@@ -1,8 +1,9 @@
-"""Two rules for any training loop around a sharded sequence: shift before sharding, sum then divide once.
+"""Two rules for any training loop around a sharded sequence: shift before sharding, sum then divide
+once.
 
-The loss of a rank is a sum over its tokens, divided by a number that all ranks know before the forward. Gradients are
-then added over the ranks and nothing is scaled: a mean of means is wrong where ranks count unequal numbers of tokens.
-`context` begins with such a loop.
+The loss of a rank is a sum over its tokens, divided by a number that all ranks know before the
+forward. Gradients are then added over the ranks and nothing is scaled: a mean of means is wrong
+where ranks count unequal numbers of tokens. `context` begins with such a loop.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _AT_ONCE = 16 << 20
 def shift_labels(
     labels: torch.Tensor, document_ids: torch.Tensor | None = None, ignore_index: int = -100
 ) -> torch.Tensor:
-    """The label of each token: that of its right neighbour in the same document, else `ignore_index`.
+    """The label of each token: that of its right neighbour in the same document, else
+    `ignore_index`.
 
-    `labels[..., S]` are those of the whole sequence: a rank's part lacks neighbours. `document_ids[..., S]` broadcasts
-    to it and has -1 at padding, which neither predicts nor is predicted. Returns a new tensor like `labels`.
+    `labels[..., S]` are those of the whole sequence: a rank's part lacks neighbours.
+    `document_ids[..., S]` broadcasts to it and has -1 at padding, which neither predicts nor is
+    predicted. Returns a new tensor like `labels`.
     """
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
@@ -39,18 +42,23 @@ def shift_labels(
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     """Add every `.grad` over the axis, in place; all ranks call it alike, after backward.
 
-    Nothing is divided: the loss was divided by the number of all ranks' tokens before. Parameters sharded by torch
-    (DTensors) are summed shard by shard: their ranks must be others than those of the axis. A gradient that is None on
-    some rank counts as zero there, one that is None on all stays None. Gradients of one dtype travel together.
+    Nothing is divided: the loss was divided by the number of all ranks' tokens before. Parameters
+    sharded by torch (DTensors) are summed shard by shard: their ranks must be others than those of
+    the axis. A gradient that is None on some rank counts as zero there, one that is None on all
+    stays None. Gradients of one dtype travel together.
     """
     wanted = [p for p in parameters if p.requires_grad]
     if axis.size == 1 or not wanted:
         return
-    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device)
+    present = torch.tensor(
+        [p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device
+    )
     anywhere = all_reduce(present, axis, "max").tolist()
     for p in (p for p, some in zip(wanted, anywhere, strict=True) if some and p.grad is None):
         p.grad = torch.zeros_like(p)
-    messages: dict[tuple[str, str, int], list[torch.Tensor]] = {}  # in the order of the parameters, as on every rank
+    messages: dict[
+        tuple[str, str, int], list[torch.Tensor]
+    ] = {}  # in the order of the parameters, as on every rank
     elements = 0
     for x in (shard_of(p.grad.detach()) for p in wanted if p.grad is not None):
         elements += x.numel()

@@ -1,8 +1,10 @@
-"""Layers of transformers with a state or a short convolution, in a block: their functions become ours.
+"""Layers of transformers with a state or a short convolution, in a block: their functions become
+ours.
 
-A layer calls the convolution and the rule of its state (gated delta, Mamba-2) of its own module by name. While the
-block is open these names are those of functions that know which document a token belongs to and which rank has the
-tokens before it. The library's own, without its CUDA packages, would go on from one packed document to the next.
+A layer calls the convolution and the rule of its state (gated delta, Mamba-2) of its own module by
+name. While the block is open these names are those of functions that know which document a token
+belongs to and which rank has the tokens before it. The library's own, without its CUDA packages,
+would go on from one packed document to the next.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def _delta_rule(
     beta: torch.Tensor,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`torch_chunk_gated_delta_rule`: `query, key[B, s, groups, K]`, `value[B, s, heads, V]`, rates `[B, s, heads]`."""
+    """`torch_chunk_gated_delta_rule`: `query, key[B, s, groups, K]`, `value[B, s, heads, V]`, rates
+    `[B, s, heads]`.
+    """
 
     def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
         return move_states(gated_delta_rule, plan, axis, *rows)
@@ -80,8 +84,8 @@ def _state_space(
     c: torch.Tensor,
     **more: Any,
 ) -> torch.Tensor:
-    """`mamba2_chunk_scan`: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]`, `b, c[B, s, groups, K]`, which the
-    library calls A, B and C; its D is a share of x that is passed on.
+    """`mamba2_chunk_scan`: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]`, `b, c[B, s,
+    groups, K]`, which the library calls A, B and C; its D is a share of x that is passed on.
     """
     if more.get("initial_states") is not None or more.get("return_final_states"):
         refuse("a cache of states (use_cache) is not sharded")
@@ -102,7 +106,9 @@ def _state_space(
 
 
 def _not_fused(along: Along, axis: Axis, *_: Any, **__: Any) -> None:
-    """`mamba2_split_conv1d_scan_combined`, which does all of a layer at once: None sends it to the functions above."""
+    """`mamba2_split_conv1d_scan_combined`, which does all of a layer at once: None sends it to the
+    functions above.
+    """
 
 
 _OURS: dict[str, Callable[..., Any]] = {
@@ -115,17 +121,30 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
-    """Give the library's modules that hold layers of `model` our functions instead of theirs, and no cache."""
-    layers = {type(layer).__module__: vars(sys.modules[type(layer).__module__]) for layer in model.modules()}
-    stock = [(home, found) for home in layers.values() if (found := {n: home[n] for n in _OURS if n in home})]
+    """Give the library's modules that hold layers of `model` our functions instead of theirs, and
+    no cache.
+    """
+    layers = {
+        type(layer).__module__: vars(sys.modules[type(layer).__module__])
+        for layer in model.modules()
+    }
+    stock = [
+        (home, found)
+        for home in layers.values()
+        if (found := {n: home[n] for n in _OURS if n in home})
+    ]
     if not stock:
         yield
         return
     kept = {name.removeprefix("torch_") for name in _OURS}
     if any(kept & vars(layer).keys() for layer in model.modules()):
-        refuse("this transformers keeps its functions in each layer, where they cannot be replaced: take 5.21 or newer")
+        refuse(
+            "this transformers keeps its functions in each layer, where they cannot be replaced: take 5.21 or newer"
+        )
     for home, found in stock:
-        home.update({n: torch.compiler.disable(functools.partial(_OURS[n], along, axis)) for n in found})
+        home.update(
+            {n: torch.compiler.disable(functools.partial(_OURS[n], along, axis)) for n in found}
+        )
     decoder = stock_model(model).get_decoder()
     hook = decoder.register_forward_pre_hook(_without_cache, with_kwargs=True)
     try:
@@ -136,6 +155,8 @@ def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
             home.update(found)
 
 
-def _without_cache(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_cache(
+    module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """A config has use_cache also in training."""
     return args, {**kwargs, "use_cache": False}

@@ -1,4 +1,6 @@
-"""What a plan says of the best layouts, once for all forms: a text, JSON, a figure and a page (picture.py)."""
+"""What a plan says of the best layouts, once for all forms: a text, JSON, a figure and a page
+(picture.py).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.engine.layers.table import rows_per_rank
 from megacp.engine.models import costs
 from megacp.plan.hardware import GPUS, Hardware, hardware
-from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fits, layouts, no_problems, search
+from megacp.plan.search import (
+    BEST,
+    EQUALLY_FAST,
+    Candidate,
+    fields_chosen,
+    fits,
+    layouts,
+    no_problems,
+    search,
+)
 from megacp.storage.wording import human_count
 
 _BAR = 50
@@ -52,7 +63,9 @@ class Shown:
 
 @dataclass(frozen=True)
 class Answer:
-    """All that was found for a question: a configuration with the fields that were `given`, on so many GPUs."""
+    """All that was found for a question: a configuration with the fields that were `given`, on so
+    many GPUs.
+    """
 
     config: RunConfig
     world_size: int
@@ -79,7 +92,9 @@ class Answer:
 
     def _search(self, given: Set[str]) -> list[Candidate]:
         fixed = self._fixed(given)
-        return search(self.config, self.world_size, fixed, self.hardware, self.sample, self.problems)
+        return search(
+            self.config, self.world_size, fixed, self.hardware, self.sample, self.problems
+        )
 
     def refusal(self) -> str:
         """Return why no layout takes the flags, and what would: fewer ranks, or a flag left out."""
@@ -91,12 +106,16 @@ class Answer:
                 break
         for name, _ in self.freed():
             head += f"; without {flag(name)} one does"
-        return "\n  - ".join([head, *check(self.config, self.world_size), *self.problems(self.config)])
+        return "\n  - ".join(
+            [head, *check(self.config, self.world_size), *self.problems(self.config)]
+        )
 
     @functools.cached_property
     def best(self) -> list[Shown]:
         """The first of them."""
-        tokens = self.config.training.global_batch_size * self.config.data.seq_length / self.world_size  # of a GPU
+        tokens = (
+            self.config.training.global_batch_size * self.config.data.seq_length / self.world_size
+        )  # of a GPU
         return [
             Shown(
                 layout,
@@ -120,8 +139,10 @@ class Answer:
         dtype = self.found[0].config.training.dtype
         wrong = f"; they are of {self.hardware.dtype}, not {dtype}" * (dtype != self.hardware.dtype)
         lines = [
-            f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:.4g} GiB, rows of "
-            f"{self.config.data.seq_length:,} tokens with {self.sample.area:.2f} of the attention of a causal document",
+            f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:.4g} GiB, "
+            "rows of "
+            f"{self.config.data.seq_length:,} tokens with {self.sample.area:.2f} of the attention "
+            "of a causal document",
             f"{self.hardware.source}{wrong}",
         ]
         if self.note:
@@ -144,11 +165,17 @@ class Answer:
             ]
             for place, one in enumerate(self.best, 1)
         ]
-        return [["", "layout", "s/step", "tokens/s/GPU", "MFU", "GiB", "fits", "lost to", "behind 1"], *body]
+        return [
+            ["", "layout", "s/step", "tokens/s/GPU", "MFU", "GiB", "fits", "lost to", "behind 1"],
+            *body,
+        ]
 
     def changes(self) -> list[str]:
         """What would make a layout fit, where none does."""
-        freed = [f"without {flag(name)}: {words(one.config, self.world_size)}" for name, one in self.freed()]
+        freed = [
+            f"without {flag(name)}: {words(one.config, self.world_size)}"
+            for name, one in self.freed()
+        ]
         return freed + larger(self.found, self.world_size, self.hardware)
 
     def freed(self) -> list[tuple[str, Candidate]]:
@@ -165,18 +192,27 @@ class Answer:
         tokens = longest_row(self.found[0], self.world_size, self.hardware)
         if tokens >= most_tried(self.config):
             return f"Rows of {tokens:,} tokens fit under 1, longer ones were not tried"
-        return f"Rows of about {tokens:,} tokens fit under 1, longer ones do not" if tokens else "No row fits under 1"
+        return (
+            f"Rows of about {tokens:,} tokens fit under 1, longer ones do not"
+            if tokens
+            else "No row fits under 1"
+        )
 
 
 def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
-    """What keeps a layout from being the first: memory, or the term that grows most; "" for the first."""
+    """What keeps a layout from being the first: memory, or the term that grows most; "" for the
+    first.
+    """
     if layout is best:
         return ""
     held, fits = layout.gib - best.gib, layout.gib <= hardware.memory
     as_fast = layout.time.total <= EQUALLY_FAST * best.time.total
     if not fits or layout.verdict(hardware) != best.verdict(hardware) or (as_fast and held > 0):
         return f"{held:+.1f} GiB"
-    if as_fast and layout.config.training.activation_offload > best.config.training.activation_offload:
+    if (
+        as_fast
+        and layout.config.training.activation_offload > best.config.training.activation_offload
+    ):
         return "more on the host"
     first = vars(best.time)
     more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
@@ -187,7 +223,10 @@ def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
 def words(config: RunConfig, world_size: int) -> str:
     """A layout in a line."""
     p, t = config.parallel, config.training
-    axes = {name: getattr(config.grid_shape(world_size), name) for name in ("dp", "tp", "pp", "cp", "ep")}
+    axes = {
+        name: getattr(config.grid_shape(world_size), name)
+        for name in ("dp", "tp", "pp", "cp", "ep")
+    }
     found = [f"{name} {size}" for name, size in axes.items() if size > 1] or ["one rank"]
     chunks, copies = p.num_virtual_stages_per_pipeline_rank, p.num_distributed_optimizer_instances
     found += [f"{chunks} chunks"] * (chunks > 1)
@@ -195,11 +234,15 @@ def words(config: RunConfig, world_size: int) -> str:
         found.append(p.pipeline_schedule.replace("_", " "))
     if p.context_parallel_size > 1:
         sizes = p.hierarchical_context_parallel_sizes
-        found.append(f"{p.cp_comm_type}{f' {sizes[0]} x {sizes[1]}' if sizes else ''} {p.cp_layout}")
+        found.append(
+            f"{p.cp_comm_type}{f' {sizes[0]} x {sizes[1]}' if sizes else ''} {p.cp_layout}"
+        )
     if p.sharding.parameters:
         found.append("all sharded")
     found += [f"{copies} copies of the optimizer"] * (copies > 1)
-    found.append("no recompute" if t.recompute_mode.keeps_all else f"{t.recompute_granularity} recompute")
+    found.append(
+        "no recompute" if t.recompute_mode.keeps_all else f"{t.recompute_granularity} recompute"
+    )
     found += [f"offload {t.activation_offload:g}"] * (t.activation_offload > 0)
     found += [f"MLP in {t.mlp_chunk_tokens}"] * (t.mlp_chunk_tokens > 0)
     found += [f"micro batch {t.micro_batch_size}"] * (t.micro_batch_size > 1)
@@ -222,7 +265,9 @@ def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
 LONGEST_ROW = 2**22
 """Tokens of a row from which on no longer one is tried."""
 LONGEST_DOUBLE_ROW = 2**16
-"""The same in float64, whose kernel has each block of scores in turn, so that a measurement takes long."""
+"""The same in float64, whose kernel has each block of scores in turn, so that a measurement takes
+long.
+"""
 
 
 def most_tried(config: RunConfig) -> int:
@@ -231,7 +276,9 @@ def most_tried(config: RunConfig) -> int:
 
 
 def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
-    """Tokens of the longest row that fits under this layout, to an eighth, and up to `most_tried`; 0 if none does."""
+    """Tokens of the longest row that fits under this layout, to an eighth, and up to `most_tried`;
+    0 if none does.
+    """
     most = most_tried(layout.config)
 
     def holds(tokens: int) -> bool:
@@ -245,25 +292,40 @@ def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
         if rows_per_rank(with_values(layout.config, {"seq_length": tokens})) <= 1:
             return 0
     shorter = tokens // 2 if grows else tokens
-    return max((shorter * part // 8 for part in range(9, 16) if holds(shorter * part // 8)), default=shorter)
+    return max(
+        (shorter * part // 8 for part in range(9, 16) if holds(shorter * part // 8)),
+        default=shorter,
+    )
 
 
 def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[str]:
-    """GPUs with more memory, more of these by more data-parallel ranks, and shorter rows, that hold a layout."""
+    """GPUs with more memory, more of these by more data-parallel ranks, and shorter rows, that hold
+    a layout.
+    """
     least = found[0].gib
     said = [f"{name} GPUs" for name in GPUS if least <= hardware(name, "infiniband").memory]
-    smallest = {one.config.parallel.data_parallel_sharding_strategy: one.config for one in reversed(found)}
+    smallest = {
+        one.config.parallel.data_parallel_sharding_strategy: one.config for one in reversed(found)
+    }
     grown = [
-        (world_size * factor, with_values(one, {"global_batch_size": one.training.global_batch_size * factor}))
+        (
+            world_size * factor,
+            with_values(one, {"global_batch_size": one.training.global_batch_size * factor}),
+        )
         for factor in (2, 4, 8, 16)
         for one in smallest.values()
     ]
     fitting = (
-        f"{ranks:,} GPUs with --global-batch-size {one.training.global_batch_size}: {words(one, ranks)}"
+        f"{ranks:,} GPUs with --global-batch-size {one.training.global_batch_size}: "
+        f"{words(one, ranks)}"
         for ranks, one in grown
         if fits(one, ranks, here)
     )
-    rows = [f"rows of {tokens:,} tokens"] if (tokens := longest_row(found[0], world_size, here)) else []
+    rows = (
+        [f"rows of {tokens:,} tokens"]
+        if (tokens := longest_row(found[0], world_size, here))
+        else []
+    )
     return [*said[:1], *itertools.islice(fitting, 1), *rows]
 
 
@@ -297,8 +359,18 @@ def plan_text(answer: Answer) -> str:
     total = first.layout.time.total
     lines = [*answer.heading(), "", table(answer.rows(), left=2), ""]
     if first.verdict == "OOM":
-        lines += ["None fits: the first needs least. What would do:", *(f"  {one}" for one in answer.changes()), ""]
+        lines += [
+            "None fits: the first needs least. What would do:",
+            *(f"  {one}" for one in answer.changes()),
+            "",
+        ]
     lines += [f"Memory of the fullest rank under 1, in {first.phase}, of {memory:.4g} GiB:"]
     lines += [*bar(first.gib, memory, "GiB"), "", f"A step under 1, of {total:.3g} s:"]
-    lines += [*bar(vars(first.layout.time), total, "s"), "", answer.longest(), "", flags(first.layout).rstrip()]
+    lines += [
+        *bar(vars(first.layout.time), total, "s"),
+        "",
+        answer.longest(),
+        "",
+        flags(first.layout).rstrip(),
+    ]
     return "\n".join(lines) + "\n"

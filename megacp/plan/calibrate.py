@@ -1,10 +1,12 @@
 """Measure this machine for plans: `megacp-plan calibrate --output machine.yaml`, in two minutes.
 
-Short runs of small models, which differ in how much of a step is products, attention, passes, calls of the host and
-messages, are trained as a run trains them. The constants of a plan are then those with which its own arithmetic comes
-nearest to all of them. So nothing that a step spends is left out, and no second model of time exists.
+Short runs of small models, which differ in how much of a step is products, attention, passes, calls
+of the host and messages, are trained as a run trains them. The constants of a plan are then those
+with which its own arithmetic comes nearest to all of them. So nothing that a step spends is left
+out, and no second model of time exists.
 
-One GPU shows no links: theirs stay those of `--like`. Ranks of a CPU have one thread each and share its cores.
+One GPU shows no links: theirs stay those of `--like`. Ranks of a CPU have one thread each and share
+its cores.
 """
 
 from __future__ import annotations
@@ -43,11 +45,15 @@ from megacp.verify.spawn import run_ranks
 
 LAST_BEGIN = 90.0
 """Seconds after which no run begins."""
-FITTED = [("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")]
+FITTED = [
+    ("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")
+]
 FITTED += [("terms", "calls"), ("terms", "beside")]
 """What the runs determine, by part and name of a sheet."""
 LOOSE = 1e-4
-"""Weight of a factor's logarithm beside a step's relative error: what no run shows stays where it begins."""
+"""Weight of a factor's logarithm beside a step's relative error: what no run shows stays where it
+begins.
+"""
 FIT_ROUNDS = 20
 COMPUTED_IN = {"cuda": "bfloat16", "cpu": "float32"}
 """What runs compute in."""
@@ -79,13 +85,31 @@ class ShortRun:
     def packs(self) -> PackSample:
         """Its row."""
         config = self.config("float32")
-        row = mock_batch([0], MockRules(config.model.vocab_size, config.data.seq_length, mask=self.mask))
+        row = mock_batch(
+            [0], MockRules(config.model.vocab_size, config.data.seq_length, mask=self.mask)
+        )
         return sample_of(config, [mask_metadata(row)])
 
 
-_GPU: Sizes = {**BILLION, "num_layers": 4, "num_attention_heads": 16, "seq_length": 8192, "global_batch_size": 4}
-_NARROW: Sizes = {"hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}  # heads as wide
-_CPU: Sizes = {**MIDDLE, "hidden_size": 256, "seq_length": 512, "global_batch_size": 2, "qk_layernorm": "off"}
+_GPU: Sizes = {
+    **BILLION,
+    "num_layers": 4,
+    "num_attention_heads": 16,
+    "seq_length": 8192,
+    "global_batch_size": 4,
+}
+_NARROW: Sizes = {
+    "hidden_size": 1024,
+    "ffn_hidden_size": 2048,
+    "num_attention_heads": 8,
+}  # heads as wide
+_CPU: Sizes = {
+    **MIDDLE,
+    "hidden_size": 256,
+    "seq_length": 512,
+    "global_batch_size": 2,
+    "qk_layernorm": "off",
+}
 _LONG: Sizes = {**_CPU, "num_layers": 2, "seq_length": 2048, "global_batch_size": 1}
 _THIN: Sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 64}
 RUNS: dict[str, dict[str, ShortRun]] = {
@@ -138,12 +162,16 @@ def scaled(sheet: Sheet, factors: Mapping[tuple[str, str], float]) -> Sheet:
     found = copy.deepcopy(sheet)
     for (part, name), factor in factors.items():
         value = found[part][name]
-        found[part][name] = [one * factor for one in value] if isinstance(value, list) else value * factor
+        found[part][name] = (
+            [one * factor for one in value] if isinstance(value, list) else value * factor
+        )
     return found
 
 
 def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> Sheet:
-    """The sheet whose plans are nearest to the measured seconds: least squares of relative errors, by Gauss-Newton."""
+    """The sheet whose plans are nearest to the measured seconds: least squares of relative errors,
+    by Gauss-Newton.
+    """
     logs, small, units = np.zeros(len(FITTED)), 1e-3, np.eye(len(FITTED))
 
     def at(point: np.ndarray) -> Sheet:
@@ -155,14 +183,17 @@ def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> 
 
     for _ in range(FIT_ROUNDS):
         now = errors(logs)
-        slopes = np.stack([(errors(logs + small * unit) - now) / small for unit in units], 1)  # [runs, constants]
+        slopes = np.stack(
+            [(errors(logs + small * unit) - now) / small for unit in units], 1
+        )  # [runs, constants]
         step = np.linalg.solve(slopes.T @ slopes + LOOSE * units, slopes.T @ now + LOOSE * logs)
         logs -= np.clip(step, -1, 1)
     return at(logs)
 
 
 def known_before(device: str, like: str) -> Sheet:
-    """The device's name, memory and peak, links and shares of the GPU that is `like` it, and where a fit begins.
+    """The device's name, memory and peak, links and shares of the GPU that is `like` it, and where
+    a fit begins.
 
     A CPU has no published peak: utilisation is of what its products reach.
     """
@@ -173,10 +204,17 @@ def known_before(device: str, like: str) -> Sheet:
         memory = float(torch.cuda.mem_get_info()[1])
         own["flops"] = cuda_peak(torch.device(device), dtype) or own["flops"]
     else:
-        overlap, cores, where = 0.0, float(os.cpu_count() or 1), f"{platform.node()}, a thread a rank"
+        overlap, cores, where = (
+            0.0,
+            float(os.cpu_count() or 1),
+            f"{platform.node()}, a thread a rank",
+        )
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
         own |= {"flops": 1e11, "bandwidth": 1e10, "link": 1e9}
-    own |= {"memory": round(memory / 2**30, 1), "source": f"Times measured in {dtype}, {today}, on {where}"}
+    own |= {
+        "memory": round(memory / 2**30, 1),
+        "source": f"Times measured in {dtype}, {today}, on {where}",
+    }
     terms = {"dtype": dtype, "calls": 3e-4, "overlap": overlap, "cores": cores, "beside": 1.0}
     return {**sheet, "gpus": {"here": own}, "terms": terms}
 
@@ -194,11 +232,17 @@ def calibrated(device: str, seconds: Mapping[str, float], like: str = "h100") ->
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; the exit status."""
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="the file that --gpu takes")
     usual = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=usual, choices=RUNS, help=f"what trains (default {usual} here)")
-    parser.add_argument("--like", default="h100", choices=GPUS, help="the GPU whose links are taken (default h100)")
+    parser.add_argument(
+        "--device", default=usual, choices=RUNS, help=f"what trains (default {usual} here)"
+    )
+    parser.add_argument(
+        "--like", default="h100", choices=GPUS, help="the GPU whose links are taken (default h100)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it exists")
     options = parser.parse_args(argv)
     require_free("--output", options.output, options.overwrite)

@@ -1,13 +1,17 @@
-"""Find the layout for a model, packs and GPUs: `megacp-plan --gpu h100 --world-size 8` and the flags of a run.
+"""Find the layout for a model, packs and GPUs: `megacp-plan --gpu h100 --world-size 8` and the
+flags of a run.
 
-    megacp-plan --gpu h100 --world-size 8 --load-hf Qwen3-8B --data-path data/chat --output best.yaml
-    python -m megacp.train --nproc 8 --config best.yaml --load-hf Qwen3-8B --data-path data/chat
+    megacp-plan --gpu h100 --world-size 8 --load-hf Qwen3-8B --data-path data/chat --output
+    best.yaml python -m megacp.train --nproc 8 --config best.yaml --load-hf Qwen3-8B --data-path
+    data/chat
 
-All flags of a run are accepted. Given flags of a layout stay as they are, and megacp-plan chooses the remaining ones.
-Nothing runs, and no GPU is needed; `--gpu here` plans for the device of this machine. A resumed run (`--load`, or
-`--save` with `--auto-resume`) keeps the layout of its checkpoint as long as it has the same number of ranks.
+All flags of a run are accepted. Given flags of a layout stay as they are, and megacp-plan chooses
+the remaining ones. Nothing runs, and no GPU is needed; `--gpu here` plans for the device of this
+machine. A resumed run (`--load`, or `--save` with `--auto-resume`) keeps the layout of its
+checkpoint as long as it has the same number of ranks.
 
-`megacp-plan calibrate --output machine.yaml` trains for two minutes and writes a file for `--gpu machine.yaml`.
+`megacp-plan calibrate --output machine.yaml` trains for two minutes and writes a file for `--gpu
+machine.yaml`.
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ class _Question:
 
 
 def _asked(arguments: Sequence[str]) -> _Question:
-    """Return the question of a command line. The model may come from a checkpoint or a Hugging Face folder."""
+    """Return the question of a command line. The model may come from a checkpoint or a Hugging Face
+    folder.
+    """
     given = given_names(arguments)
     parsed = parse(arguments, "megacp-plan")
     config = with_values(parsed, {"train_epochs": None, "dry_run": True})
@@ -62,7 +68,9 @@ def _asked(arguments: Sequence[str]) -> _Question:
         has_checkpoint = config.checkpoint.load is not None or resumes(config)
         config, _ = with_stored_model(config, given)
         if resumes(config):  # as a run does, which reads the folder only once
-            config = with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter")))
+            config = with_values(
+                config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))
+            )
     if config.checkpoint.load_hf is not None and config.checkpoint.load is None:
         # an optional extra: a plan without the flag imports no file of megacp.huggingface
         from megacp.huggingface.convert.start import open_start
@@ -79,9 +87,11 @@ def _asked(arguments: Sequence[str]) -> _Question:
 
 
 def _device(own: argparse.Namespace, world_size: int, is_dry: bool) -> tuple[Hardware, Problems]:
-    """Return the hardware of --gpu, and a function for the problems that the machine has with a configuration.
+    """Return the hardware of --gpu, and a function for the problems that the machine has with a
+    configuration.
 
-    A GPU that is only named has none. `here` is the device of this machine. All ranks of a CPU run share its memory.
+    A GPU that is only named has none. `here` is the device of this machine. All ranks of a CPU run
+    share its memory.
     """
     if own.gpu != HERE:
         return hardware(own.gpu, own.network), no_problems
@@ -109,7 +119,8 @@ def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
         raise ValueError(f"--documents {lengths}: {rule}")
     sample = sample_packs(config, own.documents)
     here, problems = _device(own, config.world_size, asked.is_dry)
-    # a layout does not change the numbers of a run, so it keeps the dtype of the run and of its checkpoint
+    # a layout does not change the numbers of a run, so it keeps the dtype of the run and of its
+    # checkpoint
     keeps_dtype = own.gpu == HERE or asked.has_checkpoint
     kept, note = None, ""
     if asked.has_checkpoint:
@@ -117,14 +128,18 @@ def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
 
         fixed = asked.given | {"dtype"}
         kept, note = kept_layout(config, config.world_size, fixed, here, sample, problems)
-    answer = Answer(config, config.world_size, asked.given, here, sample, problems, keeps_dtype, kept, note)
+    answer = Answer(
+        config, config.world_size, asked.given, here, sample, problems, keeps_dtype, kept, note
+    )
     if not answer.found:
         raise ValueError(answer.refusal())
     return answer
 
 
 def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bool]:
-    """Return the text, and whether a layout fits. The flags of one that does not fit are not written."""
+    """Return the text, and whether a layout fits. The flags of one that does not fit are not
+    written.
+    """
     for name in ("output", "html"):
         if (path := getattr(own, name)) is not None:
             require_free(flag(name), path, own.overwrite)
@@ -143,9 +158,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status, 1 where no layout fits."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    kinds = f"{', '.join(GPUS)}, a file of `calibrate`, or here: the device of this machine, in the dtype of the run"
+    kinds = (
+        f"{', '.join(GPUS)}, a file of `calibrate`, or here: the device of this machine, in "
+        "the dtype of the run"
+    )
     parser.add_argument(
         "--gpu",
         default=DEFAULT_GPU,
@@ -153,12 +173,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=path_text,
         help=f"of the machines: {kinds} (default {DEFAULT_GPU})",
     )
-    parser.add_argument("--network", choices=NETWORKS, default="infiniband", help="between them (default infiniband)")
+    parser.add_argument(
+        "--network",
+        choices=NETWORKS,
+        default="infiniband",
+        help="between them (default infiniband)",
+    )
     lengths = "tokens of the documents that packs are filled with, drawn alike; without --data-path (one each)"
     parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help=lengths)
-    parser.add_argument("--output", type=Path, help="file for the flags of the best layout, which --config takes")
-    parser.add_argument("--html", type=Path, help="file for a page: bars of the five best, memory through a step")
-    parser.add_argument("--overwrite", action="store_true", help="replace these files where they exist")
+    parser.add_argument(
+        "--output", type=Path, help="file for the flags of the best layout, which --config takes"
+    )
+    parser.add_argument(
+        "--html", type=Path, help="file for a page: bars of the five best, memory through a step"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace these files where they exist"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     try:
         if arguments[:1] == ["calibrate"]:

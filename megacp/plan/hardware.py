@@ -1,4 +1,6 @@
-"""GPUs and links as numbers, from hardware.yaml beside this file or a sheet that `megacp-plan calibrate` wrote."""
+"""GPUs and links as numbers, from hardware.yaml beside this file or a sheet that `megacp-plan
+calibrate` wrote.
+"""
 
 from __future__ import annotations
 
@@ -55,37 +57,50 @@ class Hardware:
     dtype: str = "bfloat16"
     """What training computes in, for which the rates hold."""
     calls: float = 0.0
-    """Seconds that the host takes for the calls of a block's forward; its backward takes twice as long."""
+    """Seconds that the host takes for the calls of a block's forward; its backward takes twice as
+    long.
+    """
     overlap: float = 1.0
     """Share of a compute under which its host and its links work on."""
     cores: float = math.inf
     """Ranks that compute at once; more of them take turns."""
     beside: float = 1.0
-    """How many times as long a rank takes where others share the caches and the memory of its machine."""
+    """How many times as long a rank takes where others share the caches and the memory of its
+    machine.
+    """
 
     def link(self, ranks: int, stride: int) -> float:
-        """Bytes/s of a rank that sends to others of `ranks` that stand `stride` apart: by the slowest link it takes."""
+        """Bytes/s of a rank that sends to others of `ranks` that stand `stride` apart: by the
+        slowest link it takes.
+        """
         return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else self.outside
 
     def ring(self, ranks: int, stride: int) -> float:
-        """Bytes/s of a gather or a sum over them: what leaves a machine leaves by the adapters of all its ranks there.
+        """Bytes/s of a gather or a sum over them: what leaves a machine leaves by the adapters of
+        all its ranks there.
 
-        A ring enters and leaves each machine once, so every adapter carries a part of it (NCCL's channels).
+        A ring enters and leaves each machine once, so every adapter carries a part of it (NCCL's
+        channels).
         """
         return min(self.inside, self.link(ranks, stride) * max(1, GPUS_OF_A_MACHINE // stride))
 
     def exchange(self, ranks: int, stride: int) -> float:
-        """Bytes/s of a rank that sends as much to each of the others: its own adapter has what leaves its machine."""
+        """Bytes/s of a rank that sends as much to each of the others: its own adapter has what
+        leaves its machine.
+        """
         away = ranks - max(1, GPUS_OF_A_MACHINE // stride)
         return min(self.inside, self.outside * (ranks - 1) / away) if away > 0 else self.inside
 
     def exposed(self, seconds: float, under: float) -> float:
-        """What is left of seconds of the host or a link that go on under `under` seconds of computes."""
+        """What is left of seconds of the host or a link that go on under `under` seconds of
+        computes.
+        """
         return max(0.0, seconds - self.overlap * under)
 
 
 def hardware(gpu: str, network: str) -> Hardware:
-    """Return the numbers of a GPU of hardware.yaml by its name, or those of a measured GPU by its file.
+    """Return the numbers of a GPU of hardware.yaml by its name, or those of a measured GPU by its
+    file.
 
     Raises ValueError where it is neither, and for a file with all that is wrong in it.
     """
@@ -98,13 +113,17 @@ def hardware(gpu: str, network: str) -> Hardware:
         return hardware_of(read_sheet(gpu, network), network)
     except OSError as error:
         known = ", ".join(GPUS)
-        raise ValueError(f"--gpu {gpu} is none of {known}, nor a file of `calibrate`: {error.strerror}") from None
+        raise ValueError(
+            f"--gpu {gpu} is none of {known}, nor a file of `calibrate`: {error.strerror}"
+        ) from None
 
 
 def hardware_here(device: str, gib: float | None, network: str) -> Hardware:
-    """Return the row of a device, found by the name that the device gives itself, with its own memory in GiB.
+    """Return the row of a device, found by the name that the device gives itself, with its own
+    memory in GiB.
 
-    A device without a row, such as a CPU, counts as the default of `megacp-plan`. `gib` None keeps the row's memory.
+    A device without a row, such as a CPU, counts as the default of `megacp-plan`. `gib` None keeps
+    the row's memory.
     """
     words = device.lower().replace("-", " ").split()
     known = next((gpu for gpu in GPUS if gpu in words), None)
@@ -121,7 +140,9 @@ def hardware_of(sheet: Sheet, network: str) -> Hardware:
     return Hardware(
         memory=own["memory"],
         products=own["flops"] * reached["products"],
-        attention={name: [own["flops"] * share for share in reached[name]] for name in ("fused", "flex")},
+        attention={
+            name: [own["flops"] * share for share in reached[name]] for name in ("fused", "flex")
+        },
         bandwidth=own["bandwidth"] * reached["bandwidth"],
         inside=own["link"] * reached["link"],
         outside=sheet["networks"][network] * reached["network"],

@@ -1,4 +1,6 @@
-"""Show a plan as a page of HTML: bars of the best layouts, and the memory of the first one through a step."""
+"""Show a plan as a page of HTML: bars of the best layouts, and the memory of the first one through
+a step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,18 @@ from megacp.plan.answer import Answer, flags, large
 from megacp.plan.search import fullest_stage
 from megacp.storage.page import page_head
 
-_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6b7280", "#1b1f24", "#b8c8e8")
+_COLORS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#6b7280",
+    "#1b1f24",
+    "#b8c8e8",
+)
 """Palette of Okabe and Ito, which stays distinct under common colour blindness."""
 _STYLE = """
 body { max-width: 80em; } table { border-collapse: collapse; font-size: .9em; } pre { background: #eee; }
@@ -49,7 +62,9 @@ class Moment:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What stays for the whole step, what waits for backward, and all that is needed now alone."""
+        """What stays for the whole step, what waits for backward, and all that is needed now
+        alone.
+        """
         state = sum(getattr(self.memory, term) for term in STATE)
         waiting = self.memory.activations if "activations" in PHASES[self.phase] else 0
         return {"state": state, "activations": waiting, "at work": self.total - state - waiting}
@@ -59,9 +74,16 @@ def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
     """A step of a rank, in the order of its stage's list."""
     layers = stage_layers(config, world_size)[stage]
     known: dict[Held | None, RankMemory] = {}
-    computes = [(str(action), _PHASES_OF[action.kind], held) for action, held in held_over(config, stage, world_size)]
+    computes = [
+        (str(action), _PHASES_OF[action.kind], held)
+        for action, held in held_over(config, stage, world_size)
+    ]
     found = []
-    for name, phases, held in (*computes, ("optimizer", ("optimizer",), None), ("checkpoint", ("checkpoint",), None)):
+    for name, phases, held in (
+        *computes,
+        ("optimizer", ("optimizer",), None),
+        ("checkpoint", ("checkpoint",), None),
+    ):
         if held not in known:
             known[held] = stage_memory(config, stage, layers, world_size, held)
         peaks = known[held].peaks
@@ -75,7 +97,11 @@ def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]
     most = max(answer.hardware.memory, *(one.layout.gib for one in answer.best))
     return [
         ("A step, s", [large(vars(one.layout.time)) for one in answer.best], slowest),
-        (f"Memory, of {answer.hardware.memory:g} GiB", [large(one.gib) for one in answer.best], most),
+        (
+            f"Memory, of {answer.hardware.memory:g} GiB",
+            [large(one.gib) for one in answer.best],
+            most,
+        ),
     ]
 
 
@@ -101,12 +127,18 @@ def page(answer: Answer) -> Iterator[str]:
                 yield f'<div title="{part} {value:.3g}" style="{style}"></div>'
             yield "</div>"
     yield from _timeline(answer)
-    yield f"<h2>Flags of 1</h2><p>{answer.longest()}</p><pre>{escape(flags(answer.found[0]))}</pre></body></html>\n"
+    yield (
+        "<h2>Flags of "
+        f"1</h2><p>{answer.longest()}</p><pre>{escape(flags(answer.found[0]))}</pre></body></html>\n"
+    )
 
 
 def _key(colors: Mapping[str, str]) -> str:
     """Names beside their colours."""
-    names = (f'<i style="background:{color}"></i>{name.replace("_", " ")}' for name, color in colors.items())
+    names = (
+        f'<i style="background:{color}"></i>{name.replace("_", " ")}'
+        for name, color in colors.items()
+    )
     return f"<p>{''.join(names)}</p>"
 
 
@@ -118,13 +150,21 @@ def _timeline(answer: Answer) -> Iterator[str]:
     peak = max(steps, key=lambda moment: moment.total)
     end = max(answer.hardware.memory * 2**30, peak.total)
     colors = _colors(moment.parts for moment in steps)
-    yield f"<h2>Memory of stage {stage} through a step of 1, of {end / 2**30:g} GiB</h2>{_key(colors)}"
+    yield (
+        f"<h2>Memory of stage {stage} through a step of 1, of {end / 2**30:g} "
+        f"GiB</h2>{_key(colors)}"
+    )
     yield f'<svg viewBox="0 0 {len(steps)} 1" preserveAspectRatio="none">'
     for part in reversed(colors):  # each with all below it, and those in front
         below = [*colors][: [*colors].index(part) + 1]
         heights = [1 - sum(moment.parts[name] for name in below) / end for moment in steps]
-        line = " ".join(f"{at},{height:.4f} {at + 1},{height:.4f}" for at, height in enumerate(heights))
+        line = " ".join(
+            f"{at},{height:.4f} {at + 1},{height:.4f}" for at, height in enumerate(heights)
+        )
         yield f'<polygon fill="{colors[part]}" points="0,1 {line} {len(steps)},1"/>'
     at = steps.index(peak)
     yield f'<rect x="{at}" width="1" y="0" height="{1 - peak.total / end:.4f}" fill="#D55E00"/></svg>'
-    yield f"<p>Most is held in {peak.name} ({at + 1} of {len(steps)}): {peak.total / 2**30:.1f} GiB.</p>"
+    yield (
+        f"<p>Most is held in {peak.name} ({at + 1} of {len(steps)}): {peak.total / 2**30:.1f} "
+        "GiB.</p>"
+    )

@@ -36,7 +36,8 @@ def kept_layout(
     if manifest.world_size != world_size:
         return (
             None,
-            f"A new layout: {folder} was saved by {counted(manifest.world_size, 'rank')}, this run has {world_size}",
+            f"A new layout: {folder} was saved by {counted(manifest.world_size, 'rank')}, this run "
+            f"has {world_size}",
         )
     stored = flatten(from_yaml(text))
     chosen = {name: stored[name] for name in sorted(fields_chosen(config) - fixed)}

@@ -1,7 +1,8 @@
-"""All layouts of a model on so many ranks that a run would take: what a rank holds under each, and how long a step is.
+"""All layouts of a model on so many ranks that a run would take: what a rank holds under each, and
+how long a step is.
 
-A layout is a configuration: what the user gave stays, and every other choice of the tables is tried. Legal is what a
-run's own checks say.
+A layout is a configuration: what the user gave stays, and every other choice of the tables is
+tried. Legal is what a run's own checks say.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
 from megacp.plan.times import StepTime, step_time
 
 TIGHT = 0.9
-"""Share of a GPU's memory that a plan may fill and still be `OK`: the rest is for communicators and fragments."""
+"""Share of a GPU's memory that a plan may fill and still be `OK`: the rest is for communicators and
+fragments.
+"""
 EQUALLY_FAST = 1.01
 """Steps that differ by less are equally fast."""
 BEST = 5
@@ -40,7 +43,9 @@ _GROUPS = (2, 4, 8)
 """Ranks that swap heads under `a2a+p2p`."""
 _OFFLOADS = (0.99, 0.0, 0.5)
 _TILES = (0, 4096, 16384, 8192)
-"""Shares of activations on the host, and tokens of an MLP's tile; first those that rule out most of the others."""
+"""Shares of activations on the host, and tokens of an MLP's tile; first those that rule out most of
+the others.
+"""
 _NOTHING: tuple[Choice, ...] = ({},)
 
 
@@ -70,7 +75,9 @@ def _transports(cp: int) -> list[Choice]:
                 continue
             for group in _GROUPS:
                 if cp % group == 0 and group < cp:
-                    found.append({**choice, "hierarchical_context_parallel_sizes": (group, cp // group)})
+                    found.append(
+                        {**choice, "hierarchical_context_parallel_sizes": (group, cp // group)}
+                    )
     return found
 
 
@@ -85,11 +92,15 @@ def _schedules() -> list[Choice]:
 
 def _strategies() -> list[Choice]:
     """Return the sharding strategies."""
-    return [{"data_parallel_sharding_strategy": name} for name, row in SHARDINGS.items() if row.searched]
+    return [
+        {"data_parallel_sharding_strategy": name} for name, row in SHARDINGS.items() if row.searched
+    ]
 
 
 def _modes() -> list[str]:
-    """Return the recomputation modes by how much they repeat, those that repeat equally much as in the table."""
+    """Return the recomputation modes by how much they repeat, those that repeat equally much as in
+    the table.
+    """
     return sorted(RECOMPUTE_MODES, key=lambda name: RECOMPUTE_MODES[name].strength)
 
 
@@ -108,15 +119,21 @@ def _savings() -> list[Choice]:
 
 
 def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choice]]:
-    """What is tried of all else on a grid, but for `_savings`; nothing of what does not act there."""
+    """What is tried of all else on a grid, but for `_savings`; nothing of what does not act
+    there.
+    """
     p = base.parallel
     cp, machines = p.context_parallel_size, max(1, world_size // GPUS_OF_A_MACHINE)
     return [
         _schedules() if p.pipeline_model_parallel_size > 1 else _NOTHING,
         _transports(cp) if cp > 1 else _NOTHING,
-        _strategies() if world_size > p.tensor_model_parallel_size * p.pipeline_model_parallel_size else _NOTHING,
+        _strategies()
+        if world_size > p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+        else _NOTHING,
         [{"num_distributed_optimizer_instances": count} for count in sorted({1, machines})],
-        [{"micro_batch_size": size} for size in (1, 2, 4)] if cp == 1 else _NOTHING,  # ranks of cp share a row already
+        [{"micro_batch_size": size} for size in (1, 2, 4)]
+        if cp == 1
+        else _NOTHING,  # ranks of cp share a row already
         [{"dtype": dtype}],
     ]
 
@@ -124,7 +141,11 @@ def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choic
 def fields_chosen(config: RunConfig) -> set[str]:
     """Fields of which a search tries values."""
     grids = (with_values(config, {PP: 2, CP: cp}) for cp in (1, 4))
-    tables = [*_sizes(config, 1), *(table for grid in grids for table in _others(grid, 16, "")), _savings()]
+    tables = [
+        *_sizes(config, 1),
+        *(table for grid in grids for table in _others(grid, 16, "")),
+        _savings(),
+    ]
     return {name for choices in tables for choice in choices for name in choice}
 
 
@@ -150,11 +171,17 @@ class Candidate:
 
     def verdict(self, hardware: Hardware) -> str:
         """`OK`, `TIGHT` or `OOM`."""
-        return "OK" if self.gib <= TIGHT * hardware.memory else "TIGHT" if self.gib <= hardware.memory else "OOM"
+        return (
+            "OK"
+            if self.gib <= TIGHT * hardware.memory
+            else "TIGHT"
+            if self.gib <= hardware.memory
+            else "OOM"
+        )
 
     def order(self, hardware: Hardware) -> tuple[int, float, float, float]:
-        """The best is the fastest of those that fit, of equally fast ones that with the least on the host, then with
-        the least memory; of those that do not fit it is the smallest.
+        """The best is the fastest of those that fit, of equally fast ones that with the least on
+        the host, then with the least memory; of those that do not fit it is the smallest.
         """
         verdict = ("OK", "TIGHT", "OOM").index(self.verdict(hardware))
         if verdict == 2:
@@ -165,8 +192,15 @@ class Candidate:
 
 def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
     """What of the choices agrees with what was given, without it, and each once."""
-    agreeing = [choice for choice in choices if all(told.get(name, value) == value for name, value in choice.items())]
-    rest = [{name: value for name, value in choice.items() if name not in told} for choice in agreeing or choices]
+    agreeing = [
+        choice
+        for choice in choices
+        if all(told.get(name, value) == value for name, value in choice.items())
+    ]
+    rest = [
+        {name: value for name, value in choice.items() if name not in told}
+        for choice in agreeing or choices
+    ]
     return [choice for place, choice in enumerate(rest) if choice not in rest[:place]]
 
 
@@ -175,11 +209,15 @@ def layouts(
 ) -> Iterator[tuple[RunConfig, Choice]]:
     """Layouts that a run might take, with what was chosen, before anything saves memory.
 
-    Sizes are tried first. A table of choices begins with one that is legal wherever any of it is: where all first ones
-    are not, no other is tried; and a choice that is not beside all other first ones is left out.
+    Sizes are tried first. A table of choices begins with one that is legal wherever any of it is:
+    where all first ones are not, no other is tried; and a choice that is not beside all other first
+    ones is left out.
     """
     told = _told(config, given)
-    for grid in map(merged, itertools.product(*(_untold(choices, told) for choices in _sizes(config, world_size)))):
+    for grid in map(
+        merged,
+        itertools.product(*(_untold(choices, told) for choices in _sizes(config, world_size))),
+    ):
         base = with_values(config, grid)
         if math.gcd(world_size, base.model_ranks) != base.model_ranks:  # 0 ranks too
             continue
@@ -210,7 +248,8 @@ def fullest_stage(config: RunConfig, world_size: int) -> tuple[int, RankMemory]:
     found, seen = dict[int, RankMemory](), set[Hashable]()
     for stage, chunks in enumerate(stage_layers(config, world_size)):
         kind = stage_kind(config, stage, chunks)
-        # of stages alike the first has the most microbatches in flight, the last the most weight gradients that wait
+        # of stages alike the first has the most microbatches in flight, the last the most weight
+        # gradients that wait
         if kind not in seen or config.parallel.defers_weight_gradients:
             found[stage] = stage_memory(config, stage, chunks, world_size)
         seen.add(kind)
@@ -236,7 +275,9 @@ Saving = tuple[int, float, int]
 
 
 def _saved(base: RunConfig, choice: Choice) -> Saving:
-    """How far a choice goes in each way of saving memory: what is computed again, what moves, into how many tiles."""
+    """How far a choice goes in each way of saving memory: what is computed again, what moves, into
+    how many tiles.
+    """
     values: dict[str, Any] = {**vars(base.training), **choice}
     # the place, not the strength: two modes that repeat equally much are two ways of saving memory
     again = _modes().index(values["recompute_granularity"])
@@ -260,12 +301,14 @@ def search(
     sample: PackSample,
     problems: Callable[[RunConfig], list[str]] = no_problems,
 ) -> list[Candidate]:
-    """Legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first.
+    """Legal layouts: those that fit well, those that fill the memory, those that do not fit, the
+    best first.
 
     `problems` are those of a machine, where it is at hand.
 
-    Left out is what would be slower than the best that fit well even if no stage idled, what saves more memory than one
-    that fits well, or less than one that does not fit, and what leaves the host more than it has.
+    Left out is what would be slower than the best that fit well even if no stage idled, what saves
+    more memory than one that fits well, or less than one that does not fit, and what leaves the
+    host more than it has.
     """
     untold = _untold(_savings(), _told(config, given))
     host = hardware.host_memory * 2**30
@@ -284,8 +327,11 @@ def search(
         tried, well, over = list[Candidate](), list[Saving](), list[Saving]()
         savings = {_saved(base, choice): choice for choice in untold}
         for saved in dict.fromkeys((min(savings), *savings)):
-            # where less is computed again more goes to the host, and tiles may need more than they spare
-            slower = any(_is_less(less, saved) and (less[1] == 0 or less[0] == saved[0]) for less in well)
+            # where less is computed again more goes to the host, and tiles may need more than they
+            # spare
+            slower = any(
+                _is_less(less, saved) and (less[1] == 0 or less[0] == saved[0]) for less in well
+            )
             if slower or any(_is_less(saved, more) and saved[2] == more[2] for more in over):
                 continue
             one = with_values(base, savings[saved])

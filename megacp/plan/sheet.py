@@ -1,7 +1,7 @@
 """The fields of a sheet of hardware, and everything that can be wrong with one that somebody wrote.
 
-A sheet is read before anything is planned: an unknown or missing field, another type and a number that no machine has
-are reported together, each with its place.
+A sheet is read before anything is planned: an unknown or missing field, another type and a number
+that no machine has are reported together, each with its place.
 """
 
 from __future__ import annotations
@@ -28,14 +28,25 @@ _SHARE = Range(1e-9, 1e9)
 """A factor of a rate; a CPU's may be above 1, as its peak is that of its products."""
 _SECONDS = Range(0, 1e6)
 
-_GPU: dict[str, Range | type] = {"flops": _RATE, "memory": _GIB, "bandwidth": _RATE, "link": _RATE, "source": str}
+_GPU: dict[str, Range | type] = {
+    "flops": _RATE,
+    "memory": _GIB,
+    "bandwidth": _RATE,
+    "link": _RATE,
+    "source": str,
+}
 _REACHED: dict[str, Range] = {
     **dict.fromkeys(("products", "experts", "bandwidth", "link", "network", "host"), _SHARE),
     "latency": _SECONDS,
 }
 _PAIRS = ("fused", "flex")
 """Shares in `reached` that have a number for forward and one for backward."""
-_TERMS: dict[str, Range] = {"calls": _SECONDS, "overlap": Range(0, 1), "cores": Range(1), "beside": _SHARE}
+_TERMS: dict[str, Range] = {
+    "calls": _SECONDS,
+    "overlap": Range(0, 1),
+    "cores": Range(1),
+    "beside": _SHARE,
+}
 _DTYPES = ("float32", "bfloat16", "float64")
 _ENDLESS = "cores"
 """The number that may be infinite: ranks of GPUs do not take turns."""
@@ -43,7 +54,9 @@ _PARTS = ("gpus", "networks", "host", "host_memory", "reached", "terms")
 
 
 def read_sheet(path: str, network: str) -> Sheet:
-    """Read the sheet of one GPU. Raises ValueError with all that is wrong, and OSError when there is no such file."""
+    """Read the sheet of one GPU. Raises ValueError with all that is wrong, and OSError when there
+    is no such file.
+    """
     source = f"--gpu {path}"
     try:
         text = read_regular(path, _LARGEST_SHEET)
@@ -94,7 +107,9 @@ def _reached(reached: Any) -> Iterator[str]:
             for i, value in enumerate(pair):
                 yield from _number({f"{name}[{i}]": value}, f"{name}[{i}]", _SHARE, "reached.")
         elif name in reached:
-            yield f"reached.{name}: expected two numbers, of forward and backward, got {_shown(pair)}"
+            yield (
+                f"reached.{name}: expected two numbers, of forward and backward, got {_shown(pair)}"
+            )
 
 
 def _terms(terms: Any) -> Iterator[str]:
@@ -111,7 +126,9 @@ def _fields(
     also: tuple[str, ...] = (),
     also_optional: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """What is wrong with a part's names, numbers and texts; `also`: names that somebody else looks at."""
+    """What is wrong with a part's names, numbers and texts; `also`: names that somebody else looks
+    at.
+    """
     if not isinstance(values, dict):
         yield f"{part}: expected the fields {', '.join([*known, *also])}, got {_shown(values)}"
         return
@@ -123,7 +140,9 @@ def _fields(
             yield f"{part}.{name}: expected a text, got {_shown(values[name])}"
 
 
-def _names(values: Mapping[Any, Any], known: tuple[str, ...], before: str, optional: tuple[str, ...]) -> Iterator[str]:
+def _names(
+    values: Mapping[Any, Any], known: tuple[str, ...], before: str, optional: tuple[str, ...]
+) -> Iterator[str]:
     for name in values:
         if name not in known:
             yield f"unknown field {before}{str(name)[:60]}{nearest(str(name)[:60], known)}"

@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""Makes packed datasets of text, images, videos (`build`), and looks into them: `inspect`, `stats`, `verify`.
+"""Makes packed datasets of text, images, videos (`build`), and looks into them: `inspect`, `stats`,
+`verify`.
 
-This file only reads the command line and prints. argparse, as tyro costs more to import than a tiny build takes.
+This file only reads the command line and prints. argparse, as tyro costs more to import than a tiny
+build takes.
 """
 
 from __future__ import annotations
@@ -40,12 +42,16 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[int] | list[
     def parse(text: str) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
-    parse.__name__ = f"{kind.__name__}s with commas between"  # what argparse says that a value is not
+    parse.__name__ = (
+        f"{kind.__name__}s with commas between"  # what argparse says that a value is not
+    )
     return parse
 
 
 def _token_ids(text: str) -> dict[str, int]:
-    return {name: int(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+    return {
+        name: int(value) for name, _, value in (part.partition("=") for part in text.split(","))
+    }
 
 
 _token_ids.__name__ = "NAME=ID with commas between"
@@ -74,7 +80,10 @@ class _CommandParser(OneLineParser):
         """Parse as argparse does; an unknown flag ends the command."""
         found, unknown = super().parse_known_args(*given)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], self._option_string_actions)}")
+            self.error(
+                "unrecognized arguments: "
+                f"{' '.join(unknown)}{nearest(unknown[0], self._option_string_actions)}"
+            )
         return found, unknown
 
 
@@ -85,35 +94,64 @@ def preprocess_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser
+    )
     made = "tokenize and pack files of records; the result does not depend on --workers or on interruptions"
     work = _add_build_flags(commands.add_parser("build", help=made, description=made))
-    work.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
-    work.add_argument("--units", metavar="I/N", help="build this part alone, as one of N processes; then `finish`")
+    work.add_argument(
+        "--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not"
+    )
+    work.add_argument(
+        "--units", metavar="I/N", help="build this part alone, as one of N processes; then `finish`"
+    )
     parts = "make a dataset of the parts that `build --units I/N` made, with their flags; names what is missing"
     _add_build_flags(commands.add_parser("finish", help=parts, description=parts))
-    inspect = commands.add_parser("inspect", help="show packs: documents, lengths, loss weights, beginnings")
+    inspect = commands.add_parser(
+        "inspect", help="show packs: documents, lengths, loss weights, beginnings"
+    )
     inspect.add_argument("dataset", type=path_text)
-    inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
     inspect.add_argument(
-        "--tokenizer", metavar="KIND_OR_PATH", type=path_texts, help="default: the one kept in the dataset"
+        "--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)"
     )
-    inspect.add_argument("--characters", type=int, default=240, metavar="N", help="how much of each document (240)")
-    inspect.add_argument("--documents", type=int, default=10, metavar="N", help="how many of a pack; 0 is all (10)")
     inspect.add_argument(
-        "--html", metavar="FILE", type=path_text, help="write one pack as a page, with its images; no text"
+        "--tokenizer",
+        metavar="KIND_OR_PATH",
+        type=path_texts,
+        help="default: the one kept in the dataset",
     )
-    inspect.add_argument("--overwrite", action="store_true", help="replace the page where it exists")
-    stats = commands.add_parser("stats", help="counts, packing efficiency, histogram of lengths, refused records")
+    inspect.add_argument(
+        "--characters", type=int, default=240, metavar="N", help="how much of each document (240)"
+    )
+    inspect.add_argument(
+        "--documents", type=int, default=10, metavar="N", help="how many of a pack; 0 is all (10)"
+    )
+    inspect.add_argument(
+        "--html",
+        metavar="FILE",
+        type=path_text,
+        help="write one pack as a page, with its images; no text",
+    )
+    inspect.add_argument(
+        "--overwrite", action="store_true", help="replace the page where it exists"
+    )
+    stats = commands.add_parser(
+        "stats", help="counts, packing efficiency, histogram of lengths, refused records"
+    )
     stats.add_argument("dataset", type=path_text)
     stats.add_argument("--json", action="store_true", help="print JSON")
-    verify = commands.add_parser("verify", help="read every byte: sizes, hashes, bounds, token ids; exit 1 on damage")
+    verify = commands.add_parser(
+        "verify", help="read every byte: sizes, hashes, bounds, token ids; exit 1 on damage"
+    )
     verify.add_argument("dataset", nargs="+", type=path_text)
     return parser
 
 
 _YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-_LIST: dict[str, Any] = {"type": lambda text: tuple(name for name in text.split(",") if name), "default": ()}
+_LIST: dict[str, Any] = {
+    "type": lambda text: tuple(name for name in text.split(",") if name),
+    "default": (),
+}
 _RECORDS = "what is refused unless it is named here, for it would be lost"
 _IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
 _INPUTS = ".jsonl, .json, .gz, .zst, .parquet or .tar; paths, URLs, patterns with *"
@@ -129,28 +167,68 @@ _CORES = len(os.sched_getaffinity(0))
 BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("input and output", ""): [
         ("--input", _INPUTS, {"type": path_text, "nargs": "+", "required": True, "metavar": "F"}),
-        ("--output", "directory of the dataset", {"type": path_text, "required": True, "metavar": "DIR"}),
+        (
+            "--output",
+            "directory of the dataset",
+            {"type": path_text, "required": True, "metavar": "DIR"},
+        ),
         (
             "--valid-share",
             "part of the records that becomes DIR/valid, for --valid-data-path (0)",
             {"type": float, "default": 0.0, "metavar": "X"},
         ),
-        ("--text-key", "key of plain text in a record (text)", {"default": "text", "metavar": "KEY"}),
+        (
+            "--text-key",
+            "key of plain text in a record (text)",
+            {"default": "text", "metavar": "KEY"},
+        ),
     ],
     ("records", _RECORDS): [
-        ("--ignore-keys", "unknown keys of records to leave out; * in names", {**_LIST, "metavar": "A,B"}),
+        (
+            "--ignore-keys",
+            "unknown keys of records to leave out; * in names",
+            {**_LIST, "metavar": "A,B"},
+        ),
         ("--context-roles", "further roles of messages, not learned", {**_LIST, "metavar": "A,B"}),
-        ("--columns", "keys of records by other names, as in prompt=question,completion=answer", _PAIRS),
-        ("--roles", "roles of messages by other names, as in user=customer,assistant=agent", _PAIRS),
-        ("--prefix-tree", "make a tree of what `rollouts` or `completions` share (no)", {"action": "store_true"}),
+        (
+            "--columns",
+            "keys of records by other names, as in prompt=question,completion=answer",
+            _PAIRS,
+        ),
+        (
+            "--roles",
+            "roles of messages by other names, as in user=customer,assistant=agent",
+            _PAIRS,
+        ),
+        (
+            "--prefix-tree",
+            "make a tree of what `rollouts` or `completions` share (no)",
+            {"action": "store_true"},
+        ),
         ("--chat-template", _TEMPLATES, {"type": path_text, "metavar": "T"}),
-        ("--chat-template-date", "the date that a template writes (needed where it does)", {"metavar": "YYYY-MM-DD"}),
+        (
+            "--chat-template-date",
+            "the date that a template writes (needed where it does)",
+            {"metavar": "YYYY-MM-DD"},
+        ),
     ],
     ("tokens", ""): [
-        ("--tokenizer", _TOKENIZERS, {"type": path_texts, "required": True, "metavar": "KIND_OR_PATH"}),
+        (
+            "--tokenizer",
+            _TOKENIZERS,
+            {"type": path_texts, "required": True, "metavar": "KIND_OR_PATH"},
+        ),
         ("--append-eod", "end documents (yes)", {**_YES_OR_NO, "default": True}),
-        ("--prepend-bos", "begin documents with the tokenizer's first token (as its files say)", _YES_OR_NO),
-        ("--eod-token", "the token that ends a document, when its files do not say", {"metavar": "TEXT"}),
+        (
+            "--prepend-bos",
+            "begin documents with the tokenizer's first token (as its files say)",
+            _YES_OR_NO,
+        ),
+        (
+            "--eod-token",
+            "the token that ends a document, when its files do not say",
+            {"metavar": "TEXT"},
+        ),
         (
             "--tokenizer-engine",
             "auto: the fast engine where its ids are identical (auto)",
@@ -164,10 +242,26 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
             "what to do with a document longer than a pack (error)",
             {"choices": ("error", "drop", "split", "truncate"), "default": "error"},
         ),
-        ("--pad-multiple", "pad every document to this (1)", {"type": int, "default": 1, "metavar": "N"}),
-        ("--seed", "shuffle documents within a window (default: input order)", {"type": int, "metavar": "N"}),
-        ("--window-tokens", "tokens packed at a time (2^24)", {"type": int, "default": 1 << 24, "metavar": "N"}),
-        ("--max-crops-per-pack", "second budget of a pack: image crops (none)", {"type": int, "metavar": "N"}),
+        (
+            "--pad-multiple",
+            "pad every document to this (1)",
+            {"type": int, "default": 1, "metavar": "N"},
+        ),
+        (
+            "--seed",
+            "shuffle documents within a window (default: input order)",
+            {"type": int, "metavar": "N"},
+        ),
+        (
+            "--window-tokens",
+            "tokens packed at a time (2^24)",
+            {"type": int, "default": 1 << 24, "metavar": "N"},
+        ),
+        (
+            "--max-crops-per-pack",
+            "second budget of a pack: image crops (none)",
+            {"type": int, "metavar": "N"},
+        ),
         (
             "--cp-degrees",
             "context-parallel sizes planned for (1,2,4,8,16)",
@@ -180,7 +274,11 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
             "directory or URL that paths of images are relative to",
             {"type": path_text, "metavar": "DIR"},
         ),
-        ("--image-urls", "how URLs begin that records may name images by (none)", {**_LIST, "metavar": "URL,URL"}),
+        (
+            "--image-urls",
+            "how URLs begin that records may name images by (none)",
+            {**_LIST, "metavar": "URL,URL"},
+        ),
         (
             "--max-image-bytes",
             "largest image that a path or a URL may name (64 MiB)",
@@ -193,17 +291,37 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
     ],
     ("work", ""): [
-        ("--workers", "processes (default: one for each core)", {"type": int, "default": _CORES, "metavar": "N"}),
-        ("--executor", "what runs the units (local)", {"choices": ("local", "ray"), "default": "local"}),
-        ("--ray-address", "cluster of --executor ray, or auto (one that is started here)", {"metavar": "A"}),
+        (
+            "--workers",
+            "processes (default: one for each core)",
+            {"type": int, "default": _CORES, "metavar": "N"},
+        ),
+        (
+            "--executor",
+            "what runs the units (local)",
+            {"choices": ("local", "ray"), "default": "local"},
+        ),
+        (
+            "--ray-address",
+            "cluster of --executor ray, or auto (one that is started here)",
+            {"metavar": "A"},
+        ),
         (
             "--unit-bytes",
             "input of one shard (8 MiB or 256 packs; with images about 1024 records)",
             {"type": int, "default": 0, "metavar": "N"},
         ),
         ("--on-error", "at a bad record (fail)", {"choices": ("fail", "skip"), "default": "fail"}),
-        ("--max-errors", "with skip: give up after more bad records than N", {"type": int, "metavar": "N"}),
-        ("--max-record-bytes", "longest record (64 MiB)", {"type": int, "default": 64 << 20, "metavar": "N"}),
+        (
+            "--max-errors",
+            "with skip: give up after more bad records than N",
+            {"type": int, "metavar": "N"},
+        ),
+        (
+            "--max-record-bytes",
+            "longest record (64 MiB)",
+            {"type": int, "default": 64 << 20, "metavar": "N"},
+        ),
     ],
 }
 """Flags of a build by their group: name, what --help shows, how argparse reads it."""
@@ -223,8 +341,13 @@ def _rule_flags() -> list[tuple[str, str, dict[str, Any]]]:
     from megacp.training.data.vision.decoding import RULES
 
     first = next(iter(RULES))
-    whose = f"whose rules make patches and tokens: {' or '.join(RULES)} (the tokenizer's folder's, else {first})"
-    found: list[tuple[str, str, dict[str, Any]]] = [("--vision-family", whose, {"dest": "family", "metavar": "NAME"})]
+    whose = (
+        f"whose rules make patches and tokens: {' or '.join(RULES)} (the tokenizer's folder's, "
+        f"else {first})"
+    )
+    found: list[tuple[str, str, dict[str, Any]]] = [
+        ("--vision-family", whose, {"dest": "family", "metavar": "NAME"})
+    ]
     owners: dict[str, dict[str, Any]] = {}  # name of a field -> family -> its field
     for family, rules in RULES.items():
         for field in fields(rules):  # type: ignore[arg-type]
@@ -232,7 +355,11 @@ def _rule_flags() -> list[tuple[str, str, dict[str, Any]]]:
     for name, own in owners.items():
         defaults = {family: _shown(field.default) for family, field in own.items()}
         is_shared = len(own) == len(RULES) and len({*defaults.values()}) == 1
-        told = [*defaults.values()][:1] if is_shared else [f"{family}: {text}" for family, text in defaults.items()]
+        told = (
+            [*defaults.values()][:1]
+            if is_shared
+            else [f"{family}: {text}" for family, text in defaults.items()]
+        )
         field = next(iter(own.values()))
         flag = field.metadata["flag"] or f"--{name.replace('_', '-')}"
         text = field.metadata["help"] + (f" ({', '.join(told)})" if any(defaults.values()) else "")
@@ -250,7 +377,9 @@ def _shown(default: Any) -> str:
 
 
 def _read(default: Any) -> dict[str, Any]:
-    """How argparse reads what has the type of a field's default; MISSING: what dictionaries have."""
+    """How argparse reads what has the type of a field's default; MISSING: what dictionaries
+    have.
+    """
     if isinstance(default, tuple):
         return {"type": _numbers(type(default[0])), "metavar": ",".join("ABC"[: len(default)])}
     if default is MISSING:
@@ -267,7 +396,8 @@ def _model_folder(args: argparse.Namespace) -> Path:
 
 
 def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, str]:
-    """Return the family of the model in whose folder the tokenizer is; empty where the folder does not say.
+    """Return the family of the model in whose folder the tokenizer is; empty where the folder does
+    not say.
 
     ValueError where --vision-family names another one.
     """
@@ -280,17 +410,23 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
     found = next((name for name in families if model_type in RULES[name].model_types), None)
     if found is None:
         if "vision_config" in content and args.family is None:
-            raise ValueError(f"--vision-family: {config} is of a {model_type}; choose one of {', '.join(families)}")
+            raise ValueError(
+                f"--vision-family: {config} is of a {model_type}; choose one of "
+                f"{', '.join(families)}"
+            )
         return {}
     if args.family not in (None, found):
-        raise ValueError(f"--vision-family {args.family}: {config} is of a {model_type}, leave the flag out")
+        raise ValueError(
+            f"--vision-family {args.family}: {config} is of a {model_type}, leave the flag out"
+        )
     if args.family is None:
         warn(f"--vision-family {found}: as {config} says")
     return {"family": found}
 
 
 def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules:
-    """Return the rules of images: flags in `given`, then the files in the tokenizer's folder, then the family's own.
+    """Return the rules of images: flags in `given`, then the files in the tokenizer's folder, then
+    the family's own.
 
     Lines on standard error name the files, and each flag that overrides one of their fields.
     """
@@ -305,7 +441,8 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
         try:
             told = processor_files.read_processor(folder, family)
         except processor_files.OtherProcessorError as error:
-            # config.json names no family that we know, so the files may belong to another one than --vision-family
+            # config.json names no family that we know, so the files may belong to another one than
+            # --vision-family
             if of_folder:
                 raise ValueError(f"--tokenizer {error}") from error
             print(f"image rules: not read, {error}", file=sys.stderr)
@@ -314,7 +451,10 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
     if told is None:
         if of_folder:
             missing = f"{folder} has no {processor_files.IMAGES}"
-            print(f"image rules: the defaults of --vision-family {family}, as {missing}", file=sys.stderr)
+            print(
+                f"image rules: the defaults of --vision-family {family}, as {missing}",
+                file=sys.stderr,
+            )
         return rules_from_dict(of_folder | given)
     if of_folder and (misfit := processor_files.misfit_of_config(told)):
         raise ValueError(f"--tokenizer {folder}: {misfit}")
@@ -323,7 +463,10 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
     overridden = told.differences(rules.to_dict())
     notes = list(told.notes)
     if overridden:
-        notes.append(f"{'; '.join(overridden)}: the flag counts, and --load-hf {folder} refuses packs with other rules")
+        notes.append(
+            f"{'; '.join(overridden)}: the flag counts, and --load-hf {folder} refuses packs with "
+            "other rules"
+        )
     for note in notes:
         print(f"image rules: {note}", file=sys.stderr)
     return rules
@@ -334,11 +477,19 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
     from megacp.prepare.packs.settings import BuildSettings
     from megacp.training.data.vision.decoding import RULES
 
-    given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
-    lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    given = {
+        field.name: getattr(args, field.name)
+        for field in fields(BuildSettings)
+        if field.name in args
+    }
+    lists: dict[str, Any] = {
+        name: tuple(value) for name, value in given.items() if isinstance(value, list)
+    }
     names = {"family", *(f.name for rules in RULES.values() for f in fields(rules))}  # type: ignore[arg-type]
     rules = {name: value for name in sorted(names) if (value := getattr(args, name)) is not None}
-    if rules or args.image_urls or (args.image_root, args.max_crops_per_pack) != (None, None):  # there are images
+    if (
+        rules or args.image_urls or (args.image_root, args.max_crops_per_pack) != (None, None)
+    ):  # there are images
         lists["image_rules"] = _image_rules(args, rules)
     return BuildSettings(**{**given, **lists})
 
@@ -368,9 +519,13 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
         return None
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", args.units)
     if match is None or not int(match[1]) < int(match[2]):
-        raise ValueError(f"--units {args.units}: expected I/N with 0 <= I < N, as in 0/16 and 15/16")
+        raise ValueError(
+            f"--units {args.units}: expected I/N with 0 <= I < N, as in 0/16 and 15/16"
+        )
     if args.overwrite:
-        raise ValueError(f"--overwrite with --units {args.units} would delete what other parts have built")
+        raise ValueError(
+            f"--overwrite with --units {args.units} would delete what other parts have built"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -383,7 +538,10 @@ def _inspect(args: argparse.Namespace) -> int:
     dataset = PackedDataset(args.dataset)
     tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")
     if tokenizer.sha256 != dataset.manifest.tokenizer.sha256:
-        raise ValueError(f"--tokenizer {args.tokenizer} is not the one {args.dataset} was made with (sha256 differs)")
+        raise ValueError(
+            f"--tokenizer {args.tokenizer} is not the one {args.dataset} was made with (sha256 "
+            "differs)"
+        )
     if args.html is not None:
         from megacp.prepare.inspect_page import write_page
 
@@ -429,7 +587,9 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
+    """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130
+    interrupted.
+    """
     args = preprocess_parser().parse_args(argv)
     from megacp.prepare.packs.workers import WorkerFailed
 
@@ -443,6 +603,10 @@ def main(argv: list[str] | None = None) -> int:
         warn(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        again = "; run the same command again to continue" if args.command in ("build", "finish") else ""
+        again = (
+            "; run the same command again to continue"
+            if args.command in ("build", "finish")
+            else ""
+        )
         warn(f"interrupted{again}")
         return 130

@@ -1,4 +1,6 @@
-"""A packed dataset in words: one pack (`inspect`), or all of it (`stats`), read as training reads it."""
+"""A packed dataset in words: one pack (`inspect`), or all of it (`stats`), read as training reads
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,26 @@ _LEAST = 8
 
 
 def describe_pack(
-    dataset: PackedDataset, index: int, tokenizer: Tokenizer, characters: int = 240, documents: int = 10
+    dataset: PackedDataset,
+    index: int,
+    tokenizer: Tokenizer,
+    characters: int = 240,
+    documents: int = 10,
 ) -> str:
-    """One pack: a line for each of its first `documents` (0: all) with length, loss weights and source, and its text.
+    """One pack: a line for each of its first `documents` (0: all) with length, loss weights and
+    source, and its text.
 
-    What is learned of a text stands between \u00ab and \u00bb. ValueError when there is no such pack.
+    What is learned of a text stands between \u00ab and \u00bb. ValueError when there is no such
+    pack.
     """
     pack, manifest = pack_of(dataset, index), dataset.manifest
     padded = int(pack.segments["padded_length"].sum())
     lines = [
-        f"pack {index} of {len(dataset)}: {counted(len(pack.segments), 'document')}, {len(pack.tokens)} tokens, "
+        f"pack {index} of {len(dataset)}: {counted(len(pack.segments), 'document')}, "
+        f"{len(pack.tokens)} tokens, "
         f"{learned_of_pack(pack)} learned, {padded} padded, "
-        f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}; \u00ablearned\u00bb"
+        f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}; "
+        "\u00ablearned\u00bb"
     ]
     for number, (here, branches) in enumerate(pack_documents(pack)):
         if documents and number >= documents:
@@ -43,7 +53,10 @@ def describe_pack(
         weights, note = "weights all 1", " (truncated)" if row["flags"] & FLAG_TRUNCATED else ""
         if pack.weights is not None:
             own = pack.weights[here]
-            weights = f"weights {float(own.min()):g}..{float(own.max()):g}, {int((own > 0).sum())} counted"
+            weights = (
+                f"weights {float(own.min()):g}..{float(own.max()):g}, {int((own > 0).sum())} "
+                "counted"
+            )
         if row["flags"] & FLAG_SPLIT:
             note = f" (piece from token {row['source_start']})"
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
@@ -77,9 +90,13 @@ def pack_documents(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
 
 
 def document_parts(length: int, branches: np.ndarray) -> list[tuple[int, int, list[int]]]:
-    """First token, end, and the numbers of what it continues (0 = the prefix) of each part of a document of tokens."""
+    """First token, end, and the numbers of what it continues (0 = the prefix) of each part of a
+    document of tokens.
+    """
     begins, found = [0, *branches["start"].tolist(), length], list[tuple[int, int, list[int]]]()
-    for i, parent in enumerate(parents(np.array(begins[:-1]), np.array([length, *branches["leave"]])).tolist()):
+    for i, parent in enumerate(
+        parents(np.array(begins[:-1]), np.array([length, *branches["leave"]])).tolist()
+    ):
         found.append((begins[i], begins[i + 1], [*found[parent][2], parent] if i else []))
     return found
 
@@ -107,19 +124,24 @@ def _learned(dataset: PackedDataset) -> int:
 
 
 def _images(pack: Pack, segment: int) -> list[str]:
-    """A line for each image and each video of a segment: where its tokens are, what it was cut into."""
+    """A line for each image and each video of a segment: where its tokens are, what it was cut
+    into.
+    """
     if pack.images is None:
         return []
     units = pack.images.units
     crops, pooled = (np.diff(units[name], prepend=0) for name in ("image_stop", "pooled_stop"))
     here = np.flatnonzero(units["segment"] == segment)
     lines = []
-    for rows in np.split(here, np.flatnonzero(np.diff(units["item"][here])) + 1) if len(here) else []:
+    for rows in (
+        np.split(here, np.flatnonzero(np.diff(units["item"][here])) + 1) if len(here) else []
+    ):
         first, last = units[rows[0]], units[rows[-1]]
         what = "image" if first["frame"] < 0 else f"video frames {first['frame']}..{last['frame']}"
         branch = f" in branch {first['branch']}" if first["branch"] else ""
         lines.append(
-            f"      {what}{branch}: tokens {first['start']}..{last['start'] + last['num_tokens'] - 1}, "
+            f"      {what}{branch}: tokens "
+            f"{first['start']}..{last['start'] + last['num_tokens'] - 1}, "
             f"{crops[rows].sum()} crops, {pooled[rows].sum()} pooled tokens, "
             f"{len(pack.images.read(int(first['item']))):,} bytes"
         )
@@ -131,33 +153,49 @@ def _boundaries(pack: Pack) -> list[str]:
     if pack.images is None or not len(pack.images.units):
         return []
     units = pack.images.units
-    lines = [f"  {len(units)} units, {units['image_stop'][-1]} crops, {units['pooled_stop'][-1]} pooled tokens"]
+    lines = [
+        f"  {len(units)} units, {units['image_stop'][-1]} crops, {units['pooled_stop'][-1]} pooled "
+        "tokens"
+    ]
     for degree, table in sorted(pack.images.boundaries.items()):
         ranges = [f"{row['start_image_idx']}-{row['end_image_idx']}" for row in table]
-        lines.append(f"  cp {degree}: crops {' '.join(ranges)}, at most {table['max_num_tokens'][0]} tokens a rank")
+        lines.append(
+            f"  cp {degree}: crops {' '.join(ranges)}, at most {table['max_num_tokens'][0]} tokens "
+            "a rank"
+        )
     return lines
 
 
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
-    """A text of tokens [n] with marks around what is learned. All runs share the characters, so that each is seen.
+    """A text of tokens [n] with marks around what is learned. All runs share the characters, so
+    that each is seen.
 
     Of what is learned the beginning is shown, of what stands before it the end too.
     """
-    runs = [(tokens[run][tokens[run] < tokenizer.vocab_size], learned[run.start]) for run in runs_of(learned)]
-    texts = [(tokenizer.decode(own), is_learned) for own, is_learned in runs if len(own)]  # above are image tokens
+    runs = [
+        (tokens[run][tokens[run] < tokenizer.vocab_size], learned[run.start])
+        for run in runs_of(learned)
+    ]
+    texts = [
+        (tokenizer.decode(own), is_learned) for own, is_learned in runs if len(own)
+    ]  # above are image tokens
     share, marked, left = _share([len(text) for text, _ in texts], characters), "", characters
     for text, is_learned in texts:
         if left <= 0:
             marked += "..."
             break
         half, left = 0 if is_learned else share // 2, left - min(len(text), share)
-        shown = text if len(text) <= share else f"{text[: share - half]}...{text[len(text) - half :]}"
+        shown = (
+            text if len(text) <= share else f"{text[: share - half]}...{text[len(text) - half :]}"
+        )
         marked += f"\u00ab{shown}\u00bb" if is_learned else shown
     return repr(marked)
 
 
 def _share(lengths: list[int], characters: int) -> int:
-    """The most that each text may have so that all have no more than the characters, but at least some."""
+    """The most that each text may have so that all have no more than the characters, but at least
+    some.
+    """
     left = characters
     for rest, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
         if length * rest > left:
@@ -195,18 +233,31 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
         "learned_tokens": _learned(dataset),
         "packing_efficiency": manifest.packing_efficiency,
         "padded_share": padded / places if places else 0.0,
-        "length_histogram": {f"<= {1 << i}": count for i, count in enumerate(bins.tolist()) if count},
+        "length_histogram": {
+            f"<= {1 << i}": count for i, count in enumerate(bins.tolist()) if count
+        },
         "split_pieces": int(((flags & FLAG_SPLIT) > 0).sum()),
         "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),
         "rejected": manifest.num_rejected,
     }
     if manifest.image_rules is not None:
         shards = [dataset.shard(number) for number in range(len(manifest.shards))]
-        frames = np.concatenate([np.empty(0, np.int32), *(s.units["frame"] for s in shards if s.units is not None)])
+        frames = np.concatenate(
+            [np.empty(0, np.int32), *(s.units["frame"] for s in shards if s.units is not None)]
+        )
         crops = np.concatenate([shard.packs["num_crops"] for shard in shards])
-        found |= {"images": int((frames < 0).sum()), "videos": int((frames == 0).sum()), "image_units": len(frames)}
+        found |= {
+            "images": int((frames < 0).sum()),
+            "videos": int((frames == 0).sum()),
+            "image_units": len(frames),
+        }
         found |= {"image_crops": int(crops.sum()), "most_crops_of_a_pack": int(crops.max())}
-        sizes = (file.size for shard in manifest.shards for file in shard.files if file.name == "images.bin")
+        sizes = (
+            file.size
+            for shard in manifest.shards
+            for file in shard.files
+            if file.name == "images.bin"
+        )
         found["image_bytes"] = sum(sizes)
     return found
 

@@ -1,7 +1,8 @@
-"""A pack as one page of HTML: its texts with what is learned of them, its branches, its images and frames.
+"""A pack as one page of HTML: its texts with what is learned of them, its branches, its images and
+frames.
 
-The page is one file that loads nothing. Every character of a dataset is escaped, so a record can neither run in a
-browser nor fetch.
+The page is one file that loads nothing. Every character of a dataset is escaped, so a record can
+neither run in a browser nor fetch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from html import escape
 
 import numpy as np
 
-from megacp.prepare.describe import document_parts, learned_of_pack, pack_documents, pack_of, runs_of
+from megacp.prepare.describe import (
+    document_parts,
+    learned_of_pack,
+    pack_documents,
+    pack_of,
+    runs_of,
+)
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 from megacp.storage.files import write_result
 from megacp.storage.page import page_head
@@ -36,9 +43,15 @@ svg { margin-left: .5em; } rect { fill: #bfe8bf80; stroke: #286; vector-effect: 
 
 
 def write_page(
-    path: str | os.PathLike[str], dataset: PackedDataset, index: int, tokenizer: Tokenizer, overwrite: bool = False
+    path: str | os.PathLike[str],
+    dataset: PackedDataset,
+    index: int,
+    tokenizer: Tokenizer,
+    overwrite: bool = False,
 ) -> None:
-    """Write pack `index` as a page. Raises ValueError when there is no such pack, or `path` is taken."""
+    """Write pack `index` as a page. Raises ValueError when there is no such pack, or `path` is
+    taken.
+    """
     page = "".join(_page(dataset, index, tokenizer))
     write_result("--html", path, page.encode(errors="replace"), overwrite)
 
@@ -66,8 +79,12 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
     yield "</body></html>\n"
 
 
-def _runs(pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Tokens of a part of the document that begins at `start`, in runs of one loss weight; a unit is a box."""
+def _runs(
+    pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Tokens of a part of the document that begins at `start`, in runs of one loss weight; a unit
+    is a box.
+    """
     first, last = part
     tokens = pack.tokens[start + first : start + last]
     weights = np.ones(len(tokens), np.float32)
@@ -77,7 +94,9 @@ def _runs(pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer:
     boxes = [(len(tokens), len(tokens), "")]
     if pack.images is not None:
         units = pack.images.units
-        here = units[(units["segment"] == number) & (units["start"] >= first) & (units["start"] < last)]
+        here = units[
+            (units["segment"] == number) & (units["start"] >= first) & (units["start"] < last)
+        ]
         starts = (here["start"] - first).tolist()
         named = zip(starts, here["num_tokens"].tolist(), map(_unit_name, here), strict=True)
         boxes = [*((box, box + count, name) for box, count, name in named), *boxes]
@@ -93,7 +112,11 @@ def _runs(pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer:
 
 
 def _unit_name(unit: np.void) -> str:
-    return f"item {unit['item']}" if unit["frame"] < 0 else f"item {unit['item']} frame {unit['frame']}"
+    return (
+        f"item {unit['item']}"
+        if unit["frame"] < 0
+        else f"item {unit['item']} frame {unit['frame']}"
+    )
 
 
 def _figures(pack: Pack, segment: int, rules: VisionRules) -> Iterator[str]:
@@ -103,20 +126,31 @@ def _figures(pack: Pack, segment: int, rules: VisionRules) -> Iterator[str]:
     assert pack.images is not None
     units = pack.images.units
     yield '<div class="grid">'
-    for item, rows in itertools.groupby(units[units["segment"] == segment], key=lambda unit: int(unit["item"])):
+    for item, rows in itertools.groupby(
+        units[units["segment"] == segment], key=lambda unit: int(unit["item"])
+    ):
         taken, data = list(rows), pack.images.read(item)
-        pictures = iter([load_pixels(data, rules)]) if taken[0]["frame"] < 0 else video_pixels(data, rules)
+        pictures = (
+            iter([load_pixels(data, rules)]) if taken[0]["frame"] < 0 else video_pixels(data, rules)
+        )
         first = itertools.islice(pictures, 0, None, rules.frames_of_unit)  # of each unit's frames
         for unit, pixels in zip(taken, first, strict=False):
             image, stream = Image.fromarray(pixels), io.BytesIO()
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             image.save(stream, "PNG")
             url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
-            width = image.width * max(1, _THUMBNAIL // (2 * max(image.size)))  # a small one is enlarged, pixel by pixel
+            width = image.width * max(
+                1, _THUMBNAIL // (2 * max(image.size))
+            )  # a small one is enlarged, pixel by pixel
             caption, crops = f"{_unit_name(unit)}: {pixels.shape[1]} x {pixels.shape[0]}", ""
             (high, wide), boxes = rules.crop_boxes(pixels.shape[1], pixels.shape[0])
-            if unit["frame"] < 0 and len(boxes) > 1:  # the overlapping frames of its high-resolution crops
-                frames = "".join(f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>' for x, y, side in boxes)
+            if (
+                unit["frame"] < 0 and len(boxes) > 1
+            ):  # the overlapping frames of its high-resolution crops
+                frames = "".join(
+                    f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>'
+                    for x, y, side in boxes
+                )
                 crops = f'<svg viewBox="0 0 {wide} {high}" width="{_THUMBNAIL // 4}">{frames}</svg>'
                 caption = f"{caption}, {len(boxes)} crops"
             yield f'<figure><img src="{url}" width="{width}" alt="{caption}">{crops}<figcaption>{caption}</figcaption>'

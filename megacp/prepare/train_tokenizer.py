@@ -1,7 +1,8 @@
-"""Training a byte-level BPE `tokenizer.json` on text; SentencePiece trains its own models, by its `spm_train`.
+"""Training a byte-level BPE `tokenizer.json` on text; SentencePiece trains its own models, by its
+`spm_train`.
 
-The result is one local file that preprocess_data.py takes as --tokenizer, with its end-of-document token in it. The
-same input gives the same file.
+The result is one local file that preprocess_data.py takes as --tokenizer, with its end-of-document
+token in it. The same input gives the same file.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from megacp.storage.files import write_result
 EOD_TOKEN = "<|endoftext|>"
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".tar")
 _ANYTHING = RecordRules(
-    media=True, ignore_keys=("*", "image", "images", "video", "videos", "audio"), context_roles=("*",)
+    media=True,
+    ignore_keys=("*", "image", "images", "video", "videos", "audio"),
+    context_roles=("*",),
 )
 """Only the text of a record is read here."""
 
 
 def texts(paths: list[str], text_key: str, max_bytes: int) -> Iterator[str]:
-    """The texts of records, or of whole plain-text files, in order, until `max_bytes` of UTF-8 are reached.
+    """The texts of records, or of whole plain-text files, in order, until `max_bytes` of UTF-8 are
+    reached.
 
     ValueError at the first that cannot be read, and when there is no text at all.
     """
@@ -57,16 +61,21 @@ def _texts_of(path: str, text_key: str) -> Iterator[str]:
 
 
 def train_bpe(
-    stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str], overwrite: bool = False
+    stream: Iterator[str],
+    output: Path,
+    vocab_size: int,
+    symbols: Sequence[str],
+    overwrite: bool = False,
 ) -> int:
-    """Write a byte-level BPE tokenizer.json with EOD_TOKEN as id 0 and `symbols` as the last ids, found in a text
-    before its words are cut; returns its vocabulary's size.
+    """Write a byte-level BPE tokenizer.json with EOD_TOKEN as id 0 and `symbols` as the last ids,
+    found in a text before its words are cut; returns its vocabulary's size.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < (least := 257 + len(symbols)):
         raise ValueError(
-            f"--vocab-size is {vocab_size}, byte-level BPE needs at least {least}: the bytes, {EOD_TOKEN} and "
+            f"--vocab-size is {vocab_size}, byte-level BPE needs at least {least}: the bytes, "
+            f"{EOD_TOKEN} and "
             f"{len(symbols)} symbols"
         )
     tokenizer = Tokenizer(models.BPE())

@@ -17,10 +17,11 @@ from megacp.training.data.tables import StoredFile
 
 
 def verify(directory: files.StrPath | Url) -> list[str]:
-    """Everything that is wrong with a dataset, [] when it is sound: what opening checks, then every byte of it.
+    """Everything that is wrong with a dataset, [] when it is sound: what opening checks, then every
+    byte of it.
 
-    Bytes agree with the sha256 of each file. Token ids are below the vocabulary size, weights finite and not negative;
-    these are looked at in shards whose files are sound.
+    Bytes agree with the sha256 of each file. Token ids are below the vocabulary size, weights
+    finite and not negative; these are looked at in shards whose files are sound.
     """
     directory = place_of(directory)
     open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile
@@ -48,7 +49,9 @@ def verify(directory: files.StrPath | Url) -> list[str]:
 
 
 def _damaged(path: Place, file: FileEntry) -> str | None:
-    """Why a file is not the one that was built: not there, no regular file, or of another size or sha256."""
+    """Why a file is not the one that was built: not there, no regular file, or of another size or
+    sha256.
+    """
     try:
         if isinstance(path, Path):
             StoredFile(path, file)
@@ -59,7 +62,11 @@ def _damaged(path: Place, file: FileEntry) -> str | None:
         return str(error)
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
-    return None if found == file.sha256 else f"{path}: sha256 is {found}, the manifest says {file.sha256}"
+    return (
+        None
+        if found == file.sha256
+        else f"{path}: sha256 is {found}, the manifest says {file.sha256}"
+    )
 
 
 def _pack_reasons(shard: Shard, number: int, num_ids: int) -> Iterator[str]:

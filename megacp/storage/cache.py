@@ -1,7 +1,8 @@
 """Folders of small files that are made once and kept for all processes of a user.
 
-Nothing in the cache is believed. The hash of each file is stored when a folder is made and compared whenever it is
-used; a folder that does not match is made again. If the cache cannot be written, each process makes its own copy.
+Nothing in the cache is believed. The hash of each file is stored when a folder is made and compared
+whenever it is used; a folder that does not match is made again. If the cache cannot be written,
+each process makes its own copy.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ def cache_folder(name: str) -> Path:
 
 
 def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder with the files that `make` writes into an empty folder; `key` names all they depend on.
+    """Return the folder with the files that `make` writes into an empty folder; `key` names all
+    they depend on.
 
-    The folder is taken from the cache if each of its files still has the hash that it was made with. What `make` raises
-    is raised, and nothing is kept then.
+    The folder is taken from the cache if each of its files still has the hash that it was made
+    with. What `make` raises is raised, and nothing is kept then.
     """
     kept = _root() / "folders" / key
     if _is_whole(kept):

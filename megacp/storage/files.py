@@ -1,7 +1,8 @@
-"""Files that other processes may have written, or may be writing: opened, parsed, made, replaced and locked here.
+"""Files that other processes may have written, or may be writing: opened, parsed, made, replaced
+and locked here.
 
-A pipe, a device or a folder under a file's name is refused before it is read. A size is compared before the content is
-read, and a new file never follows a link.
+A pipe, a device or a folder under a file's name is refused before it is read. A size is compared
+before the content is read, and a new file never follows a link.
 """
 
 from __future__ import annotations
@@ -47,17 +48,19 @@ class TooLargeError(ValueError):
 def open_regular(path: StrPath, size: int | None = None) -> BufferedReader:
     """Open a regular file for reading bytes; links to regular files count.
 
-    Raises ValueError naming the path when it is a folder, pipe, device or socket, or has not `size` bytes; OSError
-    when it cannot be opened. Never waits for a writer.
+    Raises ValueError naming the path when it is a folder, pipe, device or socket, or has not `size`
+    bytes; OSError when it cannot be opened. Never waits for a writer.
     """
     return _regular(os.open(path, _FOR_READING), path, size)
 
 
 def open_below(root: StrPath, path: StrPath) -> BufferedReader:
-    """Open a regular file below a folder for reading bytes; both paths are resolved (`os.path.realpath`).
+    """Open a regular file below a folder for reading bytes; both paths are resolved
+    (`os.path.realpath`).
 
-    Each part of the path is opened from the folder before it and must not be a link: one that somebody puts there
-    after the path was resolved leads nowhere. Raises as `open_regular`, and OSError at such a link.
+    Each part of the path is opened from the folder before it and must not be a link: one that
+    somebody puts there after the path was resolved leads nowhere. Raises as `open_regular`, and
+    OSError at such a link.
     """
     *folders, name = os.path.relpath(path, root).split(os.sep)
     if os.pardir in (*folders, name):
@@ -65,7 +68,9 @@ def open_below(root: StrPath, path: StrPath) -> BufferedReader:
     descriptor = os.open(root, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         for folder in folders:
-            inner = os.open(folder, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            inner = os.open(
+                folder, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor
+            )
             os.close(descriptor)
             descriptor = inner
         found = os.open(name, _FOR_READING | os.O_NOFOLLOW, dir_fd=descriptor)
@@ -75,7 +80,9 @@ def open_below(root: StrPath, path: StrPath) -> BufferedReader:
 
 
 def _regular(descriptor: int, path: StrPath, size: int | None) -> BufferedReader:
-    """Return the stream of a descriptor, which is closed when it is not a regular file of this size."""
+    """Return the stream of a descriptor, which is closed when it is not a regular file of this
+    size.
+    """
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -89,7 +96,9 @@ def _regular(descriptor: int, path: StrPath, size: int | None) -> BufferedReader
 
 
 def read_regular(path: StrPath, limit: int = TEXT_LIMIT) -> bytes:
-    """The whole content of a regular file. Raises like `open_regular`, and TooLargeError above `limit` bytes."""
+    """The whole content of a regular file. Raises like `open_regular`, and TooLargeError above
+    `limit` bytes.
+    """
     with open_regular(path) as stream:
         return read_within(stream, path, limit)
 
@@ -100,15 +109,22 @@ def read_within(stream: BufferedReader, path: StrPath, limit: int) -> bytes:
         content = stream.read(limit + 1)  # one more byte, as the file may be growing
         if len(content) <= limit:
             return content
-    raise TooLargeError(f"{os.fspath(path)} has more than {limit:,} bytes, the most that is read of such a file")
+    raise TooLargeError(
+        f"{os.fspath(path)} has more than {limit:,} bytes, the most that is read of such a file"
+    )
 
 
 def refuse_pointer(path: StrPath) -> None:
-    """Raise ValueError for a regular file that holds a Git LFS pointer instead of its own content."""
+    """Raise ValueError for a regular file that holds a Git LFS pointer instead of its own
+    content.
+    """
     with open_regular(path) as stream:
         begin = stream.read(len(_POINTER))
     if begin == _POINTER:
-        raise ValueError(f"{os.fspath(path)} is a Git LFS pointer, not the file itself: fetch it with git lfs pull")
+        raise ValueError(
+            f"{os.fspath(path)} is a Git LFS pointer, not the file itself: fetch it with git lfs "
+            "pull"
+        )
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -120,7 +136,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: StrPath, limit: int = TEXT_LIMIT) -> Any:
-    """`parse_json` of a regular file; ValueError names the path. Raises OSError when it cannot be opened."""
+    """`parse_json` of a regular file; ValueError names the path. Raises OSError when it cannot be
+    opened.
+    """
     content = read_regular(path, limit)
     try:
         return parse_json(content)
@@ -135,7 +153,9 @@ def json_bytes(content: Any) -> bytes:
 
 
 def sha256_of_all(*paths: StrPath) -> str:
-    """sha256 (hexadecimal) over the hashes of some regular files, in order. Raises like `open_regular`."""
+    """sha256 (hexadecimal) over the hashes of some regular files, in order. Raises like
+    `open_regular`.
+    """
     digests = [bytes.fromhex(sha256_of(path)[1]) for path in paths]
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -148,16 +168,21 @@ def sha256_of(path: StrPath, size: int | None = None) -> tuple[int, str]:
 
 
 def open_own(path: StrPath, flags: int) -> int:
-    """A descriptor of a file that is ours to write, made where there is none (`flags`: os.O_RDWR, os.O_APPEND, ...).
+    """A descriptor of a file that is ours to write, made where there is none (`flags`: os.O_RDWR,
+    os.O_APPEND, ...).
 
     Raises ValueError where a link, a folder, a pipe or a device stands.
     """
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
-            raise ValueError(f"{os.fspath(path)} is a link, which is not written through: remove it")
+            raise ValueError(
+                f"{os.fspath(path)} is a link, which is not written through: remove it"
+            )
         if not stat.S_ISREG(mode):
-            raise ValueError(f"{os.fspath(path)} is {_kind(mode)}, no regular file: choose another path")
+            raise ValueError(
+                f"{os.fspath(path)} is {_kind(mode)}, no regular file: choose another path"
+            )
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
 
@@ -172,15 +197,22 @@ def require_free(flag: str, path: StrPath, overwrite: bool = False) -> None:
         return
     name = os.fspath(path)
     if stat.S_ISLNK(mode):
-        raise ValueError(f"{flag} {name} is a link, which is not written through: remove it or choose another path")
+        raise ValueError(
+            f"{flag} {name} is a link, which is not written through: remove it or choose another "
+            "path"
+        )
     if not stat.S_ISREG(mode):
         raise ValueError(f"{flag} {name} is {_kind(mode)}, not a regular file: choose another path")
     if not overwrite:
-        raise ValueError(f"{flag} {name} exists; nothing was overwritten, give --overwrite to replace it")
+        raise ValueError(
+            f"{flag} {name} exists; nothing was overwritten, give --overwrite to replace it"
+        )
 
 
 def write_result(flag: str, path: StrPath, data: bytes, overwrite: bool = False) -> None:
-    """Write the result of a command, and the folders above it. Raises as `require_free`, and OSError."""
+    """Write the result of a command, and the folders above it. Raises as `require_free`, and
+    OSError.
+    """
     require_free(flag, path, overwrite)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if overwrite:
@@ -190,7 +222,9 @@ def write_result(flag: str, path: StrPath, data: bytes, overwrite: bool = False)
 
 
 def write_new(path: StrPath, data: bytes) -> None:
-    """Make a file that does not exist, with this content, and wait until it is on disk. Raises like `new_file`."""
+    """Make a file that does not exist, with this content, and wait until it is on disk. Raises like
+    `new_file`.
+    """
     with new_file(path) as stream:
         stream.write(data)
 
@@ -199,7 +233,8 @@ def write_new(path: StrPath, data: bytes) -> None:
 def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
     """A stream into a file that does not exist; it is on disk when the body ends without an error.
 
-    Raises FileExistsError, also where a link stands; a folder that does not exist is waited for `seconds`.
+    Raises FileExistsError, also where a link stands; a folder that does not exist is waited for
+    `seconds`.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(seen(lambda: os.open(path, flags, 0o644), seconds), "wb") as stream:
@@ -208,14 +243,18 @@ def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
 
 
 def write_atomically(path: StrPath, data: bytes) -> None:
-    """Replace `path` by `data`: a reader, also after a crash, sees the old or the new content, never a part."""
+    """Replace `path` by `data`: a reader, also after a crash, sees the old or the new content,
+    never a part.
+    """
     with replacement(path) as stream:
         stream.write(data)
 
 
 @contextlib.contextmanager
 def replacement(path: StrPath) -> Iterator[BufferedWriter]:
-    """A stream whose content replaces `path` when the body ends without an error, as by `write_atomically`."""
+    """A stream whose content replaces `path` when the body ends without an error, as by
+    `write_atomically`.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
     try:
@@ -243,7 +282,9 @@ def sync_folder(folder: StrPath) -> None:
 
 
 def sync_below(folder: StrPath) -> None:
-    """Wait until all regular files and folders below a folder are on disk, for files that others have written."""
+    """Wait until all regular files and folders below a folder are on disk, for files that others
+    have written.
+    """
     for place, _, names in os.walk(folder):
         for name in names:
             with open(os.path.join(place, name), "rb") as stream:
@@ -252,7 +293,9 @@ def sync_below(folder: StrPath) -> None:
 
 
 def place_folder(folder: StrPath, target: StrPath) -> None:
-    """Rename a folder of files that are on disk; its entries and its new name are on disk afterwards, too."""
+    """Rename a folder of files that are on disk; its entries and its new name are on disk
+    afterwards, too.
+    """
     sync_folder(folder)
     os.replace(folder, target)
     sync_folder(Path(target).parent)
@@ -264,7 +307,9 @@ def rename(path: StrPath, target: StrPath) -> None:
 
 
 def replace_folder(folder: StrPath, target: StrPath) -> None:
-    """Rename a folder as `place_folder` does; whatever is at `target`, a file or a link too, is removed."""
+    """Rename a folder as `place_folder` does; whatever is at `target`, a file or a link too, is
+    removed.
+    """
     folder, target = Path(folder), Path(target)
     aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.old")
     # a rename replaces no file and no folder with content
@@ -280,7 +325,9 @@ def replace_folder(folder: StrPath, target: StrPath) -> None:
 
 
 def seen(action: Callable[[], _T], seconds: float = 10.0) -> _T:
-    """`action`, tried again for `seconds` while it finds no such file: another machine's file may be seen late."""
+    """`action`, tried again for `seconds` while it finds no such file: another machine's file may
+    be seen late.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -296,12 +343,14 @@ class NoLocksError(OSError):
 
 
 def lock(path: StrPath, shared: bool = False) -> int:
-    """Take the POSIX record lock of a file, made where there is none; the descriptor that holds it until it is closed.
+    """Take the POSIX record lock of a file, made where there is none; the descriptor that holds it
+    until it is closed.
 
     `shared`: beside others that share it.
 
-    Raises BlockingIOError when another process holds it, NoLocksError where the file system has no locks, ValueError
-    where a link or no regular file stands. The file is never removed: a lock on a file without a name keeps nobody out.
+    Raises BlockingIOError when another process holds it, NoLocksError where the file system has no
+    locks, ValueError where a link or no regular file stands. The file is never removed: a lock on a
+    file without a name keeps nobody out.
     """
     descriptor = open_own(path, os.O_RDWR)
     try:
@@ -321,7 +370,9 @@ def _kind(mode: int) -> str:
 
 
 def source_digest() -> str:
-    """sha256 over the package's Python files: one machine with an older copy would compute something else."""
+    """sha256 over the package's Python files: one machine with an older copy would compute
+    something else.
+    """
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,6 @@
-"""A page of HTML in one file that loads nothing and runs nothing: its head, and the style of all pages."""
+"""A page of HTML in one file that loads nothing and runs nothing: its head, and the style of all
+pages.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def page_head(title: str, style: str) -> str:
-    """All of a page before its first paragraph, with more rules of style; the end is `</body></html>`."""
+    """All of a page before its first paragraph, with more rules of style; the end is
+    `</body></html>`.
+    """
     title = escape(title)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'

@@ -1,4 +1,6 @@
-"""A local path or a URL: one set of calls for what is read and written at either; fsspec is not imported for a path."""
+"""A local path or a URL: one set of calls for what is read and written at either; fsspec is not
+imported for a path.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def at_home(text: str) -> str:
     found = os.path.expanduser(text)
     if found == text:
         user = text.partition("/")[0]
-        raise ValueError(f"{text}: {user} is not the folder of a user; write ./{text} for a file of that name")
+        raise ValueError(
+            f"{text}: {user} is not the folder of a user; write ./{text} for a file of that name"
+        )
     return found
 
 
@@ -50,7 +54,9 @@ def suffix_of(path: str) -> str:
 
 
 def expanded(path: str) -> list[str]:
-    """The files that a path or URL names: those that fit where it is a pattern and no file, else itself."""
+    """The files that a path or URL names: those that fit where it is a pattern and no file, else
+    itself.
+    """
     if is_url(path):
         found = [str(url) for url in Url(path).matches()] if "*" in path else [path]
     else:
@@ -67,7 +73,8 @@ def size_of(place: Place) -> int:
 
 
 def open_stream(path: files.StrPath | Url, size: int | None = None) -> io.BufferedReader:
-    """Open a file for reading bytes, from front to back or by seeking; of a URL some blocks are in memory at a time.
+    """Open a file for reading bytes, from front to back or by seeking; of a URL some blocks are in
+    memory at a time.
 
     ValueError: it is no regular file, or has not `size` bytes. OSError when there is none.
     """
@@ -109,8 +116,12 @@ def write_content(place: Place, data: bytes) -> None:
     place.write(data) if isinstance(place, Url) else files.write_new(place, data)
 
 
-def write_stream(place: Place, fill: Callable[[BinaryIO], None], seconds: float = 0.0) -> tuple[int, str]:
-    """Write what `fill` writes, as `write_content` does; size and sha256. A local folder is waited for `seconds`."""
+def write_stream(
+    place: Place, fill: Callable[[BinaryIO], None], seconds: float = 0.0
+) -> tuple[int, str]:
+    """Write what `fill` writes, as `write_content` does; size and sha256. A local folder is waited
+    for `seconds`.
+    """
     if isinstance(place, Url):
         return place.stream(fill)
     with files.new_file(place, seconds) as stream:
@@ -137,13 +148,17 @@ def fetched(folder: Url, key: str) -> Path:
 
 
 class _Ranges(io.RawIOBase):
-    """An object as a file that can seek; fsspec keeps a few blocks, as containers are read here and there by turns."""
+    """An object as a file that can seek; fsspec keeps a few blocks, as containers are read here and
+    there by turns.
+    """
 
     def __init__(self, url: Url, size: int) -> None:
         from fsspec.caching import BlockCache
 
         self._size, self._at = size, 0
-        self._blocks = BlockCache(_BLOCK, lambda start, stop: url.read(start, min(stop, size) - start), size, _KEPT)
+        self._blocks = BlockCache(
+            _BLOCK, lambda start, stop: url.read(start, min(stop, size) - start), size, _KEPT
+        )
 
     def readable(self) -> bool:
         return True

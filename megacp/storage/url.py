@@ -1,10 +1,10 @@
 """An object in a store, or a folder of them, by its URL: what fsspec can do with it, with retries.
 
-A `Url` is text, as a Path is. Each call asks the store anew, since other machines write there. Credentials and
-endpoints come from the files and variables that each library reads by itself.
+A `Url` is text, as a Path is. Each call asks the store anew, since other machines write there.
+Credentials and endpoints come from the files and variables that each library reads by itself.
 
-A store that is not reached ends as one ValueError that names the object. It is no OSError: a reader of records takes
-those for damage of the file, and would go on behind it.
+A store that is not reached ends as one ValueError that names the object. It is no OSError: a reader
+of records takes those for damage of the file, and would go on behind it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ _T = TypeVar("_T")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _WEB = ("http", "https")
-_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "blob_id",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+)
 """What stores say of an object's content, the surest first."""
 _PART = 64 << 20
 """Bytes that are sent, or asked for, at a time."""
@@ -55,7 +65,9 @@ _TRANSIENT = (408, 425, 429)
 
 
 class UnreachableError(ValueError):
-    """An object that cannot be read or written, however often it was tried; the message names it."""
+    """An object that cannot be read or written, however often it was tried; the message names
+    it.
+    """
 
 
 def is_url(text: object) -> bool:
@@ -65,11 +77,15 @@ def is_url(text: object) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Url:
-    """A URL that fsspec knows, without a slash at its end. FileNotFoundError and UnreachableError name it."""
+    """A URL that fsspec knows, without a slash at its end. FileNotFoundError and UnreachableError
+    name it.
+    """
 
     text: str
     guard: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """A middleware of aiohttp that sees each request to a web server, redirects too, and raises ValueError."""
+    """A middleware of aiohttp that sees each request to a web server, redirects too, and raises
+    ValueError.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self.text.rstrip("/"))
@@ -82,7 +98,9 @@ class Url:
 
     @property
     def scheme(self) -> str:
-        """`s3` of `s3://bucket/key`; ValueError for a chain of URLs and for paths of this machine."""
+        """`s3` of `s3://bucket/key`; ValueError for a chain of URLs and for paths of this
+        machine.
+        """
         match = _SCHEME.match(self.text)
         # fsspec chains URLs by `::`; at a web server that is part of an IPv6 address or of a name
         is_chain = "::" in self.text and (match is None or match[1] not in _WEB)
@@ -141,13 +159,18 @@ class Url:
         return int(info["size"])
 
     def version(self) -> str:
-        """Some words that differ once the object's content does; empty where the store says nothing of it."""
+        """Some words that differ once the object's content does; empty where the store says nothing
+        of it.
+        """
         info = self.info()
         return next((f"{name} {info[name]}" for name in _VERSIONS if info.get(name)), "")
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from byte `offset` on, which must be there."""
-        parts = [self._read(at, min(_PART, offset + count - at)) for at in range(offset, offset + count, _PART)]
+        parts = [
+            self._read(at, min(_PART, offset + count - at))
+            for at in range(offset, offset + count, _PART)
+        ]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read(self, offset: int, count: int) -> bytes:
@@ -158,7 +181,9 @@ class Url:
             else:
                 data, found = _from_web(fs, path, count, offset)
             if found > count:
-                raise ValueError(f"{self}: the server gives {found} bytes where {count} were asked for")
+                raise ValueError(
+                    f"{self}: the server gives {found} bytes where {count} were asked for"
+                )
             if found < count:
                 raise ConnectionError(f"{found} of {count} bytes at {offset} came")
             return data
@@ -175,11 +200,17 @@ class Url:
                 raise ValueError(f"{self} is a directory")
             stated = info.get("size") or 0
             if stated > limit:
-                raise TooLargeError(f"{self} has {stated:,} bytes, more than {limit:,}, the most that is read of it")
-            data = self._do(lambda fs, path: fs.cat_file(path), _ANSWER_SECONDS + stated / _LEAST_RATE)
+                raise TooLargeError(
+                    f"{self} has {stated:,} bytes, more than {limit:,}, the most that is read of it"
+                )
+            data = self._do(
+                lambda fs, path: fs.cat_file(path), _ANSWER_SECONDS + stated / _LEAST_RATE
+            )
             found = len(data)
         if found > limit:
-            raise TooLargeError(f"{self} has more than {limit:,} bytes, the most that is read of it")
+            raise TooLargeError(
+                f"{self} has more than {limit:,} bytes, the most that is read of it"
+            )
         return data
 
     def write(self, data: bytes) -> None:
@@ -191,7 +222,9 @@ class Url:
         self._do(lambda fs, path: fs.put_file(str(source), path))
 
     def stream(self, fill: Callable[[BinaryIO], None]) -> tuple[int, str]:
-        """Make or replace the object by what `fill` writes; its size and sha256. A second try calls `fill` again."""
+        """Make or replace the object by what `fill` writes; its size and sha256. A second try calls
+        `fill` again.
+        """
 
         def attempt(fs: Any, path: str) -> tuple[int, str]:
             with _Written(fs.open(path, "wb", block_size=_PART)) as written:
@@ -204,14 +237,17 @@ class Url:
         """What lies directly in a folder, sorted; empty where there is no such folder."""
         try:
             names = self._do(
-                lambda fs, path: [fs.unstrip_protocol(name) for name in fs.ls(path, detail=False)], _LISTING_SECONDS
+                lambda fs, path: [fs.unstrip_protocol(name) for name in fs.ls(path, detail=False)],
+                _LISTING_SECONDS,
             )
         except FileNotFoundError:
             return []
         return sorted({self / Url(name).name for name in names} - {self})
 
     def sizes_below(self) -> dict[str, int]:
-        """Bytes of all objects below a folder, by their names from there on; empty where there is no such folder."""
+        """Bytes of all objects below a folder, by their names from there on; empty where there is
+        no such folder.
+        """
 
         def attempt(fs: Any, path: str) -> dict[str, int]:
             found = fs.find(path, detail=True)
@@ -228,7 +264,11 @@ class Url:
 
         def attempt(fs: Any, path: str) -> list[Url]:
             found = fs.glob(path, detail=True)
-            return [Url(fs.unstrip_protocol(name)) for name, info in found.items() if info["type"] == "file"]
+            return [
+                Url(fs.unstrip_protocol(name))
+                for name, info in found.items()
+                if info["type"] == "file"
+            ]
 
         try:
             return sorted(self._do(attempt, _LISTING_SECONDS))
@@ -245,7 +285,9 @@ class Url:
         self.unlink(recursive=True)
 
     def _do(self, action: Callable[[Any, str], _T], seconds: float | None = None) -> _T:
-        """Return what `action` returns, with retries. `seconds`: of one try at a store; a web client has a clock."""
+        """Return what `action` returns, with retries. `seconds`: of one try at a store; a web
+        client has a clock.
+        """
         fs, path = _client(self)
         if seconds is None or not self.lists:
             return _retried(lambda: action(fs, path), self.text)
@@ -253,7 +295,9 @@ class Url:
 
 
 def _retried(action: Callable[[], _T], what: str) -> _T:
-    """`action`, again while it fails in a way that may pass; `what` names the object in the log and in errors."""
+    """`action`, again while it fails in a way that may pass; `what` names the object in the log and
+    in errors.
+    """
     begin = time.monotonic()
     for failures in range(1, _ATTEMPTS + 1):
         try:
@@ -261,7 +305,9 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
         except Exception as raised:
             error = _uncovered(raised)
             transient = _is_transient(error)
-            refusal = error.__cause__ if isinstance(error, FileNotFoundError) else error  # fsspec covers a guard's
+            refusal = (
+                error.__cause__ if isinstance(error, FileNotFoundError) else error
+            )  # fsspec covers a guard's
             if isinstance(refusal, ValueError) and not transient:
                 raise refusal from None
             if isinstance(error, FileNotFoundError) and not transient:
@@ -269,8 +315,16 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             if failures == _ATTEMPTS or not transient or time.monotonic() - begin >= _SECONDS:
                 raise UnreachableError(f"{what}: {reason} (tried {failures} times)") from error
-            _log.warning("%s: %s; again (%d of %d)", for_terminal(what), for_terminal(reason), failures, _ATTEMPTS)
-        time.sleep(min(5.0, 0.2 * 2**failures) * random.uniform(0.5, 1.0))  # ranks do not come back together
+            _log.warning(
+                "%s: %s; again (%d of %d)",
+                for_terminal(what),
+                for_terminal(reason),
+                failures,
+                _ATTEMPTS,
+            )
+        time.sleep(
+            min(5.0, 0.2 * 2**failures) * random.uniform(0.5, 1.0)
+        )  # ranks do not come back together
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -278,18 +332,28 @@ def _is_transient(error: BaseException) -> bool:
     """Whether a request may succeed later: not where the server or this program refuses it."""
     cause = error.__cause__
     answer = getattr(cause, "response", None)  # botocore keeps the status in a table
-    botos = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+    botos = (
+        answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if isinstance(answer, dict)
+        else None
+    )
     found = [getattr(one, "status", None) or getattr(one, "code", None) for one in (error, cause)]
     status = next((one for one in [*found, botos] if isinstance(one, int)), 0)
     if status:
         return status in _TRANSIENT or status >= 500
-    return not isinstance(error, FileNotFoundError | PermissionError | ValueError | NotImplementedError | RuntimeError)
+    return not isinstance(
+        error, FileNotFoundError | PermissionError | ValueError | NotImplementedError | RuntimeError
+    )
 
 
 def _uncovered(error: Exception) -> Exception:
-    """The error of a connection where fsspec says instead that there is no such file; else the error itself."""
+    """The error of a connection where fsspec says instead that there is no such file; else the
+    error itself.
+    """
     cause = error.__cause__
-    is_covered = isinstance(error, FileNotFoundError) and isinstance(cause, OSError)  # a TimeoutError is one
+    is_covered = isinstance(error, FileNotFoundError) and isinstance(
+        cause, OSError
+    )  # a TimeoutError is one
     if is_covered and not isinstance(cause, FileNotFoundError):
         return cause  # type: ignore[return-value]  # an OSError
     return error
@@ -298,8 +362,8 @@ def _uncovered(error: Exception) -> Exception:
 def _in_time(action: Callable[[], _T], seconds: float, what: str) -> _T:
     """Return what `action` returns; UnreachableError when it takes longer.
 
-    A thread of its own does it, as not every store's client can be told when to stop. One that is too late is left
-    alone: it ends with its connection, or with the process.
+    A thread of its own does it, as not every store's client can be told when to stop. One that is
+    too late is left alone: it ends with its connection, or with the process.
     """
     outcome: Future[_T] = Future()
 
@@ -321,15 +385,18 @@ def _in_time(action: Callable[[], _T], seconds: float, what: str) -> _T:
 def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple[bytes, int]:
     """Return an answer of a web server, and how many bytes it has, as far as that is known.
 
-    `offset`: the `most` bytes from there on are asked for. Reading stops once there are more than `most`, and does not
-    begin where the server says so. Raises UnreachableError for an answer that comes too slowly.
+    `offset`: the `most` bytes from there on are asked for. Reading stops once there are more than
+    `most`, and does not begin where the server says so. Raises UnreachableError for an answer that
+    comes too slowly.
     """
     import aiohttp
     from fsspec.asyn import sync
 
     request = dict(fs.kwargs)
     # the clock below replaces the client's own, which does not know how much has come
-    request["timeout"] = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+    request["timeout"] = aiohttp.ClientTimeout(
+        None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
+    )
     if offset is not None:
         request["headers"] = {**request["headers"], "Range": f"bytes={offset}-{offset + most - 1}"}
 
@@ -363,7 +430,9 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
 
 @functools.cache
 def _bounded_response() -> type:
-    """The class of the web client's answers, which reads no page of more than `_PAGE_BYTES` as a whole."""
+    """The class of the web client's answers, which reads no page of more than `_PAGE_BYTES` as a
+    whole.
+    """
     import aiohttp
 
     class Response(aiohttp.ClientResponse):
@@ -374,7 +443,10 @@ def _bounded_response() -> type:
                     content.write(part)
                     if content.tell() > _PAGE_BYTES:
                         self.close()
-                        raise TooLargeError(f"{self.url} has more than {_PAGE_BYTES:,} bytes, the most of such a page")
+                        raise TooLargeError(
+                            f"{self.url} has more than {_PAGE_BYTES:,} bytes, the most of such a "
+                            "page"
+                        )
                 self._body = content.getvalue()
             return self._body
 
@@ -382,7 +454,9 @@ def _bounded_response() -> type:
 
 
 class _Written:
-    """A stream into an object, with the size and the hash of what went in; an error leaves no object behind."""
+    """A stream into an object, with the size and the hash of what went in; an error leaves no
+    object behind.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.hash, self.size = stream, hashlib.sha256(), 0
@@ -401,7 +475,9 @@ class _Written:
             self._stream.close()
         else:
             self._stream.discard()
-            with contextlib.suppress(AttributeError):  # else fsspec sends it when the stream is forgotten
+            with contextlib.suppress(
+                AttributeError
+            ):  # else fsspec sends it when the stream is forgotten
                 self._stream.closed = True
 
 
@@ -411,16 +487,23 @@ def _client(url: Url) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError as error:
-        raise ValueError(f"{url}: URLs need the package fsspec: pip install 'megacp[store]'") from error
+        raise ValueError(
+            f"{url}: URLs need the package fsspec: pip install 'megacp[store]'"
+        ) from error
     options: dict[str, Any] = {}
-    if scheme in ("s3", "s3a"):  # s3fs has retries of its own above botocore's: one of both is enough
+    if scheme in (
+        "s3",
+        "s3a",
+    ):  # s3fs has retries of its own above botocore's: one of both is enough
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS}
         options = {"config_kwargs": {**limits, "retries": {"total_max_attempts": 1}}}
     try:
         if scheme in _WEB:
             import aiohttp
 
-            limit = aiohttp.ClientTimeout(_ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+            limit = aiohttp.ClientTimeout(
+                _ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
+            )
             web = {
                 "timeout": limit,
                 # what a server packs for the way comes as it is: a few bytes may unpack to many
@@ -430,7 +513,9 @@ def _client(url: Url) -> tuple[Any, str]:
             }
             # by name, as fsspec would take the `::` of an IPv6 address for a chain of URLs
             headers = {"Accept-Encoding": "identity"}
-            client = fsspec.filesystem(scheme, use_listings_cache=False, client_kwargs=web, headers=headers)
+            client = fsspec.filesystem(
+                scheme, use_listings_cache=False, client_kwargs=web, headers=headers
+            )
             return client, url.text
         return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)
     except ImportError as error:

@@ -1,12 +1,15 @@
-"""Words of messages: long lists are cut, counts agree with their nouns, and foreign text cannot steer a terminal."""
+"""Words of messages: long lists are cut, counts agree with their nouns, and foreign text cannot
+steer a terminal.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-# All of C0 but tab and newline, DEL and C1; separators that some terminals take for a newline; characters that turn
-# the direction of what follows; halves of characters, which names of files may hold and no stream can write.
+# All of C0 but tab and newline, DEL and C1; separators that some terminals take for a newline;
+# characters that turn the direction of what follows; halves of characters, which names of files may
+# hold and no stream can write.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _WORD, _LINE, _MESSAGE = 1_000, 8_000, 100_000
 """Characters of the longest word, line and message that are shown whole."""
@@ -14,7 +17,8 @@ _LONG_WORD, _LONG_LINE = re.compile(rf"\S{{{_WORD + 1},}}"), re.compile(rf"[^\n]
 
 
 def escaped(text: str) -> str:
-    r"""Return a text for a terminal: control characters and overrides of direction as `\x1b` and `\u202e`.
+    r"""Return a text for a terminal: control characters and overrides of direction as `\x1b` and
+    `\u202e`.
 
     Newlines and tabs stay, and so does every other character of any language.
     """
@@ -22,7 +26,9 @@ def escaped(text: str) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Return a message for a terminal: escaped, with the middle of very long words, lines and texts left out."""
+    """Return a message for a terminal: escaped, with the middle of very long words, lines and texts
+    left out.
+    """
     text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _WORD), text)
     text = _LONG_LINE.sub(lambda found: _without_middle(found[0], _LINE), text)
     if len(text) > _MESSAGE:
@@ -53,12 +59,18 @@ def human_bytes(count: float) -> str:
 
 def human_count(count: float, unit: str = "") -> str:
     """A number with a decimal prefix and three digits: 7.24e9 -> "7.24 G"."""
-    return _scaled(count, 1000, (unit, f"k{unit}", f"M{unit}", f"G{unit}", f"T{unit}", f"P{unit}", f"E{unit}"))
+    return _scaled(
+        count, 1000, (unit, f"k{unit}", f"M{unit}", f"G{unit}", f"T{unit}", f"P{unit}", f"E{unit}")
+    )
 
 
 def _scaled(count: float, base: int, units: Sequence[str]) -> str:
     value, place = float(count), 0
     while abs(value) >= 999.5 and place < len(units) - 1:
         value, place = value / base, place + 1
-    digits = 0 if place == 0 and value == int(value) else 2 - (abs(value) >= 9.995) - (abs(value) >= 99.95)
+    digits = (
+        0
+        if place == 0 and value == int(value)
+        else 2 - (abs(value) >= 9.995) - (abs(value) >= 99.95)
+    )
     return f"{value:.{digits}f} {units[place]}".rstrip()

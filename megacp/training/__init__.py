@@ -1,7 +1,7 @@
 """Everything around a step: data, checkpoints, logs, the loop, and starting ranks.
 
-A `Trainer` is one rank of a run. A `PackedDataset` is read through a `PackedLoader`. The package imports
-megacp.engine and the packages below it.
+A `Trainer` is one rank of a run. A `PackedDataset` is read through a `PackedLoader`. The package
+imports megacp.engine and the packages below it.
 """
 
 from megacp.public import exports

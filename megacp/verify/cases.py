@@ -1,4 +1,6 @@
-"""Tiny models that `megacp.verify.parity` trains: a row for each variant of a decoder, experts and vision towers."""
+"""Tiny models that `megacp.verify.parity` trains: a row for each variant of a decoder, experts and
+vision towers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ TINY_SIZES: dict[str, int] = {
     "vocab_size": 211,
 }
 TINY_TOWER: dict[str, Value] = {
-    "init_method_std": 0.15,  # with 0.02 the tower's gradients are lost in the rounding of the text's
+    # with 0.02 the tower's gradients are lost in the rounding of the text's
+    "init_method_std": 0.15,
     "vision_num_layers": 3,
     "vision_hidden_size": 32,
     "vision_ffn_hidden_size": 48,
@@ -25,26 +28,57 @@ TINY_TOWER: dict[str, Value] = {
     "connector_ffn_hidden_size": 48,
 }
 _UNTIED: dict[str, Value] = {**TINY_SIZES, "untie_embeddings_and_output_weights": True}
-_BIASES: dict[str, Value] = {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}
-_LLAMA3: dict[str, Value] = {"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_max_positions": 64}
-_YARN: dict[str, Value] = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_positions": 16}
+_BIASES: dict[str, Value] = {
+    "add_qkv_bias": True,
+    "add_attention_output_bias": True,
+    "add_mlp_bias": True,
+}
+_LLAMA3: dict[str, Value] = {
+    "rope_scaling": "llama3",
+    "rope_scaling_factor": 8.0,
+    "rope_original_max_positions": 64,
+}
+_YARN: dict[str, Value] = {
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 4.0,
+    "rope_original_max_positions": 16,
+}
 _GEMMA3: dict[str, Value] = {
-    **{"apply_layernorm_1p": True, "mlp_activation": "geglu", "softmax_scale": 0.25, "embedding_multiplier": 8.0},
+    **{
+        "apply_layernorm_1p": True,
+        "mlp_activation": "geglu",
+        "softmax_scale": 0.25,
+        "embedding_multiplier": 8.0,
+    },
     **{"window_size": 20, "window_attn_skip_freq": "3", "window_rotary_base": 1e3},
 }
 _QWEN3_5: dict[str, Value] = {
-    **{"vision_family": "qwen3_5", "image_attention": "causal", "apply_layernorm_1p": True, "init_method_std": 0.08},
+    **{
+        "vision_family": "qwen3_5",
+        "image_attention": "causal",
+        "apply_layernorm_1p": True,
+        "init_method_std": 0.08,
+    },
     **{"linear_attention_freq": "4", "linear_num_key_heads": 8, "linear_num_value_heads": 8},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 6, "attention_output_gate": True},
     **{"rotary_percent": 0.5, "kv_channels": 16, "mrope_section": (2, 1, 1)},
 }
 _MAMBA2: dict[str, Value] = {
     **{"linear_attention_rule": "mamba2", "linear_attention_freq": "2", "init_method_std": 0.08},
-    **{"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
+    **{
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
 }
 _MOE: dict[str, Value] = {
     **{"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40, "moe_layer_freq": "2"},
-    **{"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True, "init_method_std": 0.08},
+    **{
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_shared_expert_gate": True,
+        "init_method_std": 0.08,
+    },
 }
 _GPT_OSS: dict[str, Value] = {
     **{
@@ -53,8 +87,18 @@ _GPT_OSS: dict[str, Value] = {
         "window_size": 20,
         "window_attn_skip_freq": "2",
     },
-    **{**_BIASES, **_YARN, **_MOE, "moe_router_bias": True, "yarn_correction_range_round_to_int": False},
-    **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False, "moe_layer_freq": "1"},
+    **{
+        **_BIASES,
+        **_YARN,
+        **_MOE,
+        "moe_router_bias": True,
+        "yarn_correction_range_round_to_int": False,
+    },
+    **{
+        "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_gate": False,
+        "moe_layer_freq": "1",
+    },
 }
 
 MODELS: dict[str, dict[str, Value]] = {
@@ -68,6 +112,12 @@ MODELS: dict[str, dict[str, Value]] = {
     "tiny_gpt_oss": {**TINY_SIZES, **_GPT_OSS},
     "tiny_biased": {**TINY_SIZES, **_BIASES, "qk_layernorm": "head", "hidden_dropout": 0.1},
     "tiny_vlm": {**_UNTIED, **TINY_TOWER, "additional_vocab_size": 8},
-    "tiny_qwen3_5": {**_UNTIED, **TINY_TOWER, **_QWEN3_5, "additional_vocab_size": 8, "qk_layernorm": "head"},
+    "tiny_qwen3_5": {
+        **_UNTIED,
+        **TINY_TOWER,
+        **_QWEN3_5,
+        "additional_vocab_size": 8,
+        "qk_layernorm": "head",
+    },
 }
 """The plain decoder is tied and has grouped queries. `tiny_biased` has every bias and dropout."""

@@ -1,11 +1,14 @@
-"""Does this layout train like one process? Trains it on random packs on this machine's CPU and compares every gradient.
+"""Does this layout train like one process? Trains it on random packs on this machine's CPU and
+compares every gradient.
 
-    python tools/check_parity.py --nproc 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+    python tools/check_parity.py --nproc 8 --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2 \
         --context-parallel-size 2 --mask mixed
     python tools/check_parity.py --config my_run.yaml --nproc 8
 
-Takes every flag and `--config` of megacp.train. What is too large for one process is made small, which is printed. With
-`--data-path` the stored packs are used. Exit status: 0 the same, 1 different, 2 refused, 3 a rank failed.
+Takes every flag and `--config` of megacp.train. What is too large for one process is made small,
+which is printed. With `--data-path` the stored packs are used. Exit status: 0 the same, 1
+different, 2 refused, 3 a rank failed.
 """
 
 from __future__ import annotations
@@ -42,18 +45,42 @@ def _count(text: str) -> int:
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     about = "Train a layout on random packs and compare it with one process; also takes all flags of megacp.train."
     parser = OneLineParser(description=about, allow_abbrev=False)
-    parser.add_argument("--nproc", type=_count, metavar="N", help="ranks to start here (default: tp x pp x cp)")
-    parser.add_argument("--mask", choices=MASKS, help="of random packs (--attention-mask; mixed with a vision tower)")
-    parser.add_argument("--model", choices=list(MODELS), help="sizes by name (default: tiny_llm, or those of --config)")
-    parser.add_argument("--steps", type=_count, default=2, metavar="N", help="optimizer steps to compare (default 2)")
-    parser.add_argument("--timeout", type=_count, default=600, metavar="S", help="seconds until a hang is told (600)")
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="ranks to start here (default: tp x pp x cp)"
+    )
+    parser.add_argument(
+        "--mask",
+        choices=MASKS,
+        help="of random packs (--attention-mask; mixed with a vision tower)",
+    )
+    parser.add_argument(
+        "--model",
+        choices=list(MODELS),
+        help="sizes by name (default: tiny_llm, or those of --config)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_count,
+        default=2,
+        metavar="N",
+        help="optimizer steps to compare (default 2)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_count,
+        default=600,
+        metavar="S",
+        help="seconds until a hang is told (600)",
+    )
     return parser.parse_known_args(argv)
 
 
 def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
     """What is to be compared. ValueError names a flag."""
     has_config = any(argument.partition("=")[0] == "--config" for argument in rest)
-    return prepare(parse(rest, "megacp-parity"), given_flags(rest), has_config, own.model, own.mask, own.nproc)
+    return prepare(
+        parse(rest, "megacp-parity"), given_flags(rest), has_config, own.model, own.mask, own.nproc
+    )
 
 
 def _resolved(setup: ParitySetup) -> ParitySetup:
@@ -71,14 +98,22 @@ def _resolved(setup: ParitySetup) -> ParitySetup:
 
 def _heading(setup: ParitySetup) -> str:
     c, p, m = setup.config, setup.config.parallel, setup.config.model
-    packs = f"random packs, mask {setup.rules.mask}" if setup.rules else f"packs of {shown_path(c.data.data_path)}"
+    packs = (
+        f"random packs, mask {setup.rules.mask}"
+        if setup.rules
+        else f"packs of {shown_path(c.data.data_path)}"
+    )
     sizes = {"pp": p.pipeline_model_parallel_size, "dp": c.data_parallel_size(setup.world_size)}
     sizes |= {"cp": p.context_parallel_size, "tp": p.tensor_model_parallel_size}
     lines = [
-        f"parity of {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} with one process",
-        f"  {human_count(run_parameters(c))} parameters, {m.num_layers} layers, {m.num_attention_heads}/"
-        f"{m.query_groups} heads, {c.vision.vision_num_layers} vision layers; {p.cp_comm_type}, {p.cp_layout}",
-        f"  {c.training.global_batch_size} rows a step of up to {c.data.seq_length} tokens, {packs}",
+        f"parity of {' x '.join(f'{axis} {size}' for axis, size in sizes.items())} with one "
+        "process",
+        f"  {human_count(run_parameters(c))} parameters, {m.num_layers} layers, "
+        f"{m.num_attention_heads}/"
+        f"{m.query_groups} heads, {c.vision.vision_num_layers} vision layers; {p.cp_comm_type}, "
+        f"{p.cp_layout}",
+        f"  {c.training.global_batch_size} rows a step of up to {c.data.seq_length} tokens, "
+        f"{packs}",
     ]
     return "\n".join([*lines, *(f"  note: {note}" for note in setup.notes)])
 
@@ -95,8 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     try:
         setup = _resolved(setup)
-        (reference,) = run_ranks(train_rank, 1, setup.reference, setup.rules, own.steps, timeout=own.timeout)
-        ranks = run_ranks(train_rank, setup.world_size, setup.config, setup.rules, own.steps, timeout=own.timeout)
+        (reference,) = run_ranks(
+            train_rank, 1, setup.reference, setup.rules, own.steps, timeout=own.timeout
+        )
+        ranks = run_ranks(
+            train_rank, setup.world_size, setup.config, setup.rules, own.steps, timeout=own.timeout
+        )
     except RankFailure as error:
         warn(f"FAILED: {error}")
         return 3

@@ -1,11 +1,14 @@
-"""One training step of any rank of any world, on a GPU that is not there: what it holds, and what it sends to whom.
+"""One training step of any rank of any world, on a GPU that is not there: what it holds, and what
+it sends to whom.
 
-The model, its plan, schedule and optimizer are the real ones; tensors are FakeTensors of a device `cuda` and have no
-numbers, process groups send nothing (torch's "fake" backend). An operator refuses tensors of two devices, the device's
-thread runs backward, and Dynamo traces every chain that a GPU would compile; the compiled kernel itself is faked.
+The model, its plan, schedule and optimizer are the real ones; tensors are FakeTensors of a device
+`cuda` and have no numbers, process groups send nothing (torch's "fake" backend). An operator
+refuses tensors of two devices, the device's thread runs backward, and Dynamo traces every chain
+that a GPU would compile; the compiled kernel itself is faked.
 
-Memory is the bytes of all storages on the device, by the phase that allocated them; a compiled chain holds its results
-alone. Fragmentation, communicators and the kernels' own buffers are not in it.
+Memory is the bytes of all storages on the device, by the phase that allocated them; a compiled
+chain holds its results alone. Fragmentation, communicators and the kernels' own buffers are not in
+it.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ from megacp.training.loop.sources import open_sources
 
 
 class Watch(TorchDispatchMode):
-    """Bytes on the device by category, and all calls of collectives, in every thread of autograd."""
+    """Bytes on the device by category, and all calls of collectives, in every thread of
+    autograd.
+    """
 
     supports_higher_order_operators = True
 
@@ -81,11 +86,15 @@ class Watch(TorchDispatchMode):
         self._known: dict[int, tuple[str, int]] = {}  # storage -> category, bytes
         self._most = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if (call := recorded(function, args, kwargs or {})) is not None:
             self.calls.append(call)
-        if not self.chains and TracingContext.try_get() is None:  # what Dynamo tries out is nobody's memory
+        if (
+            not self.chains and TracingContext.try_get() is None
+        ):  # what Dynamo tries out is nobody's memory
             for x in tree_iter(result):
                 if isinstance(x, torch.Tensor):
                     self.see(x)
@@ -115,8 +124,13 @@ class Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is allocated meanwhile counts as that phase's; what forward leaves behind are activations."""
-        before, self.category = self.category, {"forward": "activations", "shard": "rows"}.get(name, name)
+        """What is allocated meanwhile counts as that phase's; what forward leaves behind are
+        activations.
+        """
+        before, self.category = (
+            self.category,
+            {"forward": "activations", "shard": "rows"}.get(name, name),
+        )
         try:
             yield
         finally:
@@ -157,12 +171,16 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     """torch's choice on a GPU for crops without a mask, which a CPU build does not make."""
     if q.dtype == torch.bfloat16:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)[
+        0
+    ]
 
 
 @contextlib.contextmanager
 def _device(watch: Watch, rank: int) -> Iterator[None]:
-    """torch.cuda of a Hopper GPU whose kernels are faked; numbers that the host reads of it are 1."""
+    """torch.cuda of a Hopper GPU whose kernels are faked; numbers that the host reads of it are
+    1.
+    """
     item, tolist = torch.Tensor.item, torch.Tensor.tolist
     resize, compile = torch.UntypedStorage.resize_, torch.compile
 
@@ -184,20 +202,29 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
             "is_available": lambda: True,
             "device_count": lambda: 8,
             "current_device": lambda: rank % 8,
-            **dict.fromkeys(("set_device", "synchronize", "get_rng_state", "set_rng_state", "_lazy_init"), nothing),
+            **dict.fromkeys(
+                ("set_device", "synchronize", "get_rng_state", "set_rng_state", "_lazy_init"),
+                nothing,
+            ),
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_properties": lambda device=None: hopper,
             **dict.fromkeys(("Stream", "Event", "device", "stream", "current_stream"), _NoStream),
         },
         "torch.Tensor": {
-            "item": lambda x: 1.0 if isinstance(x, FakeTensor) and TracingContext.try_get() is None else item(x),
+            "item": lambda x: (
+                1.0 if isinstance(x, FakeTensor) and TracingContext.try_get() is None else item(x)
+            ),
             "tolist": lambda x: [1.0] * len(x) if isinstance(x, FakeTensor) else tolist(x),
             "pin_memory": lambda x, *device: x,
             "record_stream": nothing,
         },
         "torch._higher_order_ops.flex_attention": {"create_fw_bw_graph": graphs},
         "torch.nn.functional": {"scaled_dot_product_attention": _attention},
-        "torch": {"compile": lambda function, **named: compile(function, **{**named, "backend": watch.chain})},
+        "torch": {
+            "compile": lambda function, **named: compile(
+                function, **{**named, "backend": watch.chain}
+            )
+        },
         "torch.UntypedStorage": {"resize_": resized},
         "torch._subclasses.fake_tensor.FakeTensorMode": {"avoid_device_init": True},
     }
@@ -205,14 +232,18 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, values in patches.items():
             stack.enter_context(mock.patch.multiple(owner, **values))
-        stack.enter_context(mock.patch.object(build, "initialise", nothing))  # numbers that nobody reads
+        stack.enter_context(
+            mock.patch.object(build, "initialise", nothing)
+        )  # numbers that nobody reads
         stack.enter_context(mock.patch.object(offload, "PLAIN", {FakeTensor}))
         yield
 
 
 @contextlib.contextmanager
 def planned_routes(config: RunConfig, busy: int) -> Iterator[None]:
-    """Rows go where the dry run plans: more to the ep rank `busy`, as many from each to all others."""
+    """Rows go where the dry run plans: more to the ep rank `busy`, as many from each to all
+    others.
+    """
 
     def sent(route: Route) -> list[int]:
         ranks, slots = route.axis.size, route.chosen.numel()
@@ -234,7 +265,9 @@ class Rank:
 
     rank: int
     peak: dict[str, int]
-    """Bytes by category when they were most: weights, gradients, optimizer, activations, rows, else the phase."""
+    """Bytes by category when they were most: weights, gradients, optimizer, activations, rows, else
+    the phase.
+    """
     state: dict[str, int]
     """The first three of them between steps."""
     calls: list[Call]
@@ -245,9 +278,11 @@ class Rank:
         return sum(self.peak.values())
 
 
-def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] | None) -> PackedBatch:
-    """A row of random packs of full length with the planned images; `encoder`: which of how many ranks decodes them,
-    None for a rank of another stage.
+def full_row(
+    config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] | None
+) -> PackedBatch:
+    """A row of random packs of full length with the planned images; `encoder`: which of how many
+    ranks decodes them, None for a rank of another stage.
     """
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask)
     batch = mock_batch(range(packs), rules)
@@ -260,7 +295,8 @@ def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] 
     rank, ranks = encoder or (0, 1)
     mine = compute_image_shard_boundaries(*bounds, ranks)[rank]
     here = [
-        int(mine[f"end_{kind}_idx"] - mine[f"start_{kind}_idx"]) * (encoder is not None) for kind in ("image", "pool")
+        int(mine[f"end_{kind}_idx"] - mine[f"start_{kind}_idx"]) * (encoder is not None)
+        for kind in ("image", "pool")
     ]
     shape = config.vision.crop_patches, config.vision.patch_dim
     windows = np.zeros((here[1], POOLED_PATCHES), np.int64)
@@ -271,16 +307,24 @@ def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] 
 
 
 def microbatches_computed(config: RunConfig, world_size: int) -> int:
-    """How many a rank computes here: its schedule holds no more at once with those that only continue it."""
+    """How many a rank computes here: its schedule holds no more at once with those that only
+    continue it.
+    """
     stages = config.parallel.pipeline_model_parallel_size
-    return min(config.num_microbatches(world_size), 2 * stages * config.parallel.num_virtual_stages_per_pipeline_rank)
+    return min(
+        config.num_microbatches(world_size),
+        2 * stages * config.parallel.num_virtual_stages_per_pipeline_rank,
+    )
 
 
-def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch, busy: int = 0) -> Rank:
-    """Build the model of a checked config on a rank and train it for one step, of equal rows; `busy` is the ep rank
-    with the load that is planned for.
+def step(
+    config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch, busy: int = 0
+) -> Rank:
+    """Build the model of a checked config on a rank and train it for one step, of equal rows;
+    `busy` is the ep rank with the load that is planned for.
 
-    A process that compiles the chains meanwhile finds some percent more: Dynamo holds the inputs that it traced.
+    A process that compiles the chains meanwhile finds some percent more: Dynamo holds the inputs
+    that it traced.
     """
     gc.collect()
     watch.begin()
@@ -292,8 +336,13 @@ def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch,
                 model.is_new = False  # its first step would hold less
                 state = _state(model, watch)
             first = 0 if config.parallel.vision_shards == REPLICATE else model.rows.axis.rank
-            encoder = first, 1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size
-            row = model.plan(full_row(config, model.rows.packs, mask, encoder if grid.pp.rank == 0 else None))
+            encoder = (
+                first,
+                1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size,
+            )
+            row = model.plan(
+                full_row(config, model.rows.packs, mask, encoder if grid.pp.rank == 0 else None)
+            )
             with mode, watch, planned_routes(config, busy):
                 rows = [row] * microbatches_computed(config, world_size)
                 model.train(rows, 1, 1.0, sum(one.batch.real_tokens for one in rows))
@@ -305,7 +354,9 @@ def _state(model: ParallelModel, watch: Watch) -> dict[str, int]:
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in STATE}
     kept["weights"] += [shard_of(p) for chunk in model.chunks for p in chunk.parameters()]
     kept["weights"] += [s.values for s in model.parameters.shards]
-    kept["optimizer"] += [part.values for parts in model.optimizer.state_slices().values() for part in parts]
+    kept["optimizer"] += [
+        part.values for parts in model.optimizer.state_slices().values() for part in parts
+    ]
     kept["gradients"] += [bucket.gradients for bucket in getattr(model.parameters, "buckets", ())]
     weights = {x.untyped_storage()._cdata for x in kept["weights"]}
     for name, tensors in kept.items():
@@ -322,22 +373,38 @@ def neighbours(shape: GridShape, rank: int) -> list[int]:
 
 
 def _figures(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items() if size >= 5 << 20)
+    return ", ".join(
+        f"{name} {size / 2**30:.2f}" for name, size in sizes.items() if size >= 5 << 20
+    )
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line: `--rank`, `--mask` and the flags of a run; the exit status."""
     parser = argparse.ArgumentParser(prog="check_gpu.py --fake", allow_abbrev=False)
-    parser.add_argument("--rank", type=int, default=0, help="rank whose step is run, and those beside it (default 0)")
-    parser.add_argument("--mask", choices=MASKS, default="mixed", help="of the random packs (default mixed)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        help="rank whose step is run, and those beside it (default 0)",
+    )
+    parser.add_argument(
+        "--mask", choices=MASKS, default="mixed", help="of the random packs (default mixed)"
+    )
     own, rest = parser.parse_known_args(argv)
-    config = with_values(parse(rest, parser.prog), {"train_epochs": None})  # of random packs there are no epochs
+    config = with_values(
+        parse(rest, parser.prog), {"train_epochs": None}
+    )  # of random packs there are no epochs
     world_size = config.world_size or config.model_ranks
     require(config, world_size, backend_problems(config, None))
     if config.model.num_experts > 0 and config.training.dtype != "bfloat16":
-        raise ValueError(f"--fake with --num-experts and --dtype {config.training.dtype}: give bfloat16, as on a GPU")
+        raise ValueError(
+            f"--fake with --num-experts and --dtype {config.training.dtype}: give bfloat16, as on "
+            "a GPU"
+        )
     config, _ = open_sources(config)
-    config, chosen = resolve_auto(config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)])
+    config, chosen = resolve_auto(
+        config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)]
+    )
     shape, watch = config.grid_shape(world_size), Watch()
     if not 0 <= own.rank < world_size:
         raise ValueError(f"--rank {own.rank} is none of --world-size {world_size}")
@@ -348,15 +415,29 @@ def main(argv: Sequence[str]) -> int:
     *others, mine = (step(config, world_size, rank, own.mask, watch, busy) for rank in ranks)
     found, wrong = [mine, *others], []
     counts = microbatches_computed(config, world_size), config.num_microbatches(world_size)
-    print(f"a step of {counts[0]} of {counts[1]} microbatches of {config.data.seq_length:,} tokens, mask {own.mask}")
+    print(
+        f"a step of {counts[0]} of {counts[1]} microbatches of {config.data.seq_length:,} tokens, "
+        f"mask {own.mask}"
+    )
     for one in found:
         at = shape.coordinates(one.rank)
-        planned = stage_memory(config, at["pp"], stage_layers(config, world_size)[at["pp"]], world_size)
+        planned = stage_memory(
+            config, at["pp"], stage_layers(config, world_size)[at["pp"]], world_size
+        )
         place = ", ".join(f"{name} {at[name]}" for name in reversed(AXES))
         print(
-            f"rank {one.rank} ({place}): peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)}); the dry run "
+            f"rank {one.rank} ({place}): peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)}); "
+            "the dry run "
             f"estimates {planned.total / 2**30:.2f}; {len(one.calls):,} calls of collectives"
         )
-        wrong += differences(own.rank, found[0].calls, one.rank, one.calls) if one is not found[0] else []
-    print("\n".join(["DIFFERENT:", *wrong]) if wrong else f"THE SAME CALLS on rank {own.rank} and those beside it")
+        wrong += (
+            differences(own.rank, found[0].calls, one.rank, one.calls)
+            if one is not found[0]
+            else []
+        )
+    print(
+        "\n".join(["DIFFERENT:", *wrong])
+        if wrong
+        else f"THE SAME CALLS on rank {own.rank} and those beside it"
+    )
     return int(bool(wrong))

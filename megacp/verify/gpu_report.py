@@ -1,8 +1,9 @@
-"""The report of a GPU: a run as users start it, comparisons with a CPU in float64, then the speed of training steps.
+"""The report of a GPU: a run as users start it, comparisons with a CPU in float64, then the speed
+of training steps.
 
-Each part is a function of a device and of sizes, so a CPU runs the same lines with small ones. It runs alone, so one
-that fails is a line of the report. Speeds are of the calls after the first ones, which compile; the device is waited
-for before the clock is read.
+Each part is a function of a device and of sizes, so a CPU runs the same lines with small ones. It
+runs alone, so one that fails is a line of the report. Speeds are of the calls after the first ones,
+which compile; the device is waited for before the clock is read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ MIDDLE: Sizes = {
     "seq_length": 2048,
     "qk_layernorm": "head",
 }
-SMALL: Sizes = {**MIDDLE, "num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 64, "seq_length": 128}
+SMALL: Sizes = {
+    **MIDDLE,
+    "num_layers": 1,
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+    "seq_length": 128,
+}
 BILLION: Sizes = {
     "num_layers": 16,
     "hidden_size": 2048,
@@ -70,7 +77,9 @@ CALLS, WARM_UP = 5, 2
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: the largest relative difference, what is allowed and why; or why it did not run."""
+    """One comparison: the largest relative difference, what is allowed and why; or why it did not
+    run.
+    """
 
     name: str
     difference: float | None
@@ -99,29 +108,62 @@ ReportPart = Callable[[], Sequence[Any]]
 
 def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
     """A run with native layers, unless `settings` say otherwise."""
-    return with_values(RunConfig(), {"transformer_impl": "native", **sizes, "dtype": dtype, **settings})
+    return with_values(
+        RunConfig(), {"transformer_impl": "native", **sizes, "dtype": dtype, **settings}
+    )
 
 
-def losses(rank: int, world: int, config: RunConfig, device: str, mask: str = "mixed") -> list[float]:
+def losses(
+    rank: int, world: int, config: RunConfig, device: str, mask: str = "mixed"
+) -> list[float]:
     """Losses of three steps on rows that are the same on every grid."""
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
     batches = [mock_batch([step], rules) for step in (1, 2, 3)]
-    return [model.train([b], step, b.weight_sum, b.real_tokens).loss for step, b in enumerate(batches, 1)]
+    return [
+        model.train([b], step, b.weight_sum, b.real_tokens).loss
+        for step, b in enumerate(batches, 1)
+    ]
 
 
 def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
-    """`python -m megacp.train` on made-up packs: it saves at its end, and another one goes on from there."""
+    """`python -m megacp.train` on made-up packs: it saves at its end, and another one goes on from
+    there.
+    """
     name = f"megacp.train, {SAVED} steps, a save, {STEPS - SAVED} more"
     with tempfile.TemporaryDirectory() as folder:
-        values = {**sizes, "seq_length": tokens, "global_batch_size": 1, "log_file": f"{folder}/log.jsonl"}
-        command = [sys.executable, "-m", "megacp.train", *(f"{flag(key)}={value}" for key, value in values.items())]
+        values = {
+            **sizes,
+            "seq_length": tokens,
+            "global_batch_size": 1,
+            "log_file": f"{folder}/log.jsonl",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "megacp.train",
+            *(f"{flag(key)}={value}" for key, value in values.items()),
+        ]
         for way, last in (("save", SAVED), ("load", STEPS)):
-            subprocess.run([*command, f"--{way}={folder}/run", f"--train-iters={last}"], check=True, timeout=240)
+            subprocess.run(
+                [*command, f"--{way}={folder}/run", f"--train-iters={last}"],
+                check=True,
+                timeout=240,
+            )
         rows = map(json.loads, Path(folder, "log.jsonl").read_text(encoding="utf-8").splitlines())
-        steps = {row["step"]: row for row in rows if row["kind"] == "train" and math.isfinite(row["loss"] or math.nan)}
-    figures = {key: steps[STEPS][key] for key in ("loss", "tokens_per_second", "mfu", "seconds", "peak_memory")}
-    return [Finding(name, float(STEPS - len(steps)), 0.0, "steps without a finite loss"), Figure(name, figures)]
+        steps = {
+            row["step"]: row
+            for row in rows
+            if row["kind"] == "train" and math.isfinite(row["loss"] or math.nan)
+        }
+    figures = {
+        key: steps[STEPS][key]
+        for key in ("loss", "tokens_per_second", "mfu", "seconds", "peak_memory")
+    }
+    return [
+        Finding(name, float(STEPS - len(steps)), 0.0, "steps without a finite loss"),
+        Figure(name, figures),
+    ]
 
 
 def largest(values: Iterable[float]) -> float:
@@ -134,11 +176,17 @@ def _worst(found: list[float], expected: list[float]) -> float:
 
 
 def native_against_cpu(device: str, sizes: Sizes) -> list[Finding]:
-    """Three updates on mixed masks: float64 on the device and on the CPU, then bfloat16 against that."""
+    """Three updates on mixed masks: float64 on the device and on the CPU, then bfloat16 against
+    that.
+    """
     expected = losses(0, 1, config_of(sizes, "float64"), "cpu")
-    wide, narrow = (_worst(losses(0, 1, config_of(sizes, t), device), expected) for t in ("float64", "bfloat16"))
+    wide, narrow = (
+        _worst(losses(0, 1, config_of(sizes, t), device), expected) for t in ("float64", "bfloat16")
+    )
     return [
-        Finding("native float64 against CPU", wide, 1e-10, "roundings of float64 over three updates"),
+        Finding(
+            "native float64 against CPU", wide, 1e-10, "roundings of float64 over three updates"
+        ),
         Finding("native bfloat16 against float64", narrow, 2e-2, "8 bits of mantissa"),
     ]
 
@@ -150,23 +198,33 @@ def engine_against_native(device: str, sizes: Sizes) -> list[Finding]:
     cases += [("packed", {"fp8": recipe}) for recipe in ("delayed", "current", "blockwise")]
     findings = []
     for mask, settings in cases:
-        name = " ".join(map(str, ("Transformer Engine against native,", mask, "masks", *settings.values())))
-        limit, why = (0.1, "3 bits of mantissa") if "fp8" in settings else (2e-2, "two bfloat16 models")
+        name = " ".join(
+            map(str, ("Transformer Engine against native,", mask, "masks", *settings.values()))
+        )
+        limit, why = (
+            (0.1, "3 bits of mantissa") if "fp8" in settings else (2e-2, "two bfloat16 models")
+        )
         config = config_of(sizes, "bfloat16", transformer_impl="transformer_engine", **settings)
         if problems := backend_problems(config, torch.device(device).type):
             findings.append(Finding(name, None, limit, "; ".join(problems)))
             continue
         expected = losses(0, 1, config_of(sizes, "bfloat16"), device, mask)
-        findings.append(Finding(name, _worst(losses(0, 1, config, device, mask), expected), limit, why))
+        findings.append(
+            Finding(name, _worst(losses(0, 1, config, device, mask), expected), limit, why)
+        )
     return findings
 
 
 def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,)) -> list[Finding]:
-    """Context parallelism of several processes that share the device, over gloo, against one process."""
+    """Context parallelism of several processes that share the device, over gloo, against one
+    process.
+    """
     expected = losses(0, 1, config_of(sizes, "float32"), device)
     findings = []
     for ranks in worlds:
-        with RankPool(ranks) as pool:  # one for all transports: kernels are compiled once in a process
+        with RankPool(
+            ranks
+        ) as pool:  # one for all transports: kernels are compiled once in a process
             for row in TRANSPORTS.values():
                 if row.needs_sizes:
                     continue
@@ -179,7 +237,9 @@ def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,))
                 }
                 name = f"{ranks} ranks on one device, {transport}"
                 try:
-                    found = pool.run(losses, config_of(sizes, "float32", **parallel), device, timeout=150.0)
+                    found = pool.run(
+                        losses, config_of(sizes, "float32", **parallel), device, timeout=150.0
+                    )
                 except RankFailure as error:  # after which the pool is closed
                     findings.append(Finding(name, math.nan, 2e-4, str(error).splitlines()[-1]))
                     break
@@ -188,7 +248,9 @@ def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,))
     return findings
 
 
-def timed_steps(rank: int, world: int, config: RunConfig, device: str, mask: str = "causal") -> list[float]:
+def timed_steps(
+    rank: int, world: int, config: RunConfig, device: str, mask: str = "causal"
+) -> list[float]:
     """Seconds of this rank's steps after the first ones.
 
     Rows are planned before, as the loader's threads do in a run.
@@ -196,24 +258,36 @@ def timed_steps(rank: int, world: int, config: RunConfig, device: str, mask: str
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask)
     batch = mock_batch(range(model.rows.packs), rules)
-    steps = [[model.plan(batch) for _ in range(config.num_microbatches(world))] for _ in range(CALLS)]
+    steps = [
+        [model.plan(batch) for _ in range(config.num_microbatches(world))] for _ in range(CALLS)
+    ]
     found = []
     for number, rows in enumerate(steps, 1):
         begin = time.perf_counter()
-        model.train(rows, number, batch.weight_sum * config.training.global_batch_size, batch.real_tokens)
+        model.train(
+            rows, number, batch.weight_sum * config.training.global_batch_size, batch.real_tokens
+        )
         if device == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)
     return found[WARM_UP:]
 
 
-def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layers: str) -> list[Finding | Figure]:
-    """Steps of one pack of causal documents of `tokens` on one device; `layers` is a value of `--transformer-impl`.
+def training_speed(
+    device: str, sizes: Sizes, tokens: int, recompute: str, layers: str
+) -> list[Finding | Figure]:
+    """Steps of one pack of causal documents of `tokens` on one device; `layers` is a value of
+    `--transformer-impl`.
 
-    MFU is model FLOPs / (seconds x the vendor's dense peak); allowed pairs are counted, recomputation is not.
+    MFU is model FLOPs / (seconds x the vendor's dense peak); allowed pairs are counted,
+    recomputation is not.
     """
     name, kind = f"training, {tokens} tokens, recompute {recompute}, {layers}", torch.device(device)
-    chosen: Sizes = {"seq_length": tokens, "recompute_granularity": recompute, "transformer_impl": layers}
+    chosen: Sizes = {
+        "seq_length": tokens,
+        "recompute_granularity": recompute,
+        "transformer_impl": layers,
+    }
     config = with_values(RunConfig(), {**sizes, **chosen, "global_batch_size": 1})
     if problems := backend_problems(config, kind.type):
         return [Finding(name, None, 0.0, "; ".join(problems))]
@@ -226,24 +300,36 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
         "tokens/s": tokens / seconds,
         "seconds/step": seconds,
         "model FLOPs": flops,
-        "MFU": flops / seconds / (cuda_peak(kind, config.training.dtype) or math.nan) if kind.type == "cuda" else None,
+        "MFU": flops / seconds / (cuda_peak(kind, config.training.dtype) or math.nan)
+        if kind.type == "cuda"
+        else None,
         "peak GiB": peak_bytes(kind.type) / 2**30,
     }
     return [Figure(name, values)]
 
 
 def parts(device: str) -> dict[str, ReportPart]:
-    """All parts by name, by worth: those at the end are left out where time runs out. A CPU gets small sizes."""
+    """All parts by name, by worth: those at the end are left out where time runs out. A CPU gets
+    small sizes.
+    """
     on_gpu = device == "cuda"
     sizes, worlds = (MIDDLE, (2, 4)) if on_gpu else (SMALL, (2,))
     large, tokens = (BILLION, 8192) if on_gpu else (SMALL, 64)
     found: dict[str, ReportPart] = {
-        f"training, saved and resumed, at {tokens} tokens": partial(trained_and_resumed, large, tokens),
-        f"native on {device} against the CPU in float64": partial(native_against_cpu, device, sizes),
-        f"{', '.join(map(str, worlds))} ranks on one {device}": partial(ranks_on_one_device, device, sizes, worlds),
+        f"training, saved and resumed, at {tokens} tokens": partial(
+            trained_and_resumed, large, tokens
+        ),
+        f"native on {device} against the CPU in float64": partial(
+            native_against_cpu, device, sizes
+        ),
+        f"{', '.join(map(str, worlds))} ranks on one {device}": partial(
+            ranks_on_one_device, device, sizes, worlds
+        ),
         "Transformer Engine against native": partial(engine_against_native, device, sizes),
     }
-    for tokens, recompute in ((8192, "none"), (32768, "selective")) if on_gpu else ((64, "none"), (128, "selective")):
+    for tokens, recompute in (
+        ((8192, "none"), (32768, "selective")) if on_gpu else ((64, "none"), (128, "selective"))
+    ):
         for layers in ("native", "transformer_engine"):
             part = partial(training_speed, device, large, tokens, recompute, layers)
             found[f"training at {tokens} tokens, recompute {recompute}, {layers}"] = part
@@ -252,13 +338,22 @@ def parts(device: str) -> dict[str, ReportPart]:
 
 def versions(device: str) -> dict[str, str]:
     """Versions and the GPU that the figures were measured with."""
-    found = {"python": platform.python_version(), "system": platform.platform(), "apex": describe_apex()}
+    found = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "apex": describe_apex(),
+    }
     for name in ("torch", "triton", "transformer_engine", "transformer_engine_torch", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     if device == "cuda":
-        found |= {"CUDA of torch": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
-        found["GPU"] = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+        found |= {
+            "CUDA of torch": str(torch.version.cuda),
+            "cuDNN": str(torch.backends.cudnn.version()),
+        }
+        found["GPU"] = (
+            f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+        )
     return found
 
 
@@ -279,12 +374,19 @@ def run_part(name: str, part: ReportPart) -> dict[str, Any]:
     return {**entry, "seconds": time.monotonic() - started}
 
 
-def write(output: Path, device: str, environment: Mapping[str, str], entries: Sequence[dict[str, Any]]) -> None:
+def write(
+    output: Path, device: str, environment: Mapping[str, str], entries: Sequence[dict[str, Any]]
+) -> None:
     """Write report.json and report.md."""
     plain = [{**e, "results": [asdict(r) for r in e["results"]]} for e in entries]
     report = {"device": device, "versions": environment, "parts": plain}
     write_atomically(output / "report.json", json.dumps(report, indent=1).encode())
-    lines = [f"# Check of {device}", "", *(f"* {name}: {value}" for name, value in environment.items()), ""]
+    lines = [
+        f"# Check of {device}",
+        "",
+        *(f"* {name}: {value}" for name, value in environment.items()),
+        "",
+    ]
     lines += ["| what | found | allowed | verdict |", "| --- | --- | --- | --- |"]
     figures = []
     for entry in entries:
@@ -293,25 +395,41 @@ def write(output: Path, device: str, environment: Mapping[str, str], entries: Se
         for result in entry["results"]:
             if isinstance(result, Finding):
                 value = "" if result.difference is None else f"{result.difference:.2e}"
-                lines.append(f"| {result.name} | {value} | {result.allowed:g} ({result.reason}) | {result.verdict} |")
+                lines.append(
+                    f"| {result.name} | {value} | {result.allowed:g} ({result.reason}) | "
+                    f"{result.verdict} |"
+                )
             else:
                 figures += ["", f"**{result.name}**", ""]
-                figures += [f"* {k}: {'-' if v is None else f'{v:.4g}'}" for k, v in result.values.items()]
+                figures += [
+                    f"* {k}: {'-' if v is None else f'{v:.4g}'}" for k, v in result.values.items()
+                ]
     write_atomically(output / "report.md", "\n".join([*lines, *figures, ""]).encode())
 
 
 def check_device(device: str, output: Path, minutes: float) -> int:
-    """Run the parts that begin within `minutes`; 1 when something was not equal or did not finish."""
+    """Run the parts that begin within `minutes`; 1 when something was not equal or did not
+    finish.
+    """
     output.mkdir(parents=True, exist_ok=True)
     environment, begin = versions(device), time.monotonic()
     entries: list[dict[str, Any]] = []
     for name, part in parts(device).items():
         if time.monotonic() - begin > 60 * minutes:
-            entries.append({"part": name, "results": [], "error": f"left out: {minutes:g} minutes are over"})
+            entries.append(
+                {"part": name, "results": [], "error": f"left out: {minutes:g} minutes are over"}
+            )
         else:
             entries.append(run_part(name, part))
-        print(f"{name}: {entries[-1]['error'] or 'done'} ({time.monotonic() - begin:.0f} s)", flush=True)
-        write(output, device, environment, entries)  # a machine that ends the command keeps what was found until then
+        print(
+            f"{name}: {entries[-1]['error'] or 'done'} ({time.monotonic() - begin:.0f} s)",
+            flush=True,
+        )
+        write(
+            output, device, environment, entries
+        )  # a machine that ends the command keeps what was found until then
     print((output / "report.md").read_text(encoding="utf-8"))
-    failed = [r for e in entries for r in e["results"] if isinstance(r, Finding) and r.verdict == "FAILED"]
+    failed = [
+        r for e in entries for r in e["results"] if isinstance(r, Finding) and r.verdict == "FAILED"
+    ]
     return 1 if failed or any(e["error"] for e in entries) else 0

@@ -1,16 +1,20 @@
-"""Does a grid train like one process? Trains both on the same packs in float64 and compares every gradient and update.
+"""Does a grid train like one process? Trains both on the same packs in float64 and compares every
+gradient and update.
 
-The grid runs the `ParallelModel` of a training run, one process runs it with a dense explicit mask. Each rank's shares
-are held against the full tensors by global name, copies included; an element that no rank holds counts as wrong. Losses
-alone would look right under half of all gradient mistakes, and beside the parameters themselves a missing update is as
-small as the learning rate: so what each step added to them is compared too.
+The grid runs the `ParallelModel` of a training run, one process runs it with a dense explicit mask.
+Each rank's shares are held against the full tensors by global name, copies included; an element
+that no rank holds counts as wrong. Losses alone would look right under half of all gradient
+mistakes, and beside the parameters themselves a missing update is as small as the learning rate: so
+what each step added to them is compared too.
 
-Differences are relative: largest error of a tensor over its largest value. Tensors below a thousandth of the model's
-largest take that thousandth instead, since their noise comes from the large ones.
+Differences are relative: largest error of a tensor over its largest value. Tensors below a
+thousandth of the model's largest take that thousandth instead, since their noise comes from the
+large ones.
 
-`prepare` makes any run's config small enough for one process. The layout under test (grid, virtual stages, transport,
-layout of tokens, recomputation, micro batch) is never touched. Rows, batch and precision shrink, and a large model
-loses width, depth and vocabulary; it keeps its heads, groups, options, ties and at least one layer a stage.
+`prepare` makes any run's config small enough for one process. The layout under test (grid, virtual
+stages, transport, layout of tokens, recomputation, micro batch) is never touched. Rows, batch and
+precision shrink, and a large model loses width, depth and vocabulary; it keeps its heads, groups,
+options, ties and at least one layer a stage.
 """
 
 from __future__ import annotations
@@ -46,10 +50,13 @@ from megacp.training.loop.sources import Sources, loader_options, open_sources
 from megacp.verify.cases import MODELS, TINY_SIZES, TINY_TOWER
 
 MAX_PARAMETERS, MOST_ROW_TOKENS = 20_000_000, 4096
-"""One process holds the whole model in float64 with its optimizer, and heads x T x T scores of a stored row."""
+"""One process holds the whole model in float64 with its optimizer, and heads x T x T scores of a
+stored row.
+"""
 _PRECISION: dict[str, Value] = {
     "dtype": "float64",
-    "adam_eps": 1e-4,  # with 1e-8 the first update is the gradient's sign, also of one that is all rounding
+    # with 1e-8 the first update is the gradient's sign, also of one that is all rounding
+    "adam_eps": 1e-4,
     "lr": 1e-2,
     "min_lr": 0.0,
     "lr_decay_style": "constant",
@@ -59,7 +66,14 @@ _PRECISION: dict[str, Value] = {
     "lr_wsd_decay_iters": None,
 }
 """Replaced also where they stand as flags: updates are to be far above the rounding of float64."""
-_SET_ASIDE = ("train_epochs", "valid_data_path", "eval_interval", "exit_duration", "dry_run", "world_size")
+_SET_ASIDE = (
+    "train_epochs",
+    "valid_data_path",
+    "eval_interval",
+    "exit_duration",
+    "dry_run",
+    "world_size",
+)
 """Flags that are no part of a step, besides those of `checkpoint` and `log`."""
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
 ONE_PROCESS: dict[str, Value] = {
@@ -85,7 +99,9 @@ class ParitySetup:
 
     @property
     def reference(self) -> RunConfig:
-        """The config of the one process, on the same rows: dynamic context parallelism joins the packs of dp ranks."""
+        """The config of the one process, on the same rows: dynamic context parallelism joins the
+        packs of dp ranks.
+        """
         dynamic = self.config.parallel.dynamic_context_parallel
         joined = self.config.data_parallel_size(self.world_size) if dynamic else 1
         packs = self.config.training.micro_batch_size * joined
@@ -103,30 +119,44 @@ def prepare(
 ) -> ParitySetup:
     """The setup of a check. ValueError lists all reasons against it.
 
-    `given`: fields that stood as flags. `has_config`: a YAML file was read, whose model is taken where `model`, a name
-    of `MODELS`, is None. `mask`: of random packs (`--attention-mask`). `world_size`: by default tp x pp x cp.
+    `given`: fields that stood as flags. `has_config`: a YAML file was read, whose model is taken
+    where `model`, a name of `MODELS`, is None. `mask`: of random packs (`--attention-mask`).
+    `world_size`: by default tp x pp x cp.
     """
     world_size = world_size or config.model_ranks
     model = model or (None if has_config else "tiny_llm")
     default = flatten(RunConfig())
     unsaved = [info.name for info in fields().values() if info.room in ("checkpoint", "log")]
-    original = config = with_values(config, {name: default[name] for name in (*unsaved, *_SET_ASIDE)})
+    original = config = with_values(
+        config, {name: default[name] for name in (*unsaved, *_SET_ASIDE)}
+    )
     kernel = kernel_problem(config.training.attention_kernel, "cpu", "float64")
-    config = with_values(config, {n: value for n, value in ON_CPU.items() if kernel or n != "attention_kernel"})
+    config = with_values(
+        config, {n: value for n, value in ON_CPU.items() if kernel or n != "attention_kernel"}
+    )
     wrong = f"--mask {mask}" if mask else ""
     if config.data.seq_length > MOST_ROW_TOKENS:
         wrong = f"--seq-length {config.data.seq_length} over {MOST_ROW_TOKENS}"
     if wrong and "data_path" in given:
         raise ValueError(f"--data-path and {wrong}: leave it out to check on random packs")
-    elsewhere = not all(Path(folder, MANIFEST_NAME).is_file() for folder in named_folders(config.data.data_path))
-    notes, stored = [], config.data.data_path is not None and not wrong and ("data_path" in given or not elsewhere)
+    elsewhere = not all(
+        Path(folder, MANIFEST_NAME).is_file() for folder in named_folders(config.data.data_path)
+    )
+    notes, stored = (
+        [],
+        config.data.data_path is not None and not wrong and ("data_path" in given or not elsewhere),
+    )
     if config.data.data_path is not None and not stored:
-        notes.append(f"random packs are used, not those of --data-path {shown_path(config.data.data_path)}")
+        notes.append(
+            f"random packs are used, not those of --data-path {shown_path(config.data.data_path)}"
+        )
         config = with_values(config, {"data_path": None})
     kept = {*given, *(_FIXED_BY_PACKS if stored else ())}
 
     def changed(values: dict[str, Value]) -> RunConfig:
-        return with_values(config, {name: value for name, value in values.items() if name not in kept})
+        return with_values(
+            config, {name: value for name, value in values.items() if name not in kept}
+        )
 
     if model is not None:
         config = changed(_sizes(config, model))
@@ -138,13 +168,15 @@ def prepare(
         config = changed(_sizes(config, None))
     if (left := run_parameters(config)) > MAX_PARAMETERS:
         raise ValueError(
-            f"the flags keep {left / 1e6:.1f} M parameters, one process takes at most {MAX_PARAMETERS / 1e6:.1f} M: "
+            f"the flags keep {left / 1e6:.1f} M parameters, one process takes at most "
+            f"{MAX_PARAMETERS / 1e6:.1f} M: "
             "--model tiny_llm, or smaller --num-layers, --hidden-size, --ffn-hidden-size and --vocab-size"
         )
     p, t = config.parallel, config.training
     step = 2 * p.context_parallel_size * p.tensor_model_parallel_size
     tokens = min(256 if has_config else 64, config.data.seq_length)
-    # more microbatches than stages, and no multiple of them: warmup, steady state and drain all occur
+    # more microbatches than stages, and no multiple of them: warmup, steady state and drain all
+    # occur
     replicas = t.micro_batch_size * max(1, config.data_parallel_size(world_size))
     batch = replicas * max(2, p.pipeline_model_parallel_size + 1)
     config = changed({"seq_length": -(-tokens // step) * step, "global_batch_size": batch})
@@ -164,7 +196,8 @@ def prepare(
 
 
 def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
-    """Sizes of a model of `MODELS`, or small ones for the config's own; enough heads and layers for its tp and stages.
+    """Sizes of a model of `MODELS`, or small ones for the config's own; enough heads and layers for
+    its tp and stages.
 
     A tower of the config that the named model lacks is made small and kept, with its heads.
     """
@@ -177,7 +210,9 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
             name: min(getattr(m, name), TINY_SIZES[name]) for name in ("hidden_size", "vocab_size")
         }
         sizes |= {"kv_channels": min(m.head_dim, 8), "ffn_hidden_size": min(m.ffn_hidden_size, ffn)}
-        sizes |= {"moe_ffn_hidden_size": min(m.expert_hidden_size, ffn)} if m.num_experts > 0 else {}
+        sizes |= (
+            {"moe_ffn_hidden_size": min(m.expert_hidden_size, ffn)} if m.num_experts > 0 else {}
+        )
         shared = m.moe_shared_expert_intermediate_size
         sizes |= {"moe_shared_expert_intermediate_size": min(shared, ffn)} if shared else {}
     else:
@@ -187,16 +222,24 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
         if sizes.get("moe_shared_expert_intermediate_size"):
             sizes["moe_shared_expert_intermediate_size"] = ffn
     if tower and "vision_num_layers" not in sizes:
-        sizes |= {name: value for name, value in TINY_TOWER.items() if name != "vision_num_attention_heads"}
+        sizes |= {
+            name: value
+            for name, value in TINY_TOWER.items()
+            if name != "vision_num_attention_heads"
+        }
     if tower or "vision_num_layers" in sizes:
-        sizes |= {name: math.lcm(48, tp) for name in ("vision_ffn_hidden_size", "connector_ffn_hidden_size")}
+        sizes |= {
+            name: math.lcm(48, tp)
+            for name in ("vision_ffn_hidden_size", "connector_ffn_hidden_size")
+        }
     offloaded = min(config.training.activation_offload, float(max(1, layers // stages)))
     return {**sizes, "num_layers": layers, "activation_offload": offloaded}
 
 
 TOLERANCE = 1e-10
-"""Largest relative difference that is rounding: a sum in another order moves 1e-16 of its largest term, depth and
-AdamW's division by the second moment leave 1e-14. A lost or doubled gradient differs by 0.5 or more.
+"""Largest relative difference that is rounding: a sum in another order moves 1e-16 of its largest
+term, depth and AdamW's division by the second moment leave 1e-14. A lost or doubled gradient
+differs by 0.5 or more.
 """
 
 
@@ -217,7 +260,9 @@ class Box:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step on one rank: its slices of the summed gradients before clipping, its parameters and what was added."""
+    """One step on one rank: its slices of the summed gradients before clipping, its parameters and
+    what was added.
+    """
 
     loss: float
     grad_norm: float
@@ -234,33 +279,55 @@ class StepComparison:
     loss: float  # of the one process, as is the norm
     grad_norm: float
     differences: dict[str, float]
-    """The largest relative one of all ranks by kind of value; for tensors the words name the worst one."""
+    """The largest relative one of all ranks by kind of value; for tensors the words name the worst
+    one.
+    """
 
     def beyond(self, tolerance: float = TOLERANCE) -> list[str]:
         """Differences above the tolerance, as words."""
-        return [f"{what} by {value:.1e}" for what, value in self.differences.items() if not value <= tolerance]
+        return [
+            f"{what} by {value:.1e}"
+            for what, value in self.differences.items()
+            if not value <= tolerance
+        ]
 
 
 def microbatches(
-    config: RunConfig, packs: MockRules | Sources, step: int, rows: Rows, loading: ImageLoading | None = None
+    config: RunConfig,
+    packs: MockRules | Sources,
+    step: int,
+    rows: Rows,
+    loading: ImageLoading | None = None,
 ) -> list[PackedBatch]:
-    """One rank's microbatches of a step, random or stored, dealt as the loader does; `loading` decodes their images."""
+    """One rank's microbatches of a step, random or stored, dealt as the loader does; `loading`
+    decodes their images.
+    """
     size = rows.packs
     first = (step - 1) * config.training.global_batch_size
     if isinstance(packs, Sources):
-        return step_batches(packs.train, loader_options(config, size), rows.data_rank, first, loading)
+        return step_batches(
+            packs.train, loader_options(config, size), rows.data_rank, first, loading
+        )
     return [
         mock_batch(range(first + number * size, first + (number + 1) * size), packs, loading)
-        for number in range(rows.data_rank.index, config.training.global_batch_size // size, rows.data_rank.size)
+        for number in range(
+            rows.data_rank.index, config.training.global_batch_size // size, rows.data_rank.size
+        )
     ]
 
 
 def train_rank(
-    rank: int, world_size: int, config: RunConfig, rules: MockRules | None, steps: int, strategy: str = "stored"
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    rules: MockRules | None,
+    steps: int,
+    strategy: str = "stored",
 ) -> list[StepTrace]:
     """Train on this rank (a process group of `world_size` ranks exists) and record every step.
 
-    `rules`: of random packs, None takes those of --data-path. `strategy`: how to deal images first, see `ImageLoading`.
+    `rules`: of random packs, None takes those of --data-path. `strategy`: how to deal images first,
+    see `ImageLoading`.
     """
     grid = build_grid(config.grid_shape(world_size), rank)
     model = ParallelModel(config, grid)
@@ -282,7 +349,10 @@ def train_rank(
         model.balance.correct()
         after = _boxes(model.parameters.parameters_held())
         pairs = zip(before, after, strict=True)
-        updates = tuple(Box(new.name, new.global_shape, new.offsets, new.values - old.values) for old, new in pairs)
+        updates = tuple(
+            Box(new.name, new.global_shape, new.offsets, new.values - old.values)
+            for old, new in pairs
+        )
         traces.append(StepTrace(loss, norm, gradients, after, updates))
         before = after
     return traces
@@ -291,7 +361,12 @@ def train_rank(
 def _boxes(slices: Iterable[ParameterSlice]) -> tuple[Box, ...]:
     """Copies of the boxes that slices of local parameters hold."""
     return tuple(
-        Box(box.name.partition(".")[2], box.global_shape, box.offsets, box.tensor.detach().cpu().numpy().copy())
+        Box(
+            box.name.partition(".")[2],
+            box.global_shape,
+            box.offsets,
+            box.tensor.detach().cpu().numpy().copy(),
+        )
         for part in slices
         for box in boxes_of_slice("parity", part)
     )
@@ -306,8 +381,12 @@ def assemble(boxes: Iterable[Box]) -> dict[str, np.ndarray]:
     return full
 
 
-def largest_difference(reference: Mapping[str, np.ndarray], ranks: Sequence[Sequence[Box]]) -> tuple[str, float]:
-    """The tensor that is farthest from the full one, and how far; inf for what is missing, unknown, or not finite."""
+def largest_difference(
+    reference: Mapping[str, np.ndarray], ranks: Sequence[Sequence[Box]]
+) -> tuple[str, float]:
+    """The tensor that is farthest from the full one, and how far; inf for what is missing, unknown,
+    or not finite.
+    """
     errors = dict.fromkeys(reference, 0.0)
     covered = {name: np.zeros(tensor.shape, bool) for name, tensor in reference.items()}
     for box in itertools.chain.from_iterable(ranks):
@@ -326,7 +405,9 @@ def largest_difference(reference: Mapping[str, np.ndarray], ranks: Sequence[Sequ
     return worst, relative[worst]
 
 
-def compare(reference: Sequence[StepTrace], ranks: Sequence[Sequence[StepTrace]]) -> list[StepComparison]:
+def compare(
+    reference: Sequence[StepTrace], ranks: Sequence[Sequence[StepTrace]]
+) -> list[StepComparison]:
     """Step by step: `reference` of the one process against `ranks[rank]` of the grid."""
     comparisons = []
     for number, expected in enumerate(reference):
@@ -334,11 +415,17 @@ def compare(reference: Sequence[StepTrace], ranks: Sequence[Sequence[StepTrace]]
         differences: dict[str, float] = {}
         for what, scalar in (("loss", "loss"), ("gradient norm", "grad_norm")):
             value = getattr(expected, scalar)
-            errors = [abs(getattr(trace, scalar) - value) / max(abs(value), 1e-300) for trace in seen]
+            errors = [
+                abs(getattr(trace, scalar) - value) / max(abs(value), 1e-300) for trace in seen
+            ]
             differences[what] = max(error if math.isfinite(error) else math.inf for error in errors)
         for kind in ("gradient", "update", "parameter"):
             full = assemble(getattr(expected, f"{kind}s"))
-            name, difference = largest_difference(full, [getattr(trace, f"{kind}s") for trace in seen])
+            name, difference = largest_difference(
+                full, [getattr(trace, f"{kind}s") for trace in seen]
+            )
             differences[f"{kind} of {name}"] = difference
-        comparisons.append(StepComparison(number + 1, expected.loss, expected.grad_norm, differences))
+        comparisons.append(
+            StepComparison(number + 1, expected.loss, expected.grad_norm, differences)
+        )
     return comparisons

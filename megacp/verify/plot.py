@@ -27,19 +27,28 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 
 
 def read_curves(path: Path) -> dict[str, dict[int, float]]:
-    """Losses of a log by kind (`train`, `valid`) and step. ValueError names the file and line that hold none."""
+    """Losses of a log by kind (`train`, `valid`) and step. ValueError names the file and line that
+    hold none.
+    """
     curves: dict[str, dict[int, float]] = {"train": {}, "valid": {}}
     for number, line in enumerate(
         read_regular(path, _LARGEST_LOG).splitlines(), 1
     ):  # of bytes: a text has further ends of lines
         try:
             row = json.loads(line)
-            if row["kind"] == "run":  # it went on from here: what came after that step counts no more
-                curves = {kind: {s: y for s, y in one.items() if s <= row["step"]} for kind, one in curves.items()}
+            if (
+                row["kind"] == "run"
+            ):  # it went on from here: what came after that step counts no more
+                curves = {
+                    kind: {s: y for s, y in one.items() if s <= row["step"]}
+                    for kind, one in curves.items()
+                }
             elif row["kind"] in curves:
                 curves[row["kind"]][int(row["step"])] = float(row["loss"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--log {path}:{number} is no line of a training log: {error!r}") from error
+            raise ValueError(
+                f"--log {path}:{number} is no line of a training log: {error!r}"
+            ) from error
     if not curves["train"]:
         raise ValueError(f"--log {path} holds no training step")
     return curves
@@ -50,7 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(description="Draw the loss curve of a run from its JSONL log.")
     parser.add_argument("--log", type=Path, required=True, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
-    parser.add_argument("--mark", type=int, action="append", default=[], metavar="STEP", help="where a run was resumed")
+    parser.add_argument(
+        "--mark",
+        type=int,
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="where a run was resumed",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it exists")
     arguments = parser.parse_args(argv)
     try:
@@ -69,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     (line,) = axes.plot(list(curves["train"]), losses, linewidth=1, alpha=0.35, label="train")
     mean_name = f"train, mean of {MEAN_OF} steps"
     axes.plot(list(curves["train"]), running_mean(losses), color=line.get_color(), label=mean_name)
-    axes.plot(list(curves["valid"]), list(curves["valid"].values()), "o-", linewidth=1, label="valid")
+    axes.plot(
+        list(curves["valid"]), list(curves["valid"].values()), "o-", linewidth=1, label="valid"
+    )
     for step in arguments.mark:
         axes.axvline(step, color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")

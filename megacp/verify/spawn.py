@@ -1,6 +1,8 @@
-"""Ranks started by a tool itself: a pool of gloo processes on this machine, kept alive between calls.
+"""Ranks started by a tool itself: a pool of gloo processes on this machine, kept alive between
+calls.
 
-The processes come from a forkserver that has done all imports. They meet through a file, so no port is taken.
+The processes come from a forkserver that has done all imports. They meet through a file, so no port
+is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import torch
 from megacp.training.start.launch import meet_in_file, settle_cpu
 
 _GRACE = 2.0
-"""Seconds the other ranks get to report their own failure after the first one, and a late rank to write its stack."""
+"""Seconds the other ranks get to report their own failure after the first one, and a late rank to
+write its stack.
+"""
 
 
 class RankFailure(RuntimeError):
@@ -32,19 +36,26 @@ class RankFailure(RuntimeError):
 
 
 def preloaded() -> list[str]:
-    """Modules that ranks find imported; none starts a thread or asks for a device: then no process could be forked.
+    """Modules that ranks find imported; none starts a thread or asks for a device: then no process
+    could be forked.
 
-    The first torch.optim optimizer of a process imports torch._dynamo, 1.8 s of a core in every rank, and full sharding
-    torch.distributed.fsdp, one second.
+    The first torch.optim optimizer of a process imports torch._dynamo, 1.8 s of a core in every
+    rank, and full sharding torch.distributed.fsdp, one second.
     """
     later = ["torch._dynamo", "torch.distributed.fsdp"]
-    return ["torch", "torch.distributed", *later, *sorted(n for n in sys.modules if n.startswith("megacp."))]
+    return [
+        "torch",
+        "torch.distributed",
+        *later,
+        *sorted(n for n in sys.modules if n.startswith("megacp.")),
+    ]
 
 
 def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connection) -> None:
     """A rank: runs what comes through the pipe until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    gc.freeze()  # what was imported before the fork stays: to walk it would copy its pages into this process
+    # what was imported before the fork stays: to walk it would copy its pages into this process
+    gc.freeze()
     settle_cpu()
     torch.set_num_threads(threads)
     with open(f"{folder}/stack_{rank}", "w") as stack:
@@ -64,7 +75,9 @@ def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connecti
 
 
 class RankPool(contextlib.AbstractContextManager):
-    """`world_size` processes in one gloo process group (none for one rank), `threads` torch threads each."""
+    """`world_size` processes in one gloo process group (none for one rank), `threads` torch threads
+    each.
+    """
 
     def __init__(self, world_size: int, threads: int = 1) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -81,7 +94,8 @@ class RankPool(contextlib.AbstractContextManager):
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
         """Results of `function(rank, world_size, *args)` in rank order; all of them can be pickled.
 
-        Raises RankFailure, after which the pool is closed, when a rank raises, dies, or needs more than `timeout` s.
+        Raises RankFailure, after which the pool is closed, when a rank raises, dies, or needs more
+        than `timeout` s.
         """
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # `recv` tells of it
@@ -97,12 +111,17 @@ class RankPool(contextlib.AbstractContextManager):
                     self.processes[rank].join(_GRACE)
                     succeeded, stack = False, Path(self._folder, f"stack_{rank}").read_text()
                     died = f"the process died with exit code {self.processes[rank].exitcode}"
-                    late = f"it did not finish within {timeout:g} s; it was at\n{stack}"  # it ended itself
+                    # it ended itself
+                    late = f"it did not finish within {timeout:g} s; it was at\n{stack}"
                     answers[rank] = late if stack else died
                 failures += [] if succeeded else [f"rank {rank} failed:\n{answers[rank]}"]
         if left or failures:
             self.close()
-            raise RankFailure("\n".join(failures or [f"no answer of ranks {[*left.values()]} within {timeout:g} s"]))
+            raise RankFailure(
+                "\n".join(
+                    failures or [f"no answer of ranks {[*left.values()]} within {timeout:g} s"]
+                )
+            )
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
@@ -117,7 +136,9 @@ class RankPool(contextlib.AbstractContextManager):
         self.close()
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
+) -> list[Any]:
     """`RankPool.run` once, on processes of its own."""
     with RankPool(world_size) as pool:
         return pool.run(function, *args, timeout=timeout)

@@ -1,4 +1,6 @@
-"""The benchmarks run, their figures mean what they say, and the pictures show what plans and schedules say."""
+"""The benchmarks run, their figures mean what they say, and the pictures show what plans and
+schedules say.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from tools.draw_pictures import main
 
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 def test_area_and_remote_rows_are_counted_as_a_dense_mask_says(layout: str) -> None:
-    batch = random_batch(np.random.default_rng(5), 48, documents=4, branches=True, images=True, padding=True)
+    batch = random_batch(
+        np.random.default_rng(5), 48, documents=4, branches=True, images=True, padding=True
+    )
     plans = plans_of(batch, layout, 4)
     mask = allowed(plans[0].metadata, plans[0].metadata)
     seen = 0
@@ -68,9 +72,23 @@ def figures(tool: str, path: Path, *flags: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_quick_benchmark_gives_ratios_memory_and_bytes(tmp_path: Path) -> None:
-    rows = {row["layout"]: row for row in figures("benchmark.py", tmp_path / "a.json", "--only", "short")["short"]}
-    assert list(rows) == ["one process, 1 thread", "one process, 2 threads", "dp 2", "tp 2", "pp 2", "cp 2"]
-    assert rows["one process, 1 thread"]["over_one_thread"] == rows["one process, 2 threads"]["over_two_threads"] == 1.0
+    rows = {
+        row["layout"]: row
+        for row in figures("benchmark.py", tmp_path / "a.json", "--only", "short")["short"]
+    }
+    assert list(rows) == [
+        "one process, 1 thread",
+        "one process, 2 threads",
+        "dp 2",
+        "tp 2",
+        "pp 2",
+        "cp 2",
+    ]
+    assert (
+        rows["one process, 1 thread"]["over_one_thread"]
+        == rows["one process, 2 threads"]["over_two_threads"]
+        == 1.0
+    )
     for row in rows.values():
         assert len(row["peak_memory"]) == row["ranks"] and min(row["peak_memory"]) > 0
         assert row["loss"] == pytest.approx(rows["one process, 1 thread"]["loss"], rel=1e-4)
@@ -80,7 +98,12 @@ def test_a_quick_benchmark_gives_ratios_memory_and_bytes(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_benchmark_of_context_parallelism_counts_and_times(tmp_path: Path) -> None:
     found = figures("bench_cp.py", tmp_path / "a.json")
-    assert len(found["goals"]) == 16 and {entry["cp"] for entry in found["layouts"]} == {2, 4, 8, 16}
+    assert len(found["goals"]) == 16 and {entry["cp"] for entry in found["layouts"]} == {
+        2,
+        4,
+        8,
+        16,
+    }
     assert all(seconds > 0 for runs in found["time"].values() for seconds in runs)
 
 
@@ -97,7 +120,9 @@ def test_the_drawn_tiles_are_the_mask(layout: str) -> None:
         for corners, _ in tile_shapes(plan):
             (left, top), (right, bottom) = corners.min(0), corners.max(0)
             shape = (bottom - top, right - left)
-            painted[top:bottom, left:right] += np.tri(*shape, dtype=np.int64) if len(corners) == 3 else 1
+            painted[top:bottom, left:right] += (
+                np.tri(*shape, dtype=np.int64) if len(corners) == 3 else 1
+            )
     np.testing.assert_array_equal(painted, allowed(metadata, metadata).astype(np.int64))
 
 
@@ -132,7 +157,9 @@ def test_a_stored_picture_says_what_is_drawn_today_and_can_be_read(name: str) ->
 def test_the_demos_picture_has_the_figures_of_the_pages() -> None:
     texts = style.stored_texts(PLACE / "demo.png")
     groups = [text for text in texts if re.search(r"\n.* scans?$", text)]
-    drawn = dict(zip(groups, [text.partition("%")[0] for text in texts if "%" in text], strict=True))
+    drawn = dict(
+        zip(groups, [text.partition("%")[0] for text in texts if "%" in text], strict=True)
+    )
     page, told = (PLACE.parent / "measured.md").read_text(encoding="utf-8"), {}
     for question, one, several in re.findall(r"^\|(\w.*\?)\|(.*?)\|(.*?)\|", page, re.MULTILINE):
         told |= {f"{question}\none scan": one, f"{question}\ntwo to six scans": several}
@@ -143,8 +170,14 @@ def test_the_demos_picture_has_the_figures_of_the_pages() -> None:
 def test_each_stored_picture_is_drawn_here_and_shown_in_a_text() -> None:
     stored = {path.name for path in PLACE.iterdir()}
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    linked = {name for text in texts for name in re.findall(r"pictures/([\w.]+)", text.read_text(encoding="utf-8"))}
-    assert stored <= {f"{name}.png" for name in (*PICTURES, "demo", "demo_chat")} and linked == stored
+    linked = {
+        name
+        for text in texts
+        for name in re.findall(r"pictures/([\w.]+)", text.read_text(encoding="utf-8"))
+    }
+    assert (
+        stored <= {f"{name}.png" for name in (*PICTURES, "demo", "demo_chat")} and linked == stored
+    )
 
 
 def finished_demo(folder: Path) -> Path:
@@ -153,13 +186,19 @@ def finished_demo(folder: Path) -> Path:
     images.mkdir(parents=True)
     Image.new("L", (16, 16), 128).save(images / "1.png")
     (folder / "checkpoints").mkdir()
-    log = [{"kind": kind, "step": step, "loss": 1 / step} for kind in ("train", "valid") for step in (1, 2)]
+    log = [
+        {"kind": kind, "step": step, "loss": 1 / step}
+        for kind in ("train", "valid")
+        for step in (1, 2)
+    ]
     (folder / "checkpoints" / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
     lines = []
     for count in (1, 2):
         for asked, answer in (("which digits?", "1"), ("how many are even?", "7")):
             prompt = f"<|user|>\n{asked}\n<|assistant|>\n"
-            lines.append({"prompt": prompt, "expected": "1", "answer": answer, "images": ["1.png"] * count})
+            lines.append(
+                {"prompt": prompt, "expected": "1", "answer": answer, "images": ["1.png"] * count}
+            )
     (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 

@@ -1,4 +1,6 @@
-"""Every plain collective and message on real ranks against its definition over the list of all ranks' inputs."""
+"""Every plain collective and message on real ranks against its definition over the list of all
+ranks' inputs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32
 SIZES = (1, 7, 8_000)
 
 
-def inputs(world_size: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+def inputs(
+    world_size: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0
+) -> list[torch.Tensor]:
     """What each rank holds; every rank can draw the inputs of all."""
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(*shape, generator=generator) * 100).to(dtype) for _ in range(world_size)]
@@ -41,7 +45,9 @@ def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def assert_sum(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """fp32/64 may be summed by gloo's ring in another order: a few units in the last place; the rest is exact."""
+    """fp32/64 may be summed by gloo's ring in another order: a few units in the last place; the
+    rest is exact.
+    """
     assert found.dtype == expected.dtype
     tolerance = {torch.float64: 1e-14, torch.float32: 5e-6}.get(found.dtype, 0.0)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=100 * tolerance)
@@ -64,13 +70,17 @@ def check_reductions(rank: int, world_size: int) -> None:
             block = slice(rank * n, (rank + 1) * n)
             assert_sum(collectives.reduce_scatter(parts[rank], axis), total(parts)[block])
             assert torch.equal(mine, before), "an input was changed in place"
-    assert torch.equal(collectives.all_reduce(torch.tensor(rank), axis), torch.tensor(sum(range(world_size))))
+    assert torch.equal(
+        collectives.all_reduce(torch.tensor(rank), axis), torch.tensor(sum(range(world_size)))
+    )
 
 
 def as_on_nccl(axis: Axis, patch: pytest.MonkeyPatch) -> Axis:
     """The axis with the calls that NCCL gets, of which a gloo group has no reduce-scatter."""
 
-    def scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> SimpleNamespace:
+    def scatter(
+        out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> SimpleNamespace:
         whole = x.clone()
         dist.all_reduce(whole, group=group)
         out.copy_(whole.tensor_split(axis.size)[axis.rank])
@@ -115,7 +125,12 @@ def check_strided_views(rank: int, world_size: int) -> None:
     axis = world(world_size)
     for n in (2 * world_size, 20_000):
         wide = inputs(world_size, (n, world_size, 6), torch.float64)
-        for view in (lambda x: x[..., ::2], lambda x: x.transpose(0, 1), lambda x: x[::2], lambda x: x[:, :, 1]):
+        for view in (
+            lambda x: x[..., ::2],
+            lambda x: x.transpose(0, 1),
+            lambda x: x[::2],
+            lambda x: x[:, :, 1],
+        ):
             parts = [view(x) for x in wide]
             mine = parts[rank]
             assert not mine.is_contiguous()
@@ -126,7 +141,9 @@ def check_strided_views(rank: int, world_size: int) -> None:
             rows = mine.shape[0] // world_size
             block = slice(rank * rows, (rank + 1) * rows)
             assert_sum(collectives.reduce_scatter(mine, axis), total(parts)[block])
-            assert torch.equal(collectives.all_to_all(mine, axis), torch.cat([part[block] for part in parts]))
+            assert torch.equal(
+                collectives.all_to_all(mine, axis), torch.cat([part[block] for part in parts])
+            )
 
 
 def check_uneven_all_to_all(rank: int, world_size: int) -> None:
@@ -136,11 +153,18 @@ def check_uneven_all_to_all(rank: int, world_size: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         splits = torch.randint(0, 4, (world_size, world_size), generator=generator)  # [from, to]
         splits[seed % world_size] = 0
-        rows = [inputs(1, (int(splits[r].sum()), 2, 3), torch.bfloat16, seed=10 + r)[0] for r in range(world_size)]
+        rows = [
+            inputs(1, (int(splits[r].sum()), 2, 3), torch.bfloat16, seed=10 + r)[0]
+            for r in range(world_size)
+        ]
         expected = torch.cat([rows[r].split(splits[r].tolist())[rank] for r in range(world_size)])
-        pending = collectives.start_all_to_all(rows[rank], axis, splits[rank].tolist(), splits[:, rank].tolist())
+        pending = collectives.start_all_to_all(
+            rows[rank], axis, splits[rank].tolist(), splits[:, rank].tolist()
+        )
         assert torch.equal(pending.wait(), expected)
-        back = collectives.all_to_all(pending.wait(), axis, splits[:, rank].tolist(), splits[rank].tolist())
+        back = collectives.all_to_all(
+            pending.wait(), axis, splits[:, rank].tolist(), splits[rank].tolist()
+        )
         assert torch.equal(back, rows[rank])
 
 
@@ -159,8 +183,14 @@ def check_async(rank: int, world_size: int) -> None:
     axis = world(world_size)
     for n in (5, 90_000):
         parts = inputs(world_size, (world_size * n, 3), torch.float32)
-        starts = (collectives.start_all_gather, collectives.start_reduce_scatter, collectives.start_all_to_all)
-        gathered, summed, exchanged = started = [start(parts[rank].clone(), axis) for start in starts]
+        starts = (
+            collectives.start_all_gather,
+            collectives.start_reduce_scatter,
+            collectives.start_all_to_all,
+        )
+        gathered, summed, exchanged = started = [
+            start(parts[rank].clone(), axis) for start in starts
+        ]
         block = slice(rank * n, (rank + 1) * n)
         assert torch.equal(exchanged.wait(), torch.cat([part[block] for part in parts]))
         assert_sum(summed.wait(), total(parts)[block])
@@ -176,7 +206,11 @@ def check_traffic(rank: int, world_size: int) -> None:
     for collective in (collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all):
         collective(x, axis)
     share = whole * (world_size - 1) // world_size
-    assert axis.traffic == {"all_gather": whole * (world_size - 1), "reduce_scatter": share, "all_to_all": share}
+    assert axis.traffic == {
+        "all_gather": whole * (world_size - 1),
+        "reduce_scatter": share,
+        "all_to_all": share,
+    }
 
 
 CHECKS = (check_reductions, check_moves, check_strided_views, check_uneven_all_to_all)
@@ -195,7 +229,10 @@ def reduced_bits(rank: int, world_size: int) -> list[list[int]]:
         for n in SIZES:
             mine = inputs(world_size, (world_size * n,), dtype)[rank]
             scattered = collectives.all_gather(collectives.reduce_scatter(mine, axis), axis)
-            bits += [x.view(torch.int16).tolist() for x in (collectives.all_reduce(mine, axis), scattered)]
+            bits += [
+                x.view(torch.int16).tolist()
+                for x in (collectives.all_reduce(mine, axis), scattered)
+            ]
     return bits
 
 
@@ -207,7 +244,12 @@ def test_reductions_give_the_same_bits_on_every_rank_and_every_run(world_size: i
 
 def test_size_one_is_the_identity_without_a_process_group() -> None:
     axis, x = single_axis("tp"), torch.arange(6.0).view(3, 2)
-    moves = (collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all)
+    moves = (
+        collectives.all_reduce,
+        collectives.all_gather,
+        collectives.reduce_scatter,
+        collectives.all_to_all,
+    )
     assert all(torch.equal(collective(x, axis), x) for collective in moves)
     assert torch.equal(collectives.all_to_all(x, axis, [3], [3]), x)
     assert collectives.gather_objects("a", axis) == ["a"] and axis.traffic.total() == 0
@@ -215,7 +257,8 @@ def test_size_one_is_the_identity_without_a_process_group() -> None:
 
 
 def pass_around(rank: int, world_size: int) -> list[list[float]]:
-    """`size` shifts bring every tensor home; each rank sees the tensors of the ranks before it, nearest first.
+    """`size` shifts bring every tensor home; each rank sees the tensors of the ranks before it,
+    nearest first.
 
     Then a strided input and two shifts under way at once, the sent tensors dropped before the wait.
     """
@@ -244,10 +287,14 @@ def test_shift_passes_to_the_next_rank_and_receives_from_the_previous(world_size
 
 
 def messages_in_order(rank: int, world_size: int) -> list[float]:
-    """Rank 0 sends three messages and forgets the tensors; rank 1 has its buffers posted in the same order."""
+    """Rank 0 sends three messages and forgets the tensors; rank 1 has its buffers posted in the
+    same order.
+    """
     axis = grid(pp=world_size).pp
     if rank == 0:
-        handles = [collectives.isend(torch.full((4, 1000), float(i)).t()[:, :2], axis, 1) for i in range(3)]
+        handles = [
+            collectives.isend(torch.full((4, 1000), float(i)).t()[:, :2], axis, 1) for i in range(3)
+        ]
         gc.collect()
         for handle in handles + handles:
             assert handle.wait() is handle.wait()
@@ -285,13 +332,18 @@ def test_messages_through_the_host_arrive_where_they_are_wanted() -> None:
 
 def test_only_gloo_sends_a_device_tensor_through_the_host() -> None:
     gloo, nccl = (Axis("cp", 1, 0, (0,), backend=name) for name in ("gloo", "nccl"))
-    cases = (torch.empty(1, device="meta"), gloo), (torch.empty(1, device="meta"), nccl), (torch.empty(1), gloo)
+    cases = (
+        (torch.empty(1, device="meta"), gloo),
+        (torch.empty(1, device="meta"), nccl),
+        (torch.empty(1), gloo),
+    )
     assert [collectives.through_host(*case) for case in cases] == [True, False, False]
 
 
 Function = Callable[[torch.Tensor, Axis], torch.Tensor]
 
-# name -> (function, input is replicated, output is replicated, input rows are a multiple of the axis)
+# name -> (function, input is replicated, output is replicated, input rows are a multiple of the
+# axis)
 TABLE: dict[str, tuple[Function, bool, bool, bool]] = {
     "copy_to": (d.copy_to, True, False, False),
     "reduce_from": (d.reduce_from, False, True, False),
@@ -302,13 +354,19 @@ TABLE: dict[str, tuple[Function, bool, bool, bool]] = {
 
 
 def draw(axis: Axis, shape: tuple[int, ...], replicated: bool, seed: int) -> torch.Tensor:
-    """Random float64; equal on the ranks of the axis when replicated, different on different groups."""
+    """Random float64; equal on the ranks of the axis when replicated, different on different
+    groups.
+    """
     key = 1000 * seed + 31 * axis.global_ranks[0] + (0 if replicated else 1 + axis.rank)
     return torch.randn(*shape, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
 
 
-def sides_of(function: Function, axis: Axis, x: torch.Tensor, replicated_out: bool, seed: int) -> tuple[float, float]:
-    """This rank's share of `<f x, v>` and of `<x, f^T v>`: a replicated tensor is one vector, counted once."""
+def sides_of(
+    function: Function, axis: Axis, x: torch.Tensor, replicated_out: bool, seed: int
+) -> tuple[float, float]:
+    """This rank's share of `<f x, v>` and of `<x, f^T v>`: a replicated tensor is one vector,
+    counted once.
+    """
     x = x.requires_grad_()
     y = function(x, axis)
     v = draw(axis, tuple(y.shape), replicated_out, seed + 1)
@@ -316,15 +374,24 @@ def sides_of(function: Function, axis: Axis, x: torch.Tensor, replicated_out: bo
     return float((y.detach() * v).sum()), float((x.detach() * pulled).sum())
 
 
-def adjoint_sides(rank: int, world_size: int, name: str, shape: dict[str, int], axis_name: str) -> list[tuple]:
+def adjoint_sides(
+    rank: int, world_size: int, name: str, shape: dict[str, int], axis_name: str
+) -> list[tuple]:
     mine = grid(**shape)
     axis = mine.world if axis_name == "world" else mine.over(*axis_name.split("_"))
     function, replicated_in, replicated_out, divisible = TABLE[name]
     found = []
     for seed, inner in enumerate([(1,), (3,), (2, 5), (4, 1, 3)]):
         rows = (seed + 1) * (axis.size if divisible else 1)
-        left, right = sides_of(function, axis, draw(axis, (rows, *inner), replicated_in, seed), replicated_out, seed)
-        found.append((left / (axis.size if replicated_out else 1), right / (axis.size if replicated_in else 1)))
+        left, right = sides_of(
+            function, axis, draw(axis, (rows, *inner), replicated_in, seed), replicated_out, seed
+        )
+        found.append(
+            (
+                left / (axis.size if replicated_out else 1),
+                right / (axis.size if replicated_in else 1),
+            )
+        )
     return found
 
 
@@ -350,7 +417,9 @@ def test_every_collective_is_the_adjoint_of_its_dual(name: str) -> None:
 
 def check_uneven_exchange(rank: int, world_size: int) -> tuple[float, float]:
     axis = grid(tp=world_size).tp
-    splits = torch.randint(0, 4, (world_size, world_size), generator=torch.Generator().manual_seed(3))
+    splits = torch.randint(
+        0, 4, (world_size, world_size), generator=torch.Generator().manual_seed(3)
+    )
     splits[1, 0] = 0
     sent, got = splits[rank].tolist(), splits[:, rank].tolist()
     x = draw(axis, (sum(sent), 2, 3), False, 7)
@@ -359,7 +428,9 @@ def check_uneven_exchange(rank: int, world_size: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_uneven_exchange_is_the_adjoint_of_its_way_back(world_size: int) -> None:
-    left, right = (sum(side) for side in zip(*run_ranks(check_uneven_exchange, world_size), strict=True))
+    left, right = (
+        sum(side) for side in zip(*run_ranks(check_uneven_exchange, world_size), strict=True)
+    )
     assert abs(left - right) < 1e-11
 
 

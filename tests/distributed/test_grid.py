@@ -47,7 +47,9 @@ from tests.reference import grid as reference
 def groups_of(shape: GridShape, *axes: str) -> list[tuple[int, ...]]:
     """A partition of the ranks, ordered by their first rank."""
     places = ((rank, shape.coordinates(rank)) for rank in range(shape.world_size))
-    return [shape.members(rank, axes) for rank, place in places if not any(place[name] for name in axes)]
+    return [
+        shape.members(rank, axes) for rank, place in places if not any(place[name] for name in axes)
+    ]
 
 
 @st.composite
@@ -67,7 +69,9 @@ def subsets() -> st.SearchStrategy[tuple[str, ...]]:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(shapes(), subsets())
-def test_groups_partition_the_ranks_and_equal_megatrons_order(shape: GridShape, axes: tuple[str, ...]) -> None:
+def test_groups_partition_the_ranks_and_equal_megatrons_order(
+    shape: GridShape, axes: tuple[str, ...]
+) -> None:
     groups = groups_of(shape, *axes)
     assert sorted(rank for group in groups for rank in group) == list(range(shape.world_size))
     assert {len(group) for group in groups} == {math.prod(getattr(shape, name) for name in axes)}
@@ -81,7 +85,9 @@ def test_members_are_the_group_of_the_rank_in_ascending_order(
 ) -> None:
     rank = data.draw(st.integers(0, shape.world_size - 1))
     members, place = shape.members(rank, axes), shape.coordinates(rank)
-    assert all(0 <= place[name] < getattr(shape, name) for name in AXES) and shape.members(rank, ()) == (rank,)
+    assert all(0 <= place[name] < getattr(shape, name) for name in AXES) and shape.members(
+        rank, ()
+    ) == (rank,)
     assert rank in members and list(members) == sorted(set(members))
     assert all(shape.members(peer, axes) == members for peer in members)
 
@@ -99,17 +105,30 @@ def test_one_process_needs_no_process_group_and_a_wrong_world_is_refused() -> No
     one = build_grid(GridShape(), 0)
     assert {axis.size for axis in one.all_axes()} == {1} and one.over("dp", "cp").size == 1
     assert single_axis("tp", 7).global_ranks == (7,)
-    with pytest.raises(ValueError, match="tp 2 x cp 1 x dp 1 x pp 2 needs 4 ranks, the world has 1; change --nproc"):
+    with pytest.raises(
+        ValueError, match="tp 2 x cp 1 x dp 1 x pp 2 needs 4 ranks, the world has 1; change --nproc"
+    ):
         build_grid(GridShape(tp=2, pp=2), 0)
 
 
-def sum_ranks_over_every_axis(rank: int, world_size: int, shape: dict[str, int]) -> list[tuple[object, ...]]:
+def sum_ranks_over_every_axis(
+    rank: int, world_size: int, shape: dict[str, int]
+) -> list[tuple[object, ...]]:
     mine = grid(**shape)
-    channels = [mine.pipeline_channel(way, stage) for way in ("forward", "backward") for stage in (0, 1)]
-    named = {**{"_".join(k): v for k, v in mine.axes.items()}, "embedding": mine.embedding, "world": mine.world}
+    channels = [
+        mine.pipeline_channel(way, stage) for way in ("forward", "backward") for stage in (0, 1)
+    ]
+    named = {
+        **{"_".join(k): v for k, v in mine.axes.items()},
+        "embedding": mine.embedding,
+        "world": mine.world,
+    }
     named |= {f"channel{i}": axis for i, axis in enumerate(channels)}
     inner, outer = split_axis(mine.world, 2)
-    assert (inner.global_ranks, outer.global_ranks) == ((rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2))
+    assert (inner.global_ranks, outer.global_ranks) == (
+        (rank // 2 * 2, rank // 2 * 2 + 1),
+        (rank % 2, rank % 2 + 2),
+    )
     named |= {"channel inner": inner, "channel outer": outer}
     sums = []
     for name, axis in named.items():
@@ -120,8 +139,8 @@ def sum_ranks_over_every_axis(rank: int, world_size: int, shape: dict[str, int])
 
 @pytest.mark.parametrize(
     "shape",
-    # With three stages or more only the first and the last have an embedding group: torch names groups after how many a
-    # rank has made, so a group that others lack makes every later one hang.
+    # With three stages or more only the first and the last have an embedding group: torch names
+    # groups after how many a rank has made, so a group that others lack makes every later one hang.
     [{"pp": 4}, {"tp": 2, "cp": 2}, {"dp": 2, "pp": 2}, {"cp": 4}],
     ids=lambda shape: "x".join(f"{k}{v}" for k, v in shape.items()),
 )
@@ -160,7 +179,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_launchers_variables_are_read_and_may_be_absent(environment: pytest.MonkeyPatch) -> None:
+def test_the_launchers_variables_are_read_and_may_be_absent(
+    environment: pytest.MonkeyPatch,
+) -> None:
     assert world_from_environment() == World(0, 1, 0, 1)
     for key, value in zip(KEYS, ("5", "8", "1", "4"), strict=True):
         environment.setenv(key, value)
@@ -171,15 +192,27 @@ def test_the_launchers_variables_are_read_and_may_be_absent(environment: pytest.
     ("values", "named"),
     [
         ({"RANK": "one", "WORLD_SIZE": "8"}, ["RANK=one"]),
-        ({"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "-4"}, ["LOCAL_WORLD_SIZE=-4"]),
+        (
+            {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "-4"},
+            ["LOCAL_WORLD_SIZE=-4"],
+        ),
         ({"RANK": "8", "WORLD_SIZE": "8"}, ["RANK=8", "WORLD_SIZE=8"]),
         ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
-        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, ["LOCAL_RANK=4"]),
+        (
+            {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"},
+            ["LOCAL_RANK=4"],
+        ),
         ({"RANK": "1"}, ["WORLD_SIZE=(not set)"]),
         ({"WORLD_SIZE": "1"}, ["RANK=(not set)"]),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ["MASTER_ADDR=, MASTER_PORT="]),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "x"}, ["MASTER_PORT=x"]),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, ["MASTER_PORT=1"]),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "x"},
+            ["MASTER_PORT=x"],
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            ["MASTER_PORT=1"],
+        ),
     ],
     ids=str,
 )
@@ -211,7 +244,9 @@ def together(ranks: Sequence[int], action: Callable[[int], Any]) -> dict[int, An
     return found
 
 
-def at_once(size: int, action: Callable[[Rendezvous], str], seconds: float = 5.0, absent: int = -1) -> list[str]:
+def at_once(
+    size: int, action: Callable[[Rendezvous], str], seconds: float = 5.0, absent: int = -1
+) -> list[str]:
     """What `action` returns or raises on every rank of a rendezvous, as threads over one store."""
     store, ranks = dist.HashStore(), [rank for rank in range(size) if rank != absent]
     found = together(ranks, lambda rank: action(Rendezvous(rank, size, store, seconds)))
@@ -233,8 +268,12 @@ def test_rank_0_judges_the_values_of_all_and_leaves_last() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_gives_no_value_is_named() -> None:
-    first, _, third = at_once(3, lambda rendezvous: rendezvous.decided_by_rank_0("t", "a", ",".join), 0.2, absent=1)
-    assert (first, third) == tuple(f"refused: no word on the t from rank {rank} within 0.2 s" for rank in (1, 0))
+    first, _, third = at_once(
+        3, lambda rendezvous: rendezvous.decided_by_rank_0("t", "a", ",".join), 0.2, absent=1
+    )
+    assert (first, third) == tuple(
+        f"refused: no word on the t from rank {rank} within 0.2 s" for rank in (1, 0)
+    )
 
 
 def _life(store: dist.Store, delays: Sequence[float], present: Sequence[int]) -> dict[int, Any]:
@@ -266,7 +305,9 @@ def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(
     assert all("no word from rank 2; start every rank" in str(text) for text in missing.values())
 
 
-def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(environment: pytest.MonkeyPatch) -> None:
+def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(
+    environment: pytest.MonkeyPatch,
+) -> None:
     for gpus, ranks, launcher, expected in (
         (4, 4, "torchrun", "cuda"),
         (4, 5, "torchrun", "LOCAL_WORLD_SIZE"),  # not a CPU beside idle GPUs
@@ -293,7 +334,10 @@ def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(environment: p
     try:
         assert pick_device(World(0, 4096, 0, 4096)).type == "cpu"
         assert torch.get_num_threads() == 1
-        assert join(rendezvous(World(), 1.0), GridShape()).world.size == 1 and not dist.is_initialized()
+        assert (
+            join(rendezvous(World(), 1.0), GridShape()).world.size == 1
+            and not dist.is_initialized()
+        )
         stop()
     finally:
         torch.set_num_threads(threads)
@@ -306,7 +350,11 @@ def grown_by_collectives(rank: int, world_size: int) -> float:
     for _ in range(2):
         for _ in range(50):
             all_gather(x, axis)
-        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+        sizes.append(
+            int(Path("/proc/self/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 2**20
+        )
     return sizes[1] - sizes[0]
 
 
@@ -317,7 +365,9 @@ def test_a_rank_does_not_grow_with_the_number_of_collectives() -> None:
 
 
 def _reported(rank: int, world_size: int, silent: int) -> tuple[str, float]:
-    """What a rank says, and after how many seconds; rank 1 fails by itself, the others in a collective with it."""
+    """What a rank says, and after how many seconds; rank 1 fails by itself, the others in a
+    collective with it.
+    """
     run_store().delete_key(f"megacp_failure/{rank}")  # other tests of this pool have used it
     world = grid(dp=world_size).world
     barrier(world)
@@ -345,7 +395,9 @@ def test_a_rank_that_says_nothing_is_named() -> None:
 
 
 def test_what_the_loss_of_a_rank_has_caused_is_told_from_an_own_mistake() -> None:
-    """A checkpoint that all ranks read or write fails with an error of its own type when one of them is lost."""
+    """A checkpoint that all ranks read or write fails with an error of its own type when one of
+    them is lost.
+    """
     lost = ValueError("a rank was lost")
     lost.__cause__ = RuntimeError("connection closed by peer")
     full = SaveError("No space left on device")
@@ -372,7 +424,9 @@ def _joins(rank: int, world_size: int, port: int) -> str:
 
 def test_a_rank_that_does_not_come_to_make_the_process_group_is_named() -> None:
     told, _ = run_ranks(_joins, 2, free_port())
-    assert told == "rank 1 did not come to make the process group: stopped, dead, or still computing"
+    assert (
+        told == "rank 1 did not come to make the process group: stopped, dead, or still computing"
+    )
 
 
 def _of_a_frozen_store(rank: int, world_size: int) -> str:

@@ -48,14 +48,23 @@ def test_the_store_of_nproc_listens_at_the_loopback_address_only() -> None:
 
 def started(flags: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megacp.train", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     pipe = subprocess.PIPE
     # a session of its own is the foreground job of a terminal: Ctrl-C reaches all its processes
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
 
 
 def children(process: int) -> list[int]:
-    return [int(text) for text in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [
+        int(text) for text in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
 
 
 def imports_torch(process: int) -> bool:
@@ -103,7 +112,12 @@ def test_a_process_that_is_told_to_ignore_ctrl_c_does(tmp_path: Path) -> None:
     )
     done = {
         handler: subprocess.run(
-            [sys.executable, "-c", code, handler], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code, handler],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         for handler in ("signal.SIG_IGN", "signal.default_int_handler")
     }

@@ -1,4 +1,6 @@
-"""Large blocks: none is written while a tensor can be read, no more is held than was in use, results are the same."""
+"""Large blocks: none is written while a tensor can be read, no more is held than was in use,
+results are the same.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def floats(blocks: LargeBlocks, mib: int) -> torch.Tensor:
     return blocks.empty((mib * MIB // 4,), torch.float32)
 
 
-@pytest.mark.parametrize("hold", [lambda x: x[5:9], lambda x: x.view(-1, 2).t(), lambda x: x.detach(), lambda x: (x,)])
+@pytest.mark.parametrize(
+    "hold", [lambda x: x[5:9], lambda x: x.view(-1, 2).t(), lambda x: x.detach(), lambda x: (x,)]
+)
 def test_a_block_is_free_only_when_the_last_view_of_its_tensor_is_gone(hold) -> None:
     blocks = LargeBlocks()
     x = floats(blocks, 4)
@@ -44,11 +48,16 @@ def test_what_autograd_saves_keeps_its_block_until_backward_is_done() -> None:
     y.backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 3.0))
     del y
-    assert address in [x.data_ptr() for x in [floats(blocks, 4) for _ in range(2)]] and blocks.held == 8 * MIB
+    assert (
+        address in [x.data_ptr() for x in [floats(blocks, 4) for _ in range(2)]]
+        and blocks.held == 8 * MIB
+    )
 
 
 def test_no_more_is_held_than_was_in_use_at_once_whatever_sizes_come() -> None:
-    """Also not where a size is an eighth too large; of free blocks the smallest that is enough goes first."""
+    """Also not where a size is an eighth too large; of free blocks the smallest that is enough goes
+    first.
+    """
     blocks = LargeBlocks()
     for mib in (64, 5, 9, 33, 64, 7):
         pair = [floats(blocks, size) for size in (mib, 6)]
@@ -83,11 +92,16 @@ def test_values_dtypes_and_derivatives_are_those_of_torch(monkeypatch: pytest.Mo
     blocks = LargeBlocks()
     blocks.active = True
     monkeypatch.setattr(large_blocks, "BLOCKS", blocks)
-    x, weight = torch.randn(6, 5, 8, dtype=torch.float64), torch.nn.Parameter(torch.randn(7, 8, dtype=torch.float64))
+    x, weight = (
+        torch.randn(6, 5, 8, dtype=torch.float64),
+        torch.nn.Parameter(torch.randn(7, 8, dtype=torch.float64)),
+    )
     empty((LARGE // 8 - 1,), x), empty((LARGE // 8,), x, torch.float32)
     assert blocks.held == 0, "small tensors"
     blocks.smallest = 1
-    del (used := [empty((30, 7), x).fill_(torch.nan)])[:]  # what comes next finds other values in its block
+    del (used := [empty((30, 7), x).fill_(torch.nan)])[
+        :
+    ]  # what comes next finds other values in its block
     assert torch.equal(zeros((30, 7), x), torch.zeros(30, 7, dtype=torch.float64)) and not used
     made = empty((2, 3, 4), x, torch.bfloat16)
     assert made.shape == (2, 3, 4) and made.dtype == torch.bfloat16 and made.is_contiguous()
@@ -99,25 +113,40 @@ def test_values_dtypes_and_derivatives_are_those_of_torch(monkeypatch: pytest.Mo
         for dtype in (torch.float32, torch.bfloat16):
             with torch.autocast("cpu", torch.bfloat16):
                 assert large_product(a.to(dtype), b).dtype == torch.bfloat16
-        assert torch.equal(torch.compile(large_product, fullgraph=True, backend="eager")(a, b), a @ b)
+        assert torch.equal(
+            torch.compile(large_product, fullgraph=True, backend="eager")(a, b), a @ b
+        )
 
 
-def trained(rank: int, world_size: int, smallest: int, values: dict) -> tuple[list, list[torch.Tensor], list[int]]:
+def trained(
+    rank: int, world_size: int, smallest: int, values: dict
+) -> tuple[list, list[torch.Tensor], list[int]]:
     """Losses of four steps, the weights after them, and the bytes of blocks that each step left."""
-    config = with_values(RunConfig(), {**QUICK_SIZES, "dtype": "float64", "seq_length": 64, **values})
+    config = with_values(
+        RunConfig(), {**QUICK_SIZES, "dtype": "float64", "seq_length": 64, **values}
+    )
     own = LargeBlocks()
     own.active, own.smallest = True, smallest
     losses, held = [], []
     with mock.patch.object(large_blocks, "BLOCKS", own):
-        subject = Subject(rank, world_size, config, MockRules(config.model.vocab_size, 64, "mixed", seed=1))
+        subject = Subject(
+            rank, world_size, config, MockRules(config.model.vocab_size, 64, "mixed", seed=1)
+        )
         for _ in range(4):
             losses.append(subject.measure().loss)
             held.append(own.held)
-    return losses, [p.detach().clone() for chunk in subject.model.chunks for p in chunk.parameters()], held
+    return (
+        losses,
+        [p.detach().clone() for chunk in subject.model.chunks for p in chunk.parameters()],
+        held,
+    )
 
 
 CASES = {
-    "one process": (1, {"hidden_dropout": 0.1, "activation_offload": 1, "recompute_granularity": "selective"}),
+    "one process": (
+        1,
+        {"hidden_dropout": 0.1, "activation_offload": 1, "recompute_granularity": "selective"},
+    ),
     "tp": (2, {"tensor_model_parallel_size": 2}),
     "a2a": (2, {"context_parallel_size": 2, "cp_comm_type": "a2a"}),
     "zero bubble": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero_bubble"}),

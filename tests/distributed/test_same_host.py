@@ -1,4 +1,6 @@
-"""Messages from memory to memory: what gloo would bring, in any order of waits, and a reason when a rank is gone."""
+"""Messages from memory to memory: what gloo would bring, in any order of waits, and a reason when a
+rank is gone.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +48,25 @@ def world_of(world_size: int) -> Axis:
 
 
 def everything(axis: Axis) -> list[torch.Tensor]:
-    """One result of each collective and message, for each size and some dtypes; splits have empty blocks."""
+    """One result of each collective and message, for each size and some dtypes; splits have empty
+    blocks.
+    """
     found = []
     for seed, n in enumerate(SIZES):
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             generator = torch.Generator().manual_seed(100 * seed + axis.rank)
-            x = torch.randint(-8, 8, (axis.size * n,), generator=generator).to(dtype)  # sums are exact in any order
+            x = torch.randint(-8, 8, (axis.size * n,), generator=generator).to(
+                dtype
+            )  # sums are exact in any order
             out = x.new_empty(axis.size * axis.size * n)
             sends = [(axis.rank + 2 * other) % 3 * n for other in range(axis.size)]
             arrives = [(other + 2 * axis.rank) % 3 * n for other in range(axis.size)]
             split = torch.randn(sum(sends), 2, generator=generator).to(dtype)
-            found += [all_gather(x, axis), gather_into(out, x, axis).wait(), reduce_scatter(x, axis)]
+            found += [
+                all_gather(x, axis),
+                gather_into(out, x, axis).wait(),
+                reduce_scatter(x, axis),
+            ]
             found += [all_reduce(x, axis), all_reduce(x, axis, "max"), start_shift(x, axis).wait()]
             found.append(start_all_to_all(split, axis, sends, arrives).wait())
     return found
@@ -82,12 +92,15 @@ def gather(value: object) -> list[object]:
 
 
 def _sends_first(rank: int, world_size: int) -> bool:
-    """Both ranks wait for what they send before they look at what arrives; it arrives on two axes, last one first."""
+    """Both ranks wait for what they send before they look at what arrives; it arrives on two axes,
+    last one first.
+    """
     one, two = grid(dp=2).world, grid(dp=2).dp
     buffers = [torch.empty(200_000), torch.empty(100_000)]
     received = [irecv(x, axis, 1 - rank) for x, axis in zip(buffers, (one, two), strict=True)]
     sent = [
-        isend(torch.full((len(x),), float(rank)), axis, 1 - rank) for x, axis in zip(buffers, (one, two), strict=True)
+        isend(torch.full((len(x),), float(rank)), axis, 1 - rank)
+        for x, axis in zip(buffers, (one, two), strict=True)
     ]
     for handle in (*sent, *reversed(received)):
         handle.wait()
@@ -106,7 +119,9 @@ def _sends_and_goes_elsewhere(rank: int, world_size: int) -> bool:
         barrier(axis)  # gloo's, in which nobody looks at messages
         return True
     time.sleep(0.5)
-    right = [irecv(torch.empty(1), axis, 0).wait().item() for _ in range(count)] == list(range(count))
+    right = [irecv(torch.empty(1), axis, 0).wait().item() for _ in range(count)] == list(
+        range(count)
+    )
     barrier(axis)
     return right
 
@@ -117,7 +132,11 @@ def test_what_a_rank_has_waited_for_is_on_its_way_when_it_goes_elsewhere() -> No
 
 def _of_parts(rank: int, world_size: int) -> list[float]:
     inner, outer = split_axis(grid(cp=4).cp, 2)
-    assert inner.local is not None and outer.local is not None and inner.local.number != outer.local.number
+    assert (
+        inner.local is not None
+        and outer.local is not None
+        and inner.local.number != outer.local.number
+    )
     x = torch.full((5000,), float(rank))
     return [start_shift(x, axis).wait()[0].item() for axis in (inner, outer)]
 
@@ -127,10 +146,15 @@ def test_parts_of_an_axis_have_messages_of_their_own() -> None:
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    """What rank 1 says of a message of another size, and rank 0 of a rank that does not come in time."""
+    """What rank 1 says of a message of another size, and rank 0 of a rank that does not come in
+    time.
+    """
     quick = build_grid(GridShape(dp=2), rank, timeout=datetime.timedelta(seconds=0.5)).world
     said = []
-    for start in (lambda: isend(torch.zeros(3), quick, 1), lambda: start_shift(torch.zeros(2000), quick)):
+    for start in (
+        lambda: isend(torch.zeros(3), quick, 1),
+        lambda: start_shift(torch.zeros(2000), quick),
+    ):
         try:
             if rank == 0:
                 start().wait()
@@ -164,7 +188,9 @@ def test_a_rank_that_is_gone_ends_the_wait_at_once() -> None:
 
 
 def _ends_while_it_is_read(rank: int, world_size: int) -> None:
-    """Rank 1 says where a tensor is and ends; rank 0 asks for the tensor once that process has no memory any more."""
+    """Rank 1 says where a tensor is and ends; rank 0 asks for the tensor once that process has no
+    memory any more.
+    """
     axis = grid(dp=2).world
     assert axis.local is not None
     if rank == 1:
@@ -212,15 +238,22 @@ def test_the_owner_of_a_memory_that_cannot_be_read_is_named() -> None:
 
 
 def is_answered(process: int) -> bool:
-    """Whether the door of a rank is open: its threads hold it for a moment after the process has ended."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller, contextlib.suppress(ConnectionRefusedError):
+    """Whether the door of a rank is open: its threads hold it for a moment after the process has
+    ended.
+    """
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller,
+        contextlib.suppress(ConnectionRefusedError),
+    ):
         caller.connect(f"\0megacp {process}")
         return True
     return False
 
 
 def _ends_before_it_is_connected(rank: int, world_size: int, lost: int) -> None:
-    """All ranks have found each other readable, and one ends before it calls the others or answers them."""
+    """All ranks have found each other readable, and one ends before it calls the others or answers
+    them.
+    """
     gathered = list[Any]()
 
     def gather_and_end(value: object) -> list[object]:
@@ -240,7 +273,9 @@ def _ends_before_it_is_connected(rank: int, world_size: int, lost: int) -> None:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_ends_before_it_is_connected_is_named(lost: int) -> None:
     start = time.monotonic()
-    with pytest.raises(RankError, match=f"RuntimeError: rank {lost} of this machine ended before it was connected"):
+    with pytest.raises(
+        RankError, match=f"RuntimeError: rank {lost} of this machine ended before it was connected"
+    ):
         run_ranks(_ends_before_it_is_connected, 2, lost)
     assert time.monotonic() - start < 30
 
@@ -265,4 +300,9 @@ def _elsewhere(rank: int, world_size: int) -> list[bool]:
 
 
 def test_only_ranks_of_one_machine_read_each_other() -> None:
-    assert run_ranks(_elsewhere, 4) == [[True, False, False], [True, False], [True, False, False], [True, False]]
+    assert run_ranks(_elsewhere, 4) == [
+        [True, False, False],
+        [True, False],
+        [True, False, False],
+        [True, False],
+    ]

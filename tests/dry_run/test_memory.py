@@ -1,4 +1,6 @@
-"""The memory terms of a rank: against tensors that a real block keeps, and by the axis that shrinks each of them."""
+"""The memory terms of a rank: against tensors that a real block keeps, and by the axis that shrinks
+each of them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 CHUNKS, LOSS_CHUNK = "num_virtual_stages_per_pipeline_rank", "cross_entropy_chunk_tokens"
 SHARED = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
 BASE = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 8, "global_batch_size": 32}
-LONG = {"vocab_size": 152_064, "hidden_size": 4096, "seq_length": 131_072, CP: 8, "dtype": "bfloat16"}
+LONG = {
+    "vocab_size": 152_064,
+    "hidden_size": 4096,
+    "seq_length": 131_072,
+    CP: 8,
+    "dtype": "bfloat16",
+}
 
 
 def config_of(**values) -> RunConfig:
@@ -47,7 +55,9 @@ def stage(config: RunConfig, world: int, index: int = 0) -> memory.RankMemory:
 
 @contextmanager
 def kept_storages(found: dict[int, int]):
-    """Collect the bytes of every storage that autograd saves, by address, behind a recomputation's own hooks too."""
+    """Collect the bytes of every storage that autograd saves, by address, behind a recomputation's
+    own hooks too.
+    """
 
     def collect(x):
         if isinstance(x, torch.Tensor):
@@ -79,7 +89,12 @@ def kept_storages(found: dict[int, int]):
         {"num_query_groups": 2, "kv_channels": 48, "hidden_dropout": 0.1},
         {"mlp_chunk_tokens": 20},
         {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40},
-        {"num_experts": 8, "moe_router_pre_softmax": True, "norm_position": "after", "freeze": "text"},
+        {
+            "num_experts": 8,
+            "moe_router_pre_softmax": True,
+            "norm_position": "after",
+            "freeze": "text",
+        },
         {"num_experts": 8, **SHARED},
         GPT_OSS,
         {"num_experts": 8, **SHARED, "freeze": "text"},
@@ -100,15 +115,27 @@ def kept_storages(found: dict[int, int]):
         {"lora_rank": 4, "lora_targets": "k,output,down", "lora_dropout": 0.1},
         {"lora_rank": 4, "lora_targets": "all", "lora_dropout": 0.1},
         {"lora_rank": 4, "lora_targets": "output,gate", "mlp_chunk_tokens": 20},
-        {"num_experts": 8, **SHARED, "lora_rank": 4, "lora_targets": "experts.gate,experts.up:2:4,v"},
-        {"num_experts": 8, **SHARED, "lora_rank": 4, "lora_targets": "experts.gate+up,attention.q+v:2:4"},
+        {
+            "num_experts": 8,
+            **SHARED,
+            "lora_rank": 4,
+            "lora_targets": "experts.gate,experts.up:2:4,v",
+        },
+        {
+            "num_experts": 8,
+            **SHARED,
+            "lora_rank": 4,
+            "lora_targets": "experts.gate+up,attention.q+v:2:4",
+        },
         {"num_experts": 8, **SHARED, "lora_rank": 4, "lora_targets": "shared.down,attention.q:6:6"},
     ],
 )
 def test_activations_equal_what_a_real_block_keeps(granularity: str, values: dict) -> None:
     """A tensor more or less per layer shows at once; the first layer has a state where one has."""
     tokens = 128  # a whole block of the GPU's kernel, which fills others up
-    config = config_of(**{"dtype": "bfloat16", **values}, seq_length=tokens, recompute_granularity=granularity)
+    config = config_of(
+        **{"dtype": "bfloat16", **values}, seq_length=tokens, recompute_granularity=granularity
+    )
     backend = NativeBackend(build_grid(GridShape(), 0), config)
     block = Block(0, config.model, backend, config.training.recompute_mode)
     for parameter in block.parameters():
@@ -124,7 +151,9 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, values: dic
         routes = Routes.of(plan, single_axis("one"), x.device, tokens)
         out = block(x, BlockInputs(plan, (rotary, rotary), *[torch.arange(tokens)] * 2, 1, routes))
     for kept in (vars(route) for route in routes.by_layer.values()):
-        found |= {x.data_ptr(): x.untyped_storage() for x in kept.values() if isinstance(x, torch.Tensor)}
+        found |= {
+            x.data_ptr(): x.untyped_storage() for x in kept.values() if isinstance(x, torch.Tensor)
+        }
     for tensor in shared:
         found.pop(tensor.untyped_storage().data_ptr(), None)
     assert out.requires_grad
@@ -150,28 +179,46 @@ def test_weights_gradients_and_moments_are_those_of_the_parameters() -> None:
 
 def test_a_rank_holds_its_experts_and_a_part_of_their_state() -> None:
     """Ranks of tp hold different experts too, and share the state of equal ones."""
-    config = config_of(num_experts=16, moe_layer_freq="2", tensor_model_parallel_size=2, expert_model_parallel_size=4)
+    config = config_of(
+        num_experts=16,
+        moe_layer_freq="2",
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=4,
+    )
     experts = 4 * 16 * 3 * 256 * 768
     terms, dense = stage(config, 16), stage_parameters(config, [range(8)]) - experts // 4
     assert (terms.weights, terms.gradients) == (4 * (dense + experts // 4),) * 2
     assert terms.optimizer == 8 * (dense // 8 + experts // 16)
-    assert dense == stage_parameters(config_of(**{TP: 2}), [range(8)]) - 4 * (3 * 256 * 768 // 2 - 16 * 256)
+    assert dense == stage_parameters(config_of(**{TP: 2}), [range(8)]) - 4 * (
+        3 * 256 * 768 // 2 - 16 * 256
+    )
 
 
 def test_each_axis_shrinks_its_terms() -> None:
-    """Activations fall with cp, and with tp wholly only under sequence parallelism; the optimizer's with dp x cp."""
-    one, cp4, dp2_cp4 = stage(config_of(), 1), stage(config_of(**{CP: 4}), 4), stage(config_of(**{CP: 4}), 8)
+    """Activations fall with cp, and with tp wholly only under sequence parallelism; the optimizer's
+    with dp x cp.
+    """
+    one, cp4, dp2_cp4 = (
+        stage(config_of(), 1),
+        stage(config_of(**{CP: 4}), 4),
+        stage(config_of(**{CP: 4}), 8),
+    )
     table = memory.head_gradient(config_of())
     assert cp4.activations * 4 == one.activations and (cp4.head - table) * 4 == one.head - table
     assert (cp4.weights, cp4.gradients) == (one.weights, one.gradients)
-    assert one.optimizer == pytest.approx(4 * cp4.optimizer, rel=1e-4) == pytest.approx(8 * dp2_cp4.optimizer, rel=1e-4)
+    assert (
+        one.optimizer
+        == pytest.approx(4 * cp4.optimizer, rel=1e-4)
+        == pytest.approx(8 * dp2_cp4.optimizer, rel=1e-4)
+    )
     assert dp2_cp4.activations == cp4.activations
     assert stage(config_of(**{TP: 4}), 4).activations * 4 == one.activations
     apart = stage(config_of(**{TP: 4, "sequence_parallel": False}), 4)
     residual = 8 * 1024 * (4 * 256 + 2) * 4
     assert apart.activations == (one.activations - residual) // 4 + residual
     none, selective, full = (
-        block_memory(config_of(recompute_granularity=name), 0) for name in ("none", "selective", "full")
+        block_memory(config_of(recompute_granularity=name), 0)
+        for name in ("none", "selective", "full")
     )
     assert none.kept > selective.kept > full.kept
     # what is not kept is made again, so a backward holds as much in the end
@@ -179,14 +226,21 @@ def test_each_axis_shrinks_its_terms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "chunks", "batch"), [(4, 1, 32), (4, 1, 2), (1, 1, 32), (2, 2, 32), (4, 2, 32), (4, 2, 4), (3, 2, 4)]
+    ("stages", "chunks", "batch"),
+    [(4, 1, 32), (4, 1, 2), (1, 1, 32), (2, 2, 32), (4, 2, 32), (4, 2, 4), (3, 2, 4)],
 )
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
-def test_a_stage_holds_what_it_does_when_all_run_their_lists(name: str, stages: int, chunks: int, batch: int) -> None:
+def test_a_stage_holds_what_it_does_when_all_run_their_lists(
+    name: str, stages: int, chunks: int, batch: int
+) -> None:
     """A short first group, 4 microbatches over 3 stages, holds less than its warm-up counts."""
-    config = config_of(**{PP: stages, CHUNKS: chunks, "global_batch_size": batch}, pipeline_schedule=name)
+    config = config_of(
+        **{PP: stages, CHUNKS: chunks, "global_batch_size": batch}, pipeline_schedule=name
+    )
     held = [in_flight.most_held(config, index, stages) for index in range(stages)]
-    run = simulate([schedule(name, index, stages, batch, chunks) for index in range(stages)], chunks)
+    run = simulate(
+        [schedule(name, index, stages, batch, chunks) for index in range(stages)], chunks
+    )
     assert [one.in_flight for one in held] == list(run.peak_in_flight)
     assert [one.deferred or 0 for one in held] == list(run.peak_put_off)
     # chunks take turns in groups of as many microbatches as there are stages
@@ -200,7 +254,11 @@ def test_a_stage_holds_what_it_does_when_all_run_their_lists(name: str, stages: 
         {PP: 4},
         {PP: 2, CHUNKS: 2, "activation_offload": 0.5},
         {PP: 4, "pipeline_schedule": "zero_bubble"},
-        {CP: 4, "data_parallel_sharding_strategy": "optim_grads_params", "recompute_granularity": "full"},
+        {
+            CP: 4,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "recompute_granularity": "full",
+        },
     ],
 )
 def test_a_step_moment_by_moment_comes_to_what_is_planned_for_a_rank(values: dict) -> None:
@@ -227,9 +285,14 @@ KEYS, QUERIES = 128 * 2 * 32, 128 * 256
         # a ring has the block at work and the one on its way, both ways
         ({"cp_comm_type": "p2p"}, 0, 2),
         ({"cp_comm_type": "all_gather"}, 0, 8),
-        # eight ranks keep each of two K/V heads four times, and the output on both sides of the swap
+        # eight ranks keep each of two K/V heads four times, and the output on both sides of the
+        # swap
         ({"cp_comm_type": "a2a"}, 4 * (2 * KEYS * 3 + QUERIES), 4),
-        ({"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 4)}, 4 * QUERIES, 2),
+        (
+            {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 4)},
+            4 * QUERIES,
+            2,
+        ),
     ],
 )
 def test_a_transport_costs_its_buffers(values: dict, kept: int, blocks: int) -> None:
@@ -238,7 +301,8 @@ def test_a_transport_costs_its_buffers(values: dict, kept: int, blocks: int) -> 
     ring, config = config_of(**base, cp_comm_type="p2p"), config_of(**base, **values)
     found, beside = block_memory(config, 0), block_memory(ring, 0)
     assert found.kept - beside.kept == kept
-    # at its highest, attention's backward has these blocks of K/V and their gradients, and the gradient of queries
+    # at its highest, attention's backward has these blocks of K/V and their gradients, and the
+    # gradient of queries
     assert found.backward - found.kept >= blocks * 2 * KEYS * 4 + QUERIES * 4
 
 
@@ -255,7 +319,9 @@ def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
         terms = stage(config_of(activation_offload=asked), 1)
         assert terms.activations == max(8 - count, 2) * layer and terms.host == count * layer
     received = 1024 * 256 * 4
-    first, last = (stage(config_of(**{PP: 2, "activation_offload": 0.5}), 2, index) for index in (0, 1))
+    first, last = (
+        stage(config_of(**{PP: 2, "activation_offload": 0.5}), 2, index) for index in (0, 1)
+    )
     assert (first.host, first.activations) == (2 * 2 * layer, 2 * 2 * layer)
     assert (last.host, last.activations) == (2 * layer - received, 2 * layer + received)
     for share, chunks, expected in (
@@ -274,8 +340,15 @@ def test_a_block_that_is_made_again_keeps_its_input_and_what_attention_gave() ->
 
 
 def test_experts_are_measured_on_ranks_that_their_groups_do_not_fill_alone() -> None:
-    """Three ep ranks beside two and four of tp, and six beside four: an expert's rows are those of a rank's tokens."""
-    experts = {"num_experts": 12, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "num_attention_heads": 8}
+    """Three ep ranks beside two and four of tp, and six beside four: an expert's rows are those of
+    a rank's tokens.
+    """
+    experts = {
+        "num_experts": 12,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 64,
+        "num_attention_heads": 8,
+    }
     for tp, ep in ((2, 3), (4, 3), (4, 6)):
         found = block_memory(config_of(expert_model_parallel_size=ep, **{TP: tp}, **experts), 0)
         dense = block_memory(config_of(**{TP: tp}, **experts), 0)
@@ -285,13 +358,16 @@ def test_experts_are_measured_on_ranks_that_their_groups_do_not_fill_alone() -> 
 def test_tiles_of_experts_keep_no_hidden_layer() -> None:
     """Of three experts a token: gate, up and what the activation makes of both."""
     experts = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 64}
-    plain, tiled = (block_memory(config_of(mlp_chunk_tokens=tile, **experts), 0) for tile in (0, 64))
+    plain, tiled = (
+        block_memory(config_of(mlp_chunk_tokens=tile, **experts), 0) for tile in (0, 64)
+    )
     assert plain.kept - tiled.kept == 3 * 1024 * 3 * 64 * 4
 
 
 def test_tiles_of_the_mlp_keep_nothing_of_their_hidden_layer() -> None:
     plain, tiled = (block_memory(config_of(mlp_chunk_tokens=tile), 0) for tile in (0, 64))
-    # gate, up and what the activation makes of both, the output of the norm and its scale of each token
+    # gate, up and what the activation makes of both, the output of the norm and its scale of each
+    # token
     assert plain.kept - tiled.kept == 1024 * (3 * config_of().model.ffn_hidden_size + 256 + 1) * 4
 
 
@@ -306,12 +382,17 @@ def test_strategies_keep_their_share_of_sixteen_bytes_a_parameter(instances: int
     }
     for strategy, bytes_each in expected.items():
         terms = stage(config_of(**flags, data_parallel_sharding_strategy=strategy), 8)
-        assert [round(ranks * x / count) for x in (terms.weights, terms.gradients, terms.optimizer)] == bytes_each
+        assert [
+            round(ranks * x / count) for x in (terms.weights, terms.gradients, terms.optimizer)
+        ] == bytes_each
         assert (terms.gathered > 0) == (strategy == "optim_grads_params") == (terms.saved > 0)
 
 
 def test_two_blocks_are_whole_at_once_and_two_chunks_of_a_pipeline() -> None:
-    flags = {"data_parallel_sharding_strategy": "optim_grads_params", "untie_embeddings_and_output_weights": True}
+    flags = {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "untie_embeddings_and_output_weights": True,
+    }
     block, table = costs.layer_parameters(config_of().model), 4096 * 256
     terms = stage(config_of(**flags), 2)
     assert (terms.gathered, terms.gathered_head) == (4 * 2 * block, 4 * (table + 256))
@@ -321,12 +402,23 @@ def test_two_blocks_are_whole_at_once_and_two_chunks_of_a_pipeline() -> None:
 
 
 def test_the_heads_gradient_is_gone_before_the_largest_block_where_that_is_not_the_last() -> None:
-    """bfloat16, 8 ranks: the table's gradient, a copy in fp32 and this rank's part; the first layers have states."""
-    flags = {"data_parallel_sharding_strategy": "optim_grads_params", "untie_embeddings_and_output_weights": True}
-    table, tokens = 4096 * 256 + 256, {"seq_length": 64, "dtype": "bfloat16", "recompute_granularity": "full"}
+    """bfloat16, 8 ranks: the table's gradient, a copy in fp32 and this rank's part; the first
+    layers have states.
+    """
+    flags = {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "untie_embeddings_and_output_weights": True,
+    }
+    table, tokens = (
+        4096 * 256 + 256,
+        {"seq_length": 64, "dtype": "bfloat16", "recompute_granularity": "full"},
+    )
     short = config_of(**flags, **tokens)
-    # this rank's part of the sum, the gradient of the last block's result, and one gathered block less than later
-    before = 2 * 4096 * 256 + table // 8 * 4 + 2 * 64 * 256 - 2 * costs.layer_parameters(short.model)
+    # this rank's part of the sum, the gradient of the last block's result, and one gathered block
+    # less than later
+    before = (
+        2 * 4096 * 256 + table // 8 * 4 + 2 * 64 * 256 - 2 * costs.layer_parameters(short.model)
+    )
     assert stage(short, 8).table == 4 * table + max(before, block_memory(short, 7).work)
     states = {**QWEN3_5, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
     longer = config_of(**{**states, **flags, **tokens, "seq_length": 4096})
@@ -342,7 +434,9 @@ def test_the_heads_gradient_is_gone_before_the_largest_block_where_that_is_not_t
 def test_weight_gradients_that_wait_free_nothing_of_blocks_on_the_host() -> None:
     for offload, on_device in ((0.0, 4), (4.0, 2)):
         stages = {PP: 2, "global_batch_size": 4, "activation_offload": offload}
-        plain, waiting = (config_of(**stages, pipeline_schedule=name) for name in ("1f1b", "zero_bubble"))
+        plain, waiting = (
+            config_of(**stages, pipeline_schedule=name) for name in ("1f1b", "zero_bubble")
+        )
         found = [stage(config, 2, 1).activations for config in (plain, waiting)]
         one, kept = block_memory(waiting, 0, defers=True).left, block_memory(waiting, 0).kept
         # of each token: inputs and output gradients of the products of attention, and of the MLP's
@@ -354,13 +448,18 @@ def test_weight_gradients_that_wait_free_nothing_of_blocks_on_the_host() -> None
 
 def test_the_loss_takes_all_tokens_where_their_logits_are_small_and_else_a_power_of_two() -> None:
     """131,072 tokens on 8 ranks, 152 k rows: whole logits would take 5 GiB, chunks fit into one."""
-    chosen = {n: loss_chunk_tokens(config_of(seq_length=n, vocab_size=16_384)) for n in (4096, 8192, 8193, 12288)}
+    chosen = {
+        n: loss_chunk_tokens(config_of(seq_length=n, vocab_size=16_384))
+        for n in (4096, 8192, 8193, 12288)
+    }
     assert chosen == {4096: 0, 8192: 0, 8193: 8192, 12288: 8192}
     assert [loss_chunk_tokens(config_of(**LONG, **{TP: tp})) for tp in (1, 8)] == [1024, 8192]
     assert loss_chunk_tokens(config_of(vocab_size=2**30)) == 1
     assert [loss_chunk_tokens(config_of(**{LOSS_CHUNK: n})) for n in (0, 7)] == [0, 7]
     chunks, whole = (config_of(**LONG, **chosen) for chosen in ({}, {LOSS_CHUNK: 0}))
-    beside = [head_memory(config).forward - memory.head_gradient(config) for config in (chunks, whole)]
+    beside = [
+        head_memory(config).forward - memory.head_gradient(config) for config in (chunks, whole)
+    ]
     assert beside[0] < 2**30 < beside[1] / 5
 
 
@@ -372,6 +471,8 @@ def test_the_tables_gradient_counts_on_the_last_stage_wide_where_chunks_add_to_i
     for values, size in (({LOSS_CHUNK: 0}, 2), ({LOSS_CHUNK: 16_384}, 2), ({"freeze": "text"}, 0)):
         assert memory.head_gradient(config_of(**LONG, **values)) == size * table
     # autograd holds a tied one until all of backward is done
-    pair = (config_of(**LONG, untie_embeddings_and_output_weights=untied) for untied in (False, True))
+    pair = (
+        config_of(**LONG, untie_embeddings_and_output_weights=untied) for untied in (False, True)
+    )
     blocks = [memory.stage_memory(config, 0, [range(1)], 8).block for config in pair]
     assert blocks[0] - blocks[1] == 4 * table

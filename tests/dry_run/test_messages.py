@@ -39,7 +39,11 @@ STATES: dict[str, Value] = {
 }
 FULL: dict[str, Value] = {AGAIN: "full"}
 NEEDED: dict[str, Value] = {CP: 2, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"}
-BOTH: dict[str, Value] = {CP: 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}
+BOTH: dict[str, Value] = {
+    CP: 4,
+    "cp_comm_type": "a2a+p2p",
+    "hierarchical_context_parallel_sizes": (2, 2),
+}
 ALL = {SHARDED: "optim_grads_params"}
 
 
@@ -90,7 +94,9 @@ def test_messages_of_stages_and_of_a_table_at_both_ends_by_hand() -> None:
 
 
 def test_messages_of_full_sharding_by_hand() -> None:
-    """Two ranks, four microbatches: blocks are gathered for forward and for backward, all else once."""
+    """Two ranks, four microbatches: blocks are gathered for forward and for backward, all else
+    once.
+    """
     block = 64 * (8 + 2 * 4) * 8 + 8 * 8 * 64 + 3 * 64 * 128 + 2 * 64
     table = 512 * 64
     gathered = 4 * (2 * 4 * block + (table + 64))
@@ -100,21 +106,37 @@ def test_messages_of_full_sharding_by_hand() -> None:
 
 def test_a_dry_run_shows_the_axes_that_send_anything() -> None:
     text = describe(of({TP: 2, PP: 2}), 8)
-    head, *stages = text.split("Messages of one rank in a step")[1].split("\n\n")[0].splitlines()[1:]
+    head, *stages = (
+        text.split("Messages of one rank in a step")[1].split("\n\n")[0].splitlines()[1:]
+    )
     assert head.split() == ["stage", "tp", "dp", "pp", "total"] and len(stages) == 2
     assert "Messages" not in describe(of({}), 1) and "not counted" not in text
     states = describe(of({TP: 2, CP: 2, **STATES, "lora_rank": 4}), 4)
-    assert "\n  not counted: states of linear attention (cp), products of low-rank pairs (tp)\n" in states
+    assert (
+        "\n  not counted: states of linear attention (cp), products of low-rank pairs (tp)\n"
+        in states
+    )
 
 
 def sent(rank: int, world_size: int, config: RunConfig) -> tuple[int, dict[str, int]]:
     """Stage of a rank, and the bytes that its axes counted in a step on causal documents."""
-    subject = Subject(rank, world_size, config, MockRules(config.model.vocab_size, config.data.seq_length, "causal"))
+    subject = Subject(
+        rank,
+        world_size,
+        config,
+        MockRules(config.model.vocab_size, config.data.seq_length, "causal"),
+    )
     subject.measure()
     return subject.grid.pp.rank, sent_bytes(subject.grid)
 
 
-AXES = {"tp": ("tp",), "cp": ("cp",), "ep": ("ep",), "dp": ("dp_cp", "edp"), "pp": ("pp", "embedding")}
+AXES = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "ep": ("ep",),
+    "dp": ("dp_cp", "edp"),
+    "pp": ("pp", "embedding"),
+}
 """Counters by the columns of a dry run."""
 CASES: dict[str, tuple[int, dict[str, Value]]] = {
     "tp 2": (2, {TP: 2}),
@@ -126,7 +148,10 @@ CASES: dict[str, tuple[int, dict[str, Value]]] = {
     "tp 2, ep 2": (2, {TP: 2, **EXPERTS, EP: 2}),
     "tp 2, shared expert": (2, {TP: 2, **SHARED_EXPERT}),
     "tp 2, shared expert, tiles": (2, {TP: 2, **SHARED_EXPERT, "mlp_chunk_tokens": 64}),
-    "tp 2, shared expert, tiles, full": (2, {TP: 2, **SHARED_EXPERT, "mlp_chunk_tokens": 64, **FULL}),
+    "tp 2, shared expert, tiles, full": (
+        2,
+        {TP: 2, **SHARED_EXPERT, "mlp_chunk_tokens": 64, **FULL},
+    ),
     "tp 2, cp 2": (4, {TP: 2, CP: 2}),
     "tp 2, pp 2": (4, {TP: 2, PP: 2}),
     "cp 2, p2p": (2, {CP: 2}),
@@ -170,5 +195,8 @@ def test_ranks_send_no_more_needed_keys_than_the_dry_run_says() -> None:
     """Rank 0 has the first and the last of four slices. It needs two of rank 1, which needs one."""
     (_, first), (_, second) = run_ranks(sent, 2, of(NEEDED))
     # keys of the own slices that the other needs, twice, and gradients of the needed ones
-    assert [first["cp"], second["cp"]] == [8 * 4 * KEYS * (2 * 0.5 + 1), 8 * 4 * KEYS * (2 * 1 + 0.5)]
+    assert [first["cp"], second["cp"]] == [
+        8 * 4 * KEYS * (2 * 0.5 + 1),
+        8 * 4 * KEYS * (2 * 1 + 0.5),
+    ]
     assert planned(2, NEEDED)[0].cp == 8 * 4 * KEYS * 3

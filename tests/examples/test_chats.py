@@ -27,9 +27,17 @@ def test_grids_answers_and_questions_of_the_chat_demo(tmp_path: Path) -> None:
     llama(vocab_size=1000, **three).save_pretrained(tmp_path / "hf")
     assert logits_with_transformers.main(tmp_path / "hf", characters=200) == 0
     persona_to_jsonl.main(tmp_path)
-    chats, questions = (compare_chats.lines(tmp_path / f"{name}.jsonl") for name in ("chats", "questions"))
-    assert len(chats) == 100 and len(questions) == 10 and all(question in chats for question in questions)
-    said = compare_chats.by_library(tmp_path / "hf", [each["messages"][0]["content"] for each in questions])
+    chats, questions = (
+        compare_chats.lines(tmp_path / f"{name}.jsonl") for name in ("chats", "questions")
+    )
+    assert (
+        len(chats) == 100
+        and len(questions) == 10
+        and all(question in chats for question in questions)
+    )
+    said = compare_chats.by_library(
+        tmp_path / "hf", [each["messages"][0]["content"] for each in questions]
+    )
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "log.jsonl").write_text('{"kind": "train", "loss": 1.5}\n')
     answers = [json.dumps({"expected": text, "answer": text}) for text in said]

@@ -1,4 +1,6 @@
-"""Launch files, scripts for clusters and recipes: their structure, and a dry run of what stands in them."""
+"""Launch files, scripts for clusters and recipes: their structure, and a dry run of what stands in
+them.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +41,40 @@ ARGUMENTS = 'printf "%s\\n" "$@"'
 
 
 def launched(
-    script: Sequence[str], settings: dict[str, str], folder: Path, program: str, told: str = ARGUMENTS
+    script: Sequence[str],
+    settings: dict[str, str],
+    folder: Path,
+    program: str,
+    told: str = ARGUMENTS,
 ) -> list[str]:
-    """What a script gives to `program`, which stands in `folder` and prints its arguments, or what is `told`."""
+    """What a script gives to `program`, which stands in `folder` and prints its arguments, or what
+    is `told`.
+    """
     folder.mkdir(exist_ok=True)
     (folder / program).write_text(f"#!/bin/sh\n{told}\n")
     (folder / program).chmod(0o755)
     environment = {**os.environ, **settings, "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(script, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        script, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("script", ["pretrain_vlm.sh", "long_context.sh", "slurm/pretrain_vlm.sbatch"])
+@pytest.mark.parametrize(
+    "script", ["pretrain_vlm.sh", "long_context.sh", "slurm/pretrain_vlm.sbatch"]
+)
 @pytest.mark.parametrize(
     ("tp", "strategy", "expected"),
     [("4", "optim", "1"), ("1", "optim", ""), ("4", "optim_grads_params", "")],
 )
 def test_one_hardware_queue_is_asked_for_where_it_helps(
-    script: str, tp: str, strategy: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str,
+    tp: str,
+    strategy: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one queue the gathers of full sharding would stand before all products."""
     settings = {"TP": tp, "SHARD": strategy, "SLURM_SUBMIT_DIR": str(EXAMPLES.parent)}
@@ -86,22 +103,44 @@ def require_run(arguments: list[str], nodes: int, head: str, gpus: int) -> None:
     assert main([*ours, "--dry-run", "--world-size", str(nodes * gpus)]) == 0
 
 
-def test_the_skypilot_task_starts_a_run_on_all_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_skypilot_task_starts_a_run_on_all_its_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     task = read("skypilot/pretrain.yaml")
-    assert set(task) <= {"name", "resources", "num_nodes", "workdir", "file_mounts", "envs", "setup", "run"}
+    assert set(task) <= {
+        "name",
+        "resources",
+        "num_nodes",
+        "workdir",
+        "file_mounts",
+        "envs",
+        "setup",
+        "run",
+    }
     name, gpus = task["resources"]["accelerators"].split(":")
-    assert name and task["num_nodes"] >= 2 and task["workdir"] == "." and "pip install" in task["setup"]
+    assert (
+        name
+        and task["num_nodes"] >= 2
+        and task["workdir"] == "."
+        and "pip install" in task["setup"]
+    )
     settings = {key: str(value) for key, value in task["envs"].items()}
     assert re.match(r"s3://", settings["DATA"]) and re.match(r"s3://", settings["SAVE"])
     settings |= {"DATA": dataset(tmp_path / "data"), "SAVE": str(tmp_path / "out")}
-    settings |= {"SKYPILOT_NUM_NODES": "4", "SKYPILOT_NUM_GPUS_PER_NODE": gpus, "SKYPILOT_NODE_RANK": "3"}
+    settings |= {
+        "SKYPILOT_NUM_NODES": "4",
+        "SKYPILOT_NUM_GPUS_PER_NODE": gpus,
+        "SKYPILOT_NODE_RANK": "3",
+    }
     settings["SKYPILOT_NODE_IPS"] = "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4"
     arguments = launched(["bash", "-c", task["run"]], settings, tmp_path / "bin", "torchrun")
     require_run(arguments, 4, "10.0.0.1", int(gpus))
 
 
-def test_the_jobset_starts_a_run_in_all_its_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_jobset_starts_a_run_in_all_its_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     jobset = read("kubernetes/jobset.yaml")
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -110,15 +149,21 @@ def test_the_jobset_starts_a_run_in_all_its_pods(tmp_path: Path, monkeypatch: py
     spec = job["template"]["spec"]
     pod, (container,) = spec["template"]["spec"], spec["template"]["spec"]["containers"]
     settings = {row["name"]: row["value"] for row in container["env"]}
-    assert all(isinstance(value, str) for value in settings.values())  # Kubernetes refuses numbers there
+    assert all(
+        isinstance(value, str) for value in settings.values()
+    )  # Kubernetes refuses numbers there
     nodes, gpus = int(settings["NNODES"]), int(settings["NPROC"])
     assert job["replicas"] == 1 and spec["parallelism"] == spec["completions"] == nodes
-    assert spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"  # JobSet restarts all pods together
+    assert (
+        spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
+    )  # JobSet restarts all pods together
     assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
     name = jobset["metadata"]["name"]
     assert settings["HEAD"] == f"{name}-{job['name']}-0-0.{name}"
     assert container["ports"] == [{"containerPort": 29500}]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     places = {"--data-path": dataset(tmp_path / "data"), "--save": str(tmp_path / "out")}
     pairs = [text.partition("=") for text in container["args"]]
     assert set(places) <= {flag for flag, *_ in pairs}
@@ -131,9 +176,13 @@ def test_the_image_copies_what_there_is_and_installs_what_training_may_need() ->
     """Without what NVIDIA's image brings."""
     text = (EXAMPLES / "docker/Dockerfile").read_text(encoding="utf-8")
     copied = re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE)
-    assert copied and all((EXAMPLES.parent / name).exists() for names in copied for name in names.split())
+    assert copied and all(
+        (EXAMPLES.parent / name).exists() for names in copied for name in names.split()
+    )
     assert re.search(r"\nFROM \S+:[\d.]+-py3\n", text) and re.search(r"\nUSER [1-9]", text)
-    assert {*re.findall(r"/opt/megacp\[(.+)\]", text)[0].split(",")} == COMMANDS["train"][1] - {"gpu"}
+    assert {*re.findall(r"/opt/megacp\[(.+)\]", text)[0].split(",")} == COMMANDS["train"][1] - {
+        "gpu"
+    }
 
 
 @pytest.mark.slow
@@ -143,7 +192,9 @@ def test_the_cells_of_a_notebook_build_train_on_two_ranks_and_get_the_answers(
     monkeypatch.setattr("sys.argv", ["finetune", str(tmp_path)])
     answers = runpy.run_path(str(EXAMPLES / "finetune.py"))["ANSWERS"]
     said = capsys.readouterr().out
-    assert "cp 2" in said and said.endswith("".join(f"{asked} {answer}\n" for asked, answer in answers.items()))
+    assert "cp 2" in said and said.endswith(
+        "".join(f"{asked} {answer}\n" for asked, answer in answers.items())
+    )
 
 
 def built(script: Sequence[str], settings: dict[str, str], folder: Path) -> None:
@@ -155,9 +206,24 @@ def built(script: Sequence[str], settings: dict[str, str], folder: Path) -> None
 
 def test_the_arrays_build_in_parts_and_finish(tmp_path: Path) -> None:
     write_records(tmp_path / "part.jsonl", 80)
-    common = ["--input", str(tmp_path / "part.jsonl"), "--tokenizer", "byte", "--seq-length", "128", "--workers", "1"]
+    common = [
+        "--input",
+        str(tmp_path / "part.jsonl"),
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        "128",
+        "--workers",
+        "1",
+    ]
     common += ["--unit-bytes", "1000"]
-    slurm = ["bash", "examples/slurm/preprocess.sbatch", *common, "--output", str(tmp_path / "slurm")]
+    slurm = [
+        "bash",
+        "examples/slurm/preprocess.sbatch",
+        *common,
+        "--output",
+        str(tmp_path / "slurm"),
+    ]
     for index in ("1", "0"):
         array = {"SLURM_ARRAY_TASK_ID": index, "SLURM_ARRAY_TASK_COUNT": "2"}
         built(slurm, {"SLURM_SUBMIT_DIR": str(EXAMPLES.parent), **array}, tmp_path)
@@ -165,7 +231,11 @@ def test_the_arrays_build_in_parts_and_finish(tmp_path: Path) -> None:
     assert len(PackedDataset(tmp_path / "slurm")) > 1
 
     job = read("kubernetes/preprocess.yaml")
-    assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == ("batch/v1", "Job", "Indexed")
+    assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == (
+        "batch/v1",
+        "Job",
+        "Indexed",
+    )
     (container,) = job["spec"]["template"]["spec"]["containers"]
     *shell, line = container["command"]
     given = launched([*shell, line], {"JOB_COMPLETION_INDEX": "7"}, tmp_path / "bin", "python")
@@ -173,11 +243,21 @@ def test_the_arrays_build_in_parts_and_finish(tmp_path: Path) -> None:
     assert job["spec"]["parallelism"] <= job["spec"]["completions"]
     words = shlex.split(line.replace("$JOB_COMPLETION_INDEX", "7"))
     assert words[:4] == ["exec", "python", "tools/preprocess_data.py", "build"]
-    assert preprocess.main(["build", *common, "--output", str(tmp_path / "pods"), "--units", "7/16"]) == 0
+    assert (
+        preprocess.main(["build", *common, "--output", str(tmp_path / "pods"), "--units", "7/16"])
+        == 0
+    )
 
 
-SCRIPTS = ("pretrain_vlm.sh", "long_context.sh", "slurm/pretrain_vlm.sbatch", "slurm/long_context.sbatch")
-ROW = re.compile(r"^# +(\d+) GPUs  ((?:[A-Z]+=[\w.]+ +)+)([\d.]+) GiB$(?:\n# +(weights .*) GiB$)?", re.MULTILINE)
+SCRIPTS = (
+    "pretrain_vlm.sh",
+    "long_context.sh",
+    "slurm/pretrain_vlm.sbatch",
+    "slurm/long_context.sbatch",
+)
+ROW = re.compile(
+    r"^# +(\d+) GPUs  ((?:[A-Z]+=[\w.]+ +)+)([\d.]+) GiB$(?:\n# +(weights .*) GiB$)?", re.MULTILINE
+)
 
 
 def estimates(script: str) -> list[tuple[str, ...]]:
@@ -190,7 +270,9 @@ def settings_of(row: tuple[str, ...]) -> dict[str, str]:
 
 
 def dry_run_flags(script: str, row: tuple[str, ...], folder: Path) -> list[str]:
-    """The flags that a dry run of the script gives to `python -m megacp.train`, told by a `python` that prints them."""
+    """The flags that a dry run of the script gives to `python -m megacp.train`, told by a `python`
+    that prints them.
+    """
     command = ["bash", f"examples/{script}", "--dry-run", "--world-size", row[0]]
     printed = launched(command, settings_of(row), folder, "python")
     program, *flags = printed[printed.index("-m") + 1 :]
@@ -204,13 +286,21 @@ def test_a_script_tells_the_memory_of_several_sizes(script: str) -> None:
     assert rows and all(float(row[2]) < 141 for row in rows)
 
 
-@pytest.mark.parametrize("script, row", [(script, row) for script in SCRIPTS for row in estimates(script)])
+@pytest.mark.parametrize(
+    "script, row", [(script, row) for script in SCRIPTS for row in estimates(script)]
+)
 def test_the_memory_in_a_script_is_what_its_dry_run_estimates(
-    script: str, row: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    script: str,
+    row: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     assert main(dry_run_flags(script, row, tmp_path)) == 0
-    _, head, *stages = capsys.readouterr().out.split("Memory of one rank")[1].split("\n\n")[0].splitlines()
+    _, head, *stages = (
+        capsys.readouterr().out.split("Memory of one rank")[1].split("\n\n")[0].splitlines()
+    )
     names = re.split(" {2,}", head.strip())
     cells = [dict(zip(names, re.split(" {2,}", stage.strip()), strict=True)) for stage in stages]
     assert all(stage["total"].endswith(" GiB") for stage in cells)
@@ -233,7 +323,9 @@ PARAMETERS = {
     "qwen3_5_35b_a3b": 35_100_000_000,
 }
 """Published, or within 1 % of the sum of the published parts."""
-RECIPES = {(path.parent.name, path.stem): path for path in sorted(EXAMPLES.glob("recipes/*/*gpu*.yaml"))}
+RECIPES = {
+    (path.parent.name, path.stem): path for path in sorted(EXAMPLES.glob("recipes/*/*gpu*.yaml"))
+}
 
 
 def gpus_of(grid: str) -> int:
@@ -250,7 +342,8 @@ def test_a_recipe_runs_and_fits_the_gpus_it_names(model: str, grid: str) -> None
     head, *commands = path.read_text().splitlines()[:3]
     gib, planned = re.findall(r"([\d.]+) GiB", head)
     needed = max(
-        stage_memory(config, stage, chunks, gpus).total for stage, chunks in enumerate(stage_layers(config, gpus))
+        stage_memory(config, stage, chunks, gpus).total
+        for stage, chunks in enumerate(stage_layers(config, gpus))
     )
     assert needed <= 0.9 * float(gib) * 2**30 and f"{needed / 2**30:.1f}" == planned, head
     build, start = (shlex.split(line.removeprefix("#")) for line in commands)
@@ -260,8 +353,14 @@ def test_a_recipe_runs_and_fits_the_gpus_it_names(model: str, grid: str) -> None
     assert (made.tokenizer, made.output) == (own.checkpoint.load_hf, own.data.data_path)
     assert made.seq_length == config.data.seq_length
     told = {"NODES=8": 64, "--nproc": 8}
-    assert build[1] == "tools/preprocess_data.py" and max(told.get(word, 1) for word in start) == gpus
-    assert own.checkpoint.save and own.training.train_epochs and 0 < (own.training.lr_warmup_fraction or 0) <= 0.1
+    assert (
+        build[1] == "tools/preprocess_data.py" and max(told.get(word, 1) for word in start) == gpus
+    )
+    assert (
+        own.checkpoint.save
+        and own.training.train_epochs
+        and 0 < (own.training.lr_warmup_fraction or 0) <= 0.1
+    )
 
 
 @pytest.mark.parametrize("model", PARAMETERS)
@@ -269,7 +368,9 @@ def test_a_recipe_has_the_size_of_its_model_and_its_export_has_its_name(model: s
     config = parse(["--config", str(EXAMPLES / "recipes" / model / "model.yaml")])
     assert run_parameters(config) == pytest.approx(PARAMETERS[model], rel=0.01)
     architecture = of_values(flatten(config))
-    assert model.startswith(architecture.name.removesuffix("_text").removesuffix("_moe").rstrip("2"))
+    assert model.startswith(
+        architecture.name.removesuffix("_text").removesuffix("_moe").rstrip("2")
+    )
     assert architecture.config(flatten(config))
 
 
@@ -279,7 +380,14 @@ def test_a_finetuning_under_slurm_is_checked_before_it_asks_for_gpus(
     monkeypatch.chdir(EXAMPLES.parent)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     script, folder = "examples/slurm/finetune.sbatch", tmp_path / "bin"
-    flags = ["--config", "examples/small.yaml", "--data-path", dataset(tmp_path / "d"), "--save", str(tmp_path / "out")]
+    flags = [
+        "--config",
+        "examples/small.yaml",
+        "--data-path",
+        dataset(tmp_path / "d"),
+        "--save",
+        str(tmp_path / "out"),
+    ]
     launched(["true"], {}, folder, "python")
     told = launched(["bash", script, *flags], {}, folder, "sbatch")
     checked, asked = told[: told.index("--nodes")], told[told.index("--nodes") :]
@@ -288,7 +396,12 @@ def test_a_finetuning_under_slurm_is_checked_before_it_asks_for_gpus(
     launched(["true"], {}, folder, "python", "exit 2")
     with pytest.raises(AssertionError):  # nothing is asked for
         launched(["bash", script, *flags], {}, folder, "sbatch")
-    job = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": ".", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_SUBMIT_DIR": ".",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "n1",
+    }
     launched(["true"], {}, folder, "scontrol", "echo n1")
     program, *started = launched(["bash", script, *flags], job, folder, "srun")
     assert program == "torchrun"

@@ -17,7 +17,12 @@ from tests.training.runs import TINY, losses, run
 
 FIRST = ["--lr-decay-iters", "4", "--train-iters", "2"]
 """The first half of TINY."""
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_GPUS_ON_NODE": "2",
+}
 ROOT = EXAMPLES.parent
 
 STAND_IN = """#!/bin/bash
@@ -31,12 +36,16 @@ echo "queues=$CUDA_DEVICE_MAX_CONNECTIONS" "$@"
 """A python, torchrun or srun that prints its arguments, and plans tp 4."""
 
 
-def started(script: str, flags: list[str], settings: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+def started(
+    script: str, flags: list[str], settings: dict[str, str], folder: Path
+) -> subprocess.CompletedProcess[str]:
     """A script that has ended; it finds programs in `folder` first, then in this environment."""
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "TMPDIR": str(folder), **settings, "PATH": path}
     command = ["bash", str(EXAMPLES / script), *flags]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -49,20 +58,27 @@ def test_a_script_plans_starts_ranks_and_plans_anew_for_other_ranks(tmp_path: Pa
     save = tmp_path / "out"
     size = [*TINY, "--global-batch-size", "2"]  # which four ranks of dp cannot share
     flags = [*size, "--save", str(save), "--auto-resume"]
-    first = started("pretrain_llm.sh", [*flags, *FIRST], {"LAYOUT": "auto", "NPROC": "4", "PP": "1"}, tmp_path)
+    first = started(
+        "pretrain_llm.sh", [*flags, *FIRST], {"LAYOUT": "auto", "NPROC": "4", "PP": "1"}, tmp_path
+    )
     assert first.returncode == 0, first.stderr
     assert "on 4 GPUs" in first.stderr and "2/2" in first.stdout
     values = values_of_file(str(save / "best.yaml"))
     assert values and check(parse([*size, "--config", str(save / "best.yaml")]), 4) == []
     again = started("pretrain_llm.sh", flags, {"LAYOUT": "auto", "NPROC": "2", "PP": "1"}, tmp_path)
     assert again.returncode == 0, again.stderr
-    assert "step_0000002 was saved by 4 ranks, this run has 2" in again.stderr and "4/4" in again.stdout
+    assert (
+        "step_0000002 was saved by 4 ranks, this run has 2" in again.stderr
+        and "4/4" in again.stdout
+    )
     run(1, [*size, "--save", str(tmp_path / "whole")])
     # float64; only the order of sums differs
     assert losses(save) == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 
 
-def test_a_slurm_job_plans_once_for_all_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_job_plans_once_for_all_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     submitted, save = tmp_path / "submitted", tmp_path / "out"
     submitted.mkdir()
@@ -70,30 +86,52 @@ def test_a_slurm_job_plans_once_for_all_its_nodes(tmp_path: Path, monkeypatch: p
     program(tmp_path, "scontrol", "#!/bin/sh\necho n1\n")
     program(tmp_path, "srun", '#!/bin/sh\nshift\nprintf "%s\\n" "$@"\n')
     settings = {**SLURM, "SLURM_SUBMIT_DIR": str(submitted), "LAYOUT": "auto"}
-    size = [*TINY[: TINY.index("--dtype")], "--dtype", "float32"]  # no attention of a CPU has bfloat16
+    size = [
+        *TINY[: TINY.index("--dtype")],
+        "--dtype",
+        "float32",
+    ]  # no attention of a CPU has bfloat16
     for flags, best in (["--save", str(save)], save / "best.yaml"), ([], submitted / "best_7.yaml"):
         resumes = ["--auto-resume"] if flags else []
         done = started("slurm/pretrain_llm.sbatch", [*size, *flags, *resumes], settings, tmp_path)
         assert done.returncode == 0, done.stderr
         assert "on 4 GPUs" in done.stderr and best.exists()
-        assert done.stdout.splitlines()[-2] == "--config" and best.samefile(submitted / done.stdout.splitlines()[-1])
+        assert done.stdout.splitlines()[-2] == "--config" and best.samefile(
+            submitted / done.stdout.splitlines()[-1]
+        )
     flags = ["--save", str(save), "--auto-resume"]
     done = started("slurm/finetune.sbatch", [*size, *flags[:2]], settings, tmp_path)
     require_run(done.stdout.splitlines(), 2, "n1", 2)
 
 
 SCRIPTS = [
-    *("pretrain_llm.sh", "pretrain_vlm.sh", "long_context.sh", "million_tokens.sh", "pretrain_nodes.sh"),
-    *("slurm/pretrain_llm.sbatch", "slurm/pretrain_vlm.sbatch", "slurm/long_context.sbatch", "slurm/finetune.sbatch"),
+    *(
+        "pretrain_llm.sh",
+        "pretrain_vlm.sh",
+        "long_context.sh",
+        "million_tokens.sh",
+        "pretrain_nodes.sh",
+    ),
+    *(
+        "slurm/pretrain_llm.sbatch",
+        "slurm/pretrain_vlm.sbatch",
+        "slurm/long_context.sbatch",
+        "slurm/finetune.sbatch",
+    ),
 ]
 
 
 def test_every_launch_script_is_here() -> None:
     shells = [*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("slurm/*.sbatch")]
-    training = {path for path in shells if "-m megacp.train" in path.read_text() and "demo" not in path.name}
+    training = {
+        path for path in shells if "-m megacp.train" in path.read_text() and "demo" not in path.name
+    }
     assert {EXAMPLES / script for script in SCRIPTS} == training
     for script in SCRIPTS:
-        assert "# LAYOUT=auto lets megacp-plan choose the flags of the layout" in (EXAMPLES / script).read_text()
+        assert (
+            "# LAYOUT=auto lets megacp-plan choose the flags of the layout"
+            in (EXAMPLES / script).read_text()
+        )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -101,19 +139,33 @@ def test_a_script_plans_with_the_given_flags_and_adds_the_file(script: str, tmp_
     for name in ("python", "torchrun", "srun", "sbatch"):
         program(tmp_path, name, STAND_IN)
     program(tmp_path, "scontrol", "#!/bin/sh\necho n1\n")
-    settings = {"LAYOUT": "auto", "PLAN": "--network ethernet", "NNODES": "2", "NPROC": "2", "HEAD": "n1", "CP": "2"}
+    settings = {
+        "LAYOUT": "auto",
+        "PLAN": "--network ethernet",
+        "NNODES": "2",
+        "NPROC": "2",
+        "HEAD": "n1",
+        "CP": "2",
+    }
     settings |= {**SLURM, "SLURM_SUBMIT_DIR": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": ""}
     done = started(script, ["--save", str(tmp_path)], settings, tmp_path)
     assert done.returncode == 0, done.stderr
     (plan,) = (line.split() for line in done.stderr.splitlines() if "megacp.plan.command" in line)
     start = done.stdout.splitlines()[-1].split()
     assert plan[1:5] == ["-m", "megacp.plan.command", "--gpu", "here"]
-    assert plan[plan.index("--world-size") + 1] == ("4" if "nodes" in script or "slurm" in script else "2")
+    assert plan[plan.index("--world-size") + 1] == (
+        "4" if "nodes" in script or "slurm" in script else "2"
+    )
     best = plan[plan.index("--output") + 1]
     assert plan[-5:] == ["--network", "ethernet", "--output", best, "--overwrite"]
     assert start[-2:] == ["--config", best] and "--save" in start and "--save" in plan
     assert best == str(tmp_path / "best.yaml") or "nodes" in script
-    planned = {"--recompute-granularity", "--data-parallel-sharding-strategy", "--cp-layout", "--activation-offload"}
+    planned = {
+        "--recompute-granularity",
+        "--data-parallel-sharding-strategy",
+        "--cp-layout",
+        "--activation-offload",
+    }
     assert not planned & {*plan} and not planned & {*start}
     takes_cp = script not in ("million_tokens.sh", "slurm/finetune.sbatch")
     assert ("--context-parallel-size" in plan) == ("--context-parallel-size" in start) == takes_cp
@@ -126,15 +178,27 @@ def test_a_dry_run_of_a_planned_layout_writes_nothing_to_save(tmp_path: Path) ->
     flags = [*TINY, "--save", str(save), "--dry-run", "--world-size", "8"]
     done = started("pretrain_llm.sh", flags, {"LAYOUT": "auto", "NPROC": "2"}, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "on 8 GPUs of 79." in done.stderr and "Dry run: 8 ranks" in done.stdout and not save.exists()
+    assert (
+        "on 8 GPUs of 79." in done.stderr
+        and "Dry run: 8 ranks" in done.stdout
+        and not save.exists()
+    )
 
 
 @pytest.mark.parametrize(
     ("script", "settings", "told"),
     [
-        ("long_context.sh", {"LAYOUT": "zigzag_document"}, "LAYOUT is zigzag_document, expected auto; CP_LAYOUT sets"),
+        (
+            "long_context.sh",
+            {"LAYOUT": "zigzag_document"},
+            "LAYOUT is zigzag_document, expected auto; CP_LAYOUT sets",
+        ),
         ("pretrain_nodes.sh", {"LAYOUT": "auto", "NNODES": "6:8", "HEAD": "n1"}, "NNODES is 6:8"),
-        ("pretrain_llm.sh", {"LAYOUT": "auto", "NPROC": "3"}, "no layout of 3 ranks takes these flags, one of 2 does"),
+        (
+            "pretrain_llm.sh",
+            {"LAYOUT": "auto", "NPROC": "3"},
+            "no layout of 3 ranks takes these flags, one of 2 does",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_planned_ends_a_script(

@@ -1,1 +1,3 @@
-"""What breaks a run, a build or a file, and the stated outcome; the long half is marked `faults`."""
+"""What breaks a run, a build or a file, and the stated outcome; the long half is marked
+`faults`.
+"""

@@ -1,7 +1,8 @@
-"""Machines of an elastic run on loopback: each a torchrun agent with its ranks, which can be lost for good.
+"""Machines of an elastic run on loopback: each a torchrun agent with its ranks, which can be lost
+for good.
 
-Key property: a lost machine is the agent and all below it, killed at once, so nobody hears a word from it. Rejected: to
-kill a rank only, whose agent would tell the others and start it again.
+Key property: a lost machine is the agent and all below it, killed at once, so nobody hears a word
+from it. Rejected: to kill a rank only, whose agent would tell the others and start it again.
 """
 
 from __future__ import annotations
@@ -46,16 +47,30 @@ class Machines:
     def start(self, machine: int) -> None:
         """Start an agent; what it writes is in `output`."""
         endpoint = f"127.0.0.1:{self.port}"
-        launcher = ["torch.distributed.run", "--nnodes", f"{self.least}:{self.count}", "--rdzv-backend", "c10d"]
+        launcher = [
+            "torch.distributed.run",
+            "--nnodes",
+            f"{self.least}:{self.count}",
+            "--rdzv-backend",
+            "c10d",
+        ]
         launcher += ["--rdzv-endpoint", endpoint, "--rdzv-id", "run"]
-        launcher += ["--rdzv-conf", f"{RENDEZVOUS},is_host={machine == 0}"]  # on one machine all have its address
+        launcher += [
+            "--rdzv-conf",
+            f"{RENDEZVOUS},is_host={machine == 0}",
+        ]  # on one machine all have its address
         launcher += ["--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
         command = [sys.executable, "-m", *launcher, "-m", "megacp.train", *self.flags]
         environment = {key: text for key, text in os.environ.items() if "TORCHELASTIC" not in key}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+        environment |= {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+        }
         with open(self._output(machine), "ab") as out:
-            self.agents[machine] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+            self.agents[machine] = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=out
+            )
 
     def lose(self, machine: int) -> None:
         """The machine is gone: its agent and its ranks, at one moment."""
@@ -73,7 +88,10 @@ class Machines:
     def wait(self, timeout: float) -> dict[int, int]:
         """The exit status of each agent that is left."""
         deadline = time.monotonic() + timeout
-        return {machine: agent.wait(max(1.0, deadline - time.monotonic())) for machine, agent in self.agents.items()}
+        return {
+            machine: agent.wait(max(1.0, deadline - time.monotonic()))
+            for machine, agent in self.agents.items()
+        }
 
     def end(self) -> None:
         """Nothing of them is left."""

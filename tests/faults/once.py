@@ -2,17 +2,20 @@
 
     python -m tests.faults.once --seed 7 --deaths 40
 
-Two tiny models with experts are trained, one with a gated delta rule and one with Mamba-2 in half of its layers. Each
-is started anew after every death, on up to 8 ranks and on another grid, drawn among those that the checks of a run
-accept. Deaths are of the kinds of docs/running.md, at random moments, some of them before the first step after the
-death before. In the end all is compared with a run of one process that nothing has disturbed:
+Two tiny models with experts are trained, one with a gated delta rule and one with Mamba-2 in half
+of its layers. Each is started anew after every death, on up to 8 ranks and on another grid, drawn
+among those that the checks of a run accept. Deaths are of the kinds of docs/running.md, at random
+moments, some of them before the first step after the death before. In the end all is compared with
+a run of one process that nothing has disturbed:
 
-* the packs that each step was trained on, as the ranks have seen them: every sample once, none lost, none twice;
+* the packs that each step was trained on, as the ranks have seen them: every sample once, none
+  lost, none twice;
 * the steps and samples of the run's log;
 * the loss of each step, and the last checkpoint with both moments of AdamW, to 1e-8 in float64.
 
-A life is a line. The last lines say how long it took from a death to the next step. The exit status is 1 when anything
-differs, when a life ends in another way than its fault explains, or when no life can go on.
+A life is a line. The last lines say how long it took from a death to the next step. The exit status
+is 1 when anything differs, when a life ends in another way than its fault explains, or when no life
+can go on.
 """
 
 from __future__ import annotations
@@ -64,13 +67,19 @@ BATCH = 12
 """Packs of a step: dp may be 1, 2, 3, 4 or 6."""
 EPOCHS = 2
 STEPS_PER_DEATH = 1.5
-"""Steps of a run for each of its deaths: a life seldom comes further than that beyond the one before."""
+"""Steps of a run for each of its deaths: a life seldom comes further than that beyond the one
+before.
+"""
 ENDS_WITHIN = 600.0
 """Seconds after which a life that has been struck, or is to finish, hangs."""
 QUICK, PATIENT = 0.25, 4.0
-"""--distributed-timeout-minutes of a life whose ranks are to find out by it that one is missing, and of others."""
+"""--distributed-timeout-minutes of a life whose ranks are to find out by it that one is missing,
+and of others.
+"""
 PR_SET_CHILD_SUBREAPER = 36
-"""Linux's name of an option of a process (prctl.h): it becomes the parent of ranks whose launcher was killed."""
+"""Linux's name of an option of a process (prctl.h): it becomes the parent of ranks whose launcher
+was killed.
+"""
 
 MODEL: dict[str, Value] = {
     "num_layers": 4,
@@ -101,8 +110,9 @@ TRAINING: dict[str, Value] = {
     "seq_length": SEQ_LENGTH,
     "global_batch_size": BATCH,
     "train_epochs": float(EPOCHS),
-    # With an epsilon of 1e-8 AdamW divides gradients that are all but 0 by themselves, rounding and all: the difference
-    # of two grids then grows from 1e-15 to 1e-7 in 34 steps that nothing disturbs. With these two it stays at 1e-15.
+    # With an epsilon of 1e-8 AdamW divides gradients that are all but 0 by themselves, rounding and
+    # all: the difference of two grids then grows from 1e-15 to 1e-7 in 34 steps that nothing
+    # disturbs. With these two it stays at 1e-15.
     "adam_eps": 1e-4,
     "lr": 0.003,
     "lr_warmup_iters": 4,
@@ -135,8 +145,12 @@ TOLD = (3, 1, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Of a life that was told to stop: 3 after saving, others where its training had not begun."""
 KINDS: dict[str, Kind] = {
     "a rank is killed": Kind((1,), ANYTIME, names_rank=True),
-    "a rank freezes": Kind((1,), ("start", "step"), waits=True, at_once=True, names_rank=True, of_many=True),
-    "a rank hangs": Kind((1,), ("join", "step"), waits=True, at_once=True, names_rank=True, of_many=True),
+    "a rank freezes": Kind(
+        (1,), ("start", "step"), waits=True, at_once=True, names_rank=True, of_many=True
+    ),
+    "a rank hangs": Kind(
+        (1,), ("join", "step"), waits=True, at_once=True, names_rank=True, of_many=True
+    ),
     "a rank raises": Kind((1,), ("read", "resume", "step", "save"), at_once=True, names_rank=True),
     "a rank is told to stop": Kind(TOLD, ("resume", "step", "save")),
     "the launcher is told to stop": Kind(TOLD, ("resume", "step", "save"), of_many=True),
@@ -169,7 +183,9 @@ def write_packs(folder: Path, count: int, seed: int) -> None:
 
 
 def drawn_grid(moments: random.Random, base: RunConfig) -> tuple[int, dict[str, Value]]:
-    """A number of ranks, mostly 8, and flags of layout, schedule, sharding and saving that a run accepts."""
+    """A number of ranks, mostly 8, and flags of layout, schedule, sharding and saving that a run
+    accepts.
+    """
     for _ in range(10_000):
         world = moments.choice([8, 8, 8, 8, 8, 6, 4, 4, 3, 2, 1])
         values: dict[str, Value] = {
@@ -182,7 +198,9 @@ def drawn_grid(moments: random.Random, base: RunConfig) -> tuple[int, dict[str, 
             "cp_comm_type": moments.choice(["p2p", "all_gather", "a2a", "kv_exchange"]),
             "cp_layout": moments.choice(["zigzag", "zigzag_document", "contiguous", "balanced"]),
             "dynamic_context_parallel": False,
-            "data_parallel_sharding_strategy": moments.choice(["optim", "optim_grads", "optim_grads_params"]),
+            "data_parallel_sharding_strategy": moments.choice(
+                ["optim", "optim_grads", "optim_grads_params"]
+            ),
             "num_distributed_optimizer_instances": moments.choice([1, 1, 2]),
             "micro_batch_size": moments.choice([1, 1, 2]),
             "recompute_granularity": moments.choice(["none", "none", "selective", "full"]),
@@ -192,7 +210,11 @@ def drawn_grid(moments: random.Random, base: RunConfig) -> tuple[int, dict[str, 
             "save_interval": moments.choice([1, 2, 2, 3]),
         }
         if moments.random() < 0.2:  # which asks for one transport and one layout
-            dynamic = {"dynamic_context_parallel": True, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"}
+            dynamic = {
+                "dynamic_context_parallel": True,
+                "cp_comm_type": "kv_exchange",
+                "cp_layout": "balanced",
+            }
             values.update(dynamic)
         config = with_values(base, values)
         reasons = [*check(config, world), *backend_problems(config, "cpu")]
@@ -212,7 +234,9 @@ def in_words(world: int, values: Mapping[str, Value]) -> str:
     if values["dynamic_context_parallel"]:
         parts.append("dynamic")
     if shape.pp > 1:
-        parts.append(f"{values['pipeline_schedule']} of {values['num_virtual_stages_per_pipeline_rank']}")
+        parts.append(
+            f"{values['pipeline_schedule']} of {values['num_virtual_stages_per_pipeline_rank']}"
+        )
     if values["data_parallel_sharding_strategy"] != "optim":
         parts.append(str(values["data_parallel_sharding_strategy"]))
     return f"{world} rank{'s' if world > 1 else ''}: {', '.join(parts)}"
@@ -246,7 +270,12 @@ class Life:
     def start(self) -> None:
         """Start launcher and ranks in a process group of their own."""
         self.folder.mkdir()
-        environment = {**os.environ, PLAN: self.plan.write(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **os.environ,
+            PLAN: self.plan.write(),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         environment["PYTHONPATH"] = str(ROOT)
         launcher = ["--nproc", str(self.world)] if self.world > 1 else []
         arguments = [*launcher, *self.flags]
@@ -284,14 +313,20 @@ class Life:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The lines of an event of all its processes, in the order of time."""
-        lines = [line for of_process in self.records.values() for line in of_process if line["event"] == name]
+        lines = [
+            line
+            for of_process in self.records.values()
+            for line in of_process
+            if line["event"] == name
+        ]
         return sorted(lines, key=lambda line: line["time"])
 
     def wait(self, until: Callable[[], bool] | None = None) -> None:
-        """Wait until all its processes have ended, or for something before that; AssertionError if it hangs.
+        """Wait until all its processes have ended, or for something before that; AssertionError if
+        it hangs.
 
-        Ranks that are left alone are ended as an operator would do it: those of a killed launcher are told to stop, and
-        one that freezes or hangs is killed when the other ranks have ended.
+        Ranks that are left alone are ended as an operator would do it: those of a killed launcher
+        are told to stop, and one that freezes or hangs is killed when the other ranks have ended.
         """
         deadline = time.monotonic() + ENDS_WITHIN
         while left := self._left():
@@ -322,7 +357,9 @@ class Life:
         return path.read_text() if path.exists() else ""
 
     def _left(self) -> list[int]:
-        """Its processes that have not ended. Takes the exit status of the launcher, and of ranks that it has left."""
+        """Its processes that have not ended. Takes the exit status of the launcher, and of ranks
+        that it has left.
+        """
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-self.process, os.WNOHANG))[0]:
                 if found[0] == self.process:
@@ -347,7 +384,9 @@ def send(processes: Sequence[int], number: int) -> None:
 
 
 def processes_of_group(group: int) -> list[int]:
-    """The processes of a group that have not ended; its launcher's children that it has not waited for are no more."""
+    """The processes of a group that have not ended; its launcher's children that it has not waited
+    for are no more.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -370,10 +409,19 @@ class Run:
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
         self.steps = round(STEPS_PER_DEATH * self.deaths) + 4
-        self.packs = (self.steps * BATCH - BATCH // 2) // EPOCHS  # the last step is short of half its packs
-        self.data, self.save, self.clean = (self.folder / name for name in ("data", "save", "clean"))
+        self.packs = (
+            self.steps * BATCH - BATCH // 2
+        ) // EPOCHS  # the last step is short of half its packs
+        self.data, self.save, self.clean = (
+            self.folder / name for name in ("data", "save", "clean")
+        )
         write_packs(self.data, self.packs, self.moments.randrange(1 << 30))
-        values = {**MODELS[self.name], **TRAINING, "data_path": str(self.data), "seed": self.moments.randrange(1 << 30)}
+        values = {
+            **MODELS[self.name],
+            **TRAINING,
+            "data_path": str(self.data),
+            "seed": self.moments.randrange(1 << 30),
+        }
         self.flags = flags_of(values)
         self.base = parse([*self.flags, "--save", str(self.save), "--auto-resume"])
         self.undisturbed = Life(
@@ -407,8 +455,12 @@ class Run:
         flags = [*self.flags, *flags_of(grid), "--save", str(self.save), "--auto-resume"]
         return Life(folder, world, plan, flags, words=in_words(world, grid))
 
-    def _planned(self, plan: Plan, kind: str, world: int, grid: dict[str, Value], recovery: bool) -> tuple[Plan, float]:
-        """The plan with a moment for the fault, and the minutes that ranks wait for one that is missing."""
+    def _planned(
+        self, plan: Plan, kind: str, world: int, grid: dict[str, Value], recovery: bool
+    ) -> tuple[Plan, float]:
+        """The plan with a moment for the fault, and the minutes that ranks wait for one that is
+        missing.
+        """
         moments, begun, of = self.moments, self.step(), KINDS[kind]
         allowed = [one for one in of.moments if (one in RECOVERY) == recovery] or of.moments
         moment = moments.choice(allowed)
@@ -419,11 +471,15 @@ class Run:
             step = self._drawn_step(moment, begun, grid)
         rank = 0 if kind.startswith("rank 0") else moments.randrange(world)
         delay = 0.0 if of.at_once else moments.uniform(0.0, 0.4)
-        planned = dataclasses.replace(plan, fault=kind, rank=rank, moment=moment, step=step, delay=delay)
+        planned = dataclasses.replace(
+            plan, fault=kind, rank=rank, moment=moment, step=step, delay=delay
+        )
         return planned, QUICK if is_found_late(planned) else PATIENT
 
     def _drawn_step(self, moment: str, begun: int, grid: dict[str, Value]) -> int:
-        """The step in which a life that goes on after step `begun` dies, or the one that it saves then."""
+        """The step in which a life that goes on after step `begun` dies, or the one that it saves
+        then.
+        """
         if begun == 0:  # it leaves a checkpoint, so that the next life goes on from something
             grid.update(save_interval=1, async_save=False)
             return 3
@@ -435,7 +491,9 @@ class Run:
         return min(step, self.steps)  # the last one is always saved
 
     def damage(self) -> str:
-        """Damage a file of the newest checkpoint while no rank runs, if there are two whole ones; in words."""
+        """Damage a file of the newest checkpoint while no rank runs, if there are two whole ones;
+        in words.
+        """
         folders = committed(self.save)
         if len(folders) < 2 or self.step() != int(folders[0].name[5:12]):
             return ""
@@ -481,10 +539,14 @@ class Run:
     def refuse_second(self, first: Life) -> None:
         """Start another run in the same directory, which is to be refused."""
         folder = first.folder.with_name(f"{first.folder.name}_second")
-        second = Life(folder, 2, Plan(str(folder)), [*self.flags, "--save", str(self.save), "--auto-resume"])
+        second = Life(
+            folder, 2, Plan(str(folder)), [*self.flags, "--save", str(self.save), "--auto-resume"]
+        )
         second.start()
         second.wait()
-        assert second.status == 2, f"a second run was not refused: {second.status}\n{second.said()[-3000:]}"
+        assert second.status == 2, (
+            f"a second run was not refused: {second.status}\n{second.said()[-3000:]}"
+        )
 
     def judge(self, life: Life) -> None:
         """AssertionError where a life ended in another way than its fault explains."""
@@ -497,8 +559,12 @@ class Run:
         if life.plan.moment == "start":  # ranks that met nobody refuse to run
             allowed.add(2)
         where = f"{life.folder}: {life.plan.fault}, {life.words}, rank {life.plan.rank}"
-        assert life.struck is not None, f"{where}: ended with status {life.status} before it\n{said[-6000:]}"
-        assert life.status in allowed, f"{where}: status {life.status}, not one of {sorted(allowed)}\n{said[-6000:]}"
+        assert life.struck is not None, (
+            f"{where}: ended with status {life.status} before it\n{said[-6000:]}"
+        )
+        assert life.status in allowed, (
+            f"{where}: status {life.status}, not one of {sorted(allowed)}\n{said[-6000:]}"
+        )
         if kind.names_rank and life.world > 1:
             named = re.search(rf"\branks? (\d+, )*{life.plan.rank}\b", said)
             assert named, f"{where}: is not named\n{said[-6000:]}"
@@ -543,7 +609,10 @@ class Run:
             end = f"{plan.fault} (rank {plan.rank}, {at}){damage}"
         seconds = f"{life.ended - life.begun:.1f} s"
         start = "forked" if plan.forked else "started"
-        print(f"life {len(self.lives):2}  {trained:15} {life.words}, {start}, {seconds}: {end}", flush=True)
+        print(
+            f"life {len(self.lives):2}  {trained:15} {life.words}, {start}, {seconds}: {end}",
+            flush=True,
+        )
 
     # -- what is left of them --------------------------------------------------------------------------------------
 
@@ -566,7 +635,9 @@ class Run:
         for step in steps:
             samples = min(step * BATCH, self.packs * EPOCHS)
             if step not in log or log[step]["consumed_samples"] != samples:
-                problems.append(f"step {step} of the log is {log.get(step)}, it ends after {samples} samples")
+                problems.append(
+                    f"step {step} of the log is {log.get(step)}, it ends after {samples} samples"
+                )
         loss = max(abs(log[step]["loss"] - clean[step]["loss"]) for step in steps if step in log)
         compared = {"losses": loss, **differences(self.save, self.clean)}
         for name, difference in compared.items():
@@ -574,22 +645,34 @@ class Run:
                 problems.append(f"{name} differ by {difference:.1e}, more than {TOLERANCE:.0e}")
         deaths = [life for life in self.lives if life.plan.fault and life.status != 0]
         if len(deaths) < self.deaths:
-            problems.append(f"the run came to its end after {len(deaths)} of {self.deaths} deaths: take another seed")
+            problems.append(
+                f"the run came to its end after {len(deaths)} of {self.deaths} deaths: take "
+                "another seed"
+            )
         early = sum(not life.events("trained") for life in deaths)
-        lived = f"{len(deaths)} deaths ({early} before a step) in {len(self.lives)} lives, {self.steps} steps"
+        lived = (
+            f"{len(deaths)} deaths ({early} before a step) in {len(self.lives)} lives, "
+            f"{self.steps} steps"
+        )
         seen = f"{sum(times.values())} samples, {lost} lost, {twice} twice"
-        close = ", ".join(f"{name} within {difference:.0e}" for name, difference in compared.items())
+        close = ", ".join(
+            f"{name} within {difference:.0e}" for name, difference in compared.items()
+        )
         print(f"{self.name}: {lived}; {seen}; {close}", flush=True)
         return [f"{self.name}: {problem}" for problem in problems]
 
     def ends(self) -> Iterator[tuple[bool, float]]:
-        """Of each death: whether ranks found out by a timeout, and the seconds until the last of them had ended."""
+        """Of each death: whether ranks found out by a timeout, and the seconds until the last of
+        them had ended.
+        """
         for life in self.lives:
             if life.struck is not None and life.plan.fault != "a pack is damaged":
                 yield is_found_late(life.plan), life.ended - life.struck
 
     def recoveries(self) -> Iterator[tuple[int, bool, dict[str, float]]]:
-        """Of each life that came to a step: its ranks, whether they were forked, and the seconds of its parts."""
+        """Of each life that came to a step: its ranks, whether they were forked, and the seconds of
+        its parts.
+        """
         for life in self.lives:
             trained = life.events("trained")
             last = {moment: [line["time"] for line in life.events(moment)] for moment in RECOVERY}
@@ -599,7 +682,9 @@ class Run:
             spawned = life.events("spawns")[0]["time"]
             ends = [spawned, *(max(times) for times in last.values()), max(first)]
             begins = [life.begun, *ends]
-            parts = {name: end - begin for name, begin, end in zip(PARTS, begins, ends, strict=False)}
+            parts = {
+                name: end - begin for name, begin, end in zip(PARTS, begins, ends, strict=False)
+            }
             yield life.world, life.plan.forked, parts
 
 
@@ -615,16 +700,19 @@ PARTS = (
 
 
 def is_found_late(plan: Plan) -> bool:
-    """Whether ranks find out only by --distributed-timeout-minutes: no connection that they have closes."""
+    """Whether ranks find out only by --distributed-timeout-minutes: no connection that they have
+    closes.
+    """
     survives = plan.fault not in ("the machine is lost", "a rank has another flag")
     return KINDS[plan.fault].waits or (survives and plan.moment in ("start", "join"))
 
 
 def counted(lives: Sequence[Life]) -> dict[int, list[int]]:
-    """The packs of each step of the run, sorted: those of the last life that trained it, as all its ranks saw them.
+    """The packs of each step of the run, sorted: those of the last life that trained it, as all its
+    ranks saw them.
 
-    A life goes on from a checkpoint and trains every later step anew. So the last one counts. AssertionError where
-    ranks that share rows saw different packs.
+    A life goes on from a checkpoint and trains every later step anew. So the last one counts.
+    AssertionError where ranks that share rows saw different packs.
     """
     found: dict[int, list[int]] = {}
     for life in lives:
@@ -638,14 +726,20 @@ def counted(lives: Sequence[Life]) -> dict[int, list[int]]:
             shares: dict[int, list[int]] = {}
             for line in lines:
                 share = shares.setdefault(line["index"], line["packs"])
-                assert share == line["packs"], f"{life.folder.name}, step {step}: ranks of one row read other packs"
-            assert len(shares) == lines[0]["size"], f"{life.folder.name}, step {step}: only rows {sorted(shares)}"
+                assert share == line["packs"], (
+                    f"{life.folder.name}, step {step}: ranks of one row read other packs"
+                )
+            assert len(shares) == lines[0]["size"], (
+                f"{life.folder.name}, step {step}: only rows {sorted(shares)}"
+            )
             found[step] = sorted(pack for packs in shares.values() for pack in packs)
     return found
 
 
 def rows_that_count(folder: Path) -> dict[int, dict[str, Any]]:
-    """The rows of training of a run's log by step; a row of kind `run` ends those of later steps above it."""
+    """The rows of training of a run's log by step; a row of kind `run` ends those of later steps
+    above it.
+    """
     found: dict[int, dict[str, Any]] = {}
     for line in (folder / "log.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -657,10 +751,16 @@ def rows_that_count(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def differences(one: Path, other: Path) -> dict[str, float]:
-    """The largest difference between the last checkpoints of two runs, by what they hold; inf where names differ."""
+    """The largest difference between the last checkpoints of two runs, by what they hold; inf where
+    names differ.
+    """
     world, found = single_axis("world"), {}
     mine, theirs = (load_checkpoint(folder, world) for folder in (one, other))
-    for kind, name in (("model", "weights"), ("optimizer.exp_avg", "moments"), ("optimizer.exp_avg_sq", "squares")):
+    for kind, name in (
+        ("model", "weights"),
+        ("optimizer.exp_avg", "moments"),
+        ("optimizer.exp_avg_sq", "squares"),
+    ):
         a, b = dict(mine.whole_tensors(kind)), dict(theirs.whole_tensors(kind))
         if a.keys() != b.keys() or not a or mine.step != theirs.step:
             found[name] = math.inf
@@ -681,28 +781,49 @@ def report(runs: Sequence[Run]) -> None:
     print(f"  {statistics.median(at_once):5.1f}  until all ranks have ended")
     if late:
         flag = f"--distributed-timeout-minutes {QUICK:g}"
-        print(f"  {statistics.median(late):5.1f}  the same for {len(late)} deaths that ranks find by {flag}")
-    for forked, how in ((False, "started as a user starts them"), (True, "forked with everything imported")):
-        chosen = [parts for world, is_forked, parts in recoveries if is_forked == forked and world == 8]
+        print(
+            f"  {statistics.median(late):5.1f}  the same for {len(late)} deaths that ranks find by "
+            f"{flag}"
+        )
+    for forked, how in (
+        (False, "started as a user starts them"),
+        (True, "forked with everything imported"),
+    ):
+        chosen = [
+            parts for world, is_forked, parts in recoveries if is_forked == forked and world == 8
+        ]
         if chosen:
             total = statistics.median(sum(parts.values()) for parts in chosen)
-            print(f"  {total:5.1f}  until 8 ranks have made a step, {how} ({len(chosen)} lives); by part:")
+            print(
+                f"  {total:5.1f}  until 8 ranks have made a step, {how} ({len(chosen)} lives); by "
+                "part:"
+            )
             for name in PARTS:
                 print(f"         {statistics.median(parts[name] for parts in chosen):5.1f}  {name}")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the lives of both models; 0 where nothing was lost and nothing differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.once", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.once", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--seed", type=int, default=0, help="of grids, kinds and moments")
     parser.add_argument("--deaths", type=int, default=40, help="of all models together")
     parser.add_argument("--model", default="", help="only the model whose name holds this word")
-    parser.add_argument("--forked-for", type=int, default=7, help="every Nth life is started as a user starts it")
-    parser.add_argument("--keep", type=Path, help="keep logs, checkpoints and what ranks said in this folder")
+    parser.add_argument(
+        "--forked-for", type=int, default=7, help="every Nth life is started as a user starts it"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="keep logs, checkpoints and what ranks said in this folder"
+    )
     given = parser.parse_args(arguments)
     logging.disable()  # checkpoints that this process passes over
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a terminal that hangs up is a kind of death
-    for module in preloaded():  # ranks are forked: what is imported here costs none of them a second
+    signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # nohup ignores it, and a terminal that hangs up is a kind of death
+    for (
+        module
+    ) in preloaded():  # ranks are forked: what is imported here costs none of them a second
         importlib.import_module(module)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     folder = given.keep or Path(tempfile.mkdtemp(prefix="megacp_once_"))

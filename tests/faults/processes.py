@@ -1,7 +1,7 @@
 """Real ranks of `megacp.train`, each a process with flags, an environment and a folder of its own.
 
-Key property: what differs between machines can differ here between processes of one. Rejected: a pool of ranks, which
-share one start.
+Key property: what differs between machines can differ here between processes of one. Rejected: a
+pool of ranks, which share one start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port that nobody listens at now, below those that the system gives to the connections of other tests."""
+    """A port that nobody listens at now, below those that the system gives to the connections of
+    other tests.
+    """
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -40,25 +42,44 @@ def free_port() -> int:
 
 def environment(rank: int, size: int, port: int, **changed: str | None) -> dict[str, str]:
     """What a launcher would set; None in `changed` leaves a variable out."""
-    values: dict[str, str | None] = {key: text for key, text in os.environ.items() if "TORCHELASTIC" not in key}
-    values |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    values: dict[str, str | None] = {
+        key: text for key, text in os.environ.items() if "TORCHELASTIC" not in key
+    }
+    values |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    values |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
     values |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     values |= changed
     return {key: text for key, text in values.items() if text is not None}
 
 
 def launch(
-    flags: Sequence[str], environment: Mapping[str, str], folder: Path | None = None, module: str = "megacp.train"
+    flags: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path | None = None,
+    module: str = "megacp.train",
 ) -> subprocess.Popen[str]:
     """One process; `folder` is where it stands."""
     command = [sys.executable, "-m", module, *flags]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder or ROOT, env=dict(environment), stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command, cwd=folder or ROOT, env=dict(environment), stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def ends(processes: Sequence[subprocess.Popen[str]], timeout: float = 200.0) -> list[Ended]:
-    """How all of them end, in order; none outlives this call. One that hangs fails with its stacks."""
+    """How all of them end, in order; none outlives this call. One that hangs fails with its
+    stacks.
+    """
     try:
         return [_end(process, timeout) for process in processes]
     finally:
@@ -84,4 +105,6 @@ def run_all(
     """One rank for each list of flags, started by hand."""
     port, size = free_port(), len(flags)
     places = folders or [ROOT] * size
-    return ends([launch(flags[r], environment(r, size, port), places[r]) for r in range(size)], timeout)
+    return ends(
+        [launch(flags[r], environment(r, size, port), places[r]) for r in range(size)], timeout
+    )

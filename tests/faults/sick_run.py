@@ -1,7 +1,8 @@
-"""`megacp.train` with numbers that go wrong: `python -m tests.faults.sick_run SICKNESS RANK STEP FLAGS...`.
+"""`megacp.train` with numbers that go wrong: `python -m tests.faults.sick_run SICKNESS RANK STEP
+FLAGS...`.
 
-Key property: the real loop runs; only what one rank's loss or weight is from a step on is changed. Rejected: a learning
-rate that makes a run diverge, which does so at another step on every machine.
+Key property: the real loop runs; only what one rank's loss or weight is from a step on is changed.
+Rejected: a learning rate that makes a run diverge, which does so at another step on every machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SICKNESSES = ("nan loss", "nan loss once", "nan weight", "spike")
 
 @contextmanager
 def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
-    """`steps`, where `here`: their losses are NaN or 1000 times themselves, or a weight becomes NaN after the first."""
+    """`steps`, where `here`: their losses are NaN or 1000 times themselves, or a weight becomes NaN
+    after the first.
+    """
     real_loss, real_train = OutputHead.forward, ParallelModel.train
     now = {"step": 0}
 
@@ -51,7 +54,12 @@ def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
 
 
 def train_sick(
-    rank: int, world_size: int, flags: Sequence[str], sickness: str, where: int, steps: Sequence[int]
+    rank: int,
+    world_size: int,
+    flags: Sequence[str],
+    sickness: str,
+    where: int,
+    steps: Sequence[int],
 ) -> int:
     """A run on the pool's ranks of which rank `where` is sick; its status."""
     with sick(sickness, rank == where, steps):

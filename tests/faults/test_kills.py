@@ -1,6 +1,8 @@
-"""Kills and flipped bits at random moments and places: what is left is whole, and going on gives the same result.
+"""Kills and flipped bits at random moments and places: what is left is whole, and going on gives
+the same result.
 
-`make test-faults FAULTS='--fault-seed 7 --fault-repeat 20'` takes other moments; the seed stands in each test's name.
+`make test-faults FAULTS='--fault-seed 7 --fault-repeat 20'` takes other moments; the seed stands in
+each test's name.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return folder, time.monotonic() - begin
 
 
-def killed_later(rank: int, world_size: int, flags: Sequence[str], where: int, seconds: float) -> int:
+def killed_later(
+    rank: int, world_size: int, flags: Sequence[str], where: int, seconds: float
+) -> int:
     """Train, and kill rank `where` (2: both) some seconds after the start, wherever it is then."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
     if where in (rank, 2):
@@ -62,7 +66,13 @@ def test_a_run_killed_at_any_moment_loses_steps_and_nothing_else(
     moments: random.Random, tmp_path: Path, undisturbed: tuple[Path, float]
 ) -> None:
     folder, seconds = undisturbed
-    flags = [*LONG, "--save", str(tmp_path), "--auto-resume", *moments.choice([[], ["--async-save"]])]
+    flags = [
+        *LONG,
+        "--save",
+        str(tmp_path),
+        "--auto-resume",
+        *moments.choice([[], ["--async-save"]]),
+    ]
     kills = 0
     for where in (0, 1, 2):
         try:
@@ -71,7 +81,9 @@ def test_a_run_killed_at_any_moment_loses_steps_and_nothing_else(
             assert "exit code -9" in str(error), error
             kills += 1
     run(2, flags)
-    print(f"{kills} kills; checkpoints left: {sorted(path.name for path in tmp_path.glob('step_*'))}")
+    print(
+        f"{kills} kills; checkpoints left: {sorted(path.name for path in tmp_path.glob('step_*'))}"
+    )
     assert losses(tmp_path) == losses(folder)
     last = f"step_{STEPS:07d}"
     assert payload(tmp_path / last) == payload(folder / last)
@@ -96,7 +108,9 @@ def test_a_build_killed_at_any_moment_goes_on_to_the_same_bytes(
         process.kill()
         process.wait(timeout=60)
     deadline = time.monotonic() + 60
-    while (last := tool(*build)).returncode != 0 and time.monotonic() < deadline:  # workers of the killed still end
+    while (
+        last := tool(*build)
+    ).returncode != 0 and time.monotonic() < deadline:  # workers of the killed still end
         assert "another build is writing" in last.stderr, last.stderr
         time.sleep(0.2)
     print(f"{kills} kills")
@@ -128,11 +142,19 @@ def test_a_bit_flipped_anywhere_in_a_checkpoint_is_found_and_the_one_before_take
 
 
 @pytest.mark.faults
-def test_a_bit_flipped_anywhere_in_a_dataset_is_never_read_in_silence(moments: random.Random, tmp_path: Path) -> None:
+def test_a_bit_flipped_anywhere_in_a_dataset_is_never_read_in_silence(
+    moments: random.Random, tmp_path: Path
+) -> None:
     numbers = np.random.default_rng(moments.randrange(1 << 30))
-    write_dataset(tmp_path / "d", [weighted_images(numbers, 4), weighted_images(numbers, 3)], image_rules=IMAGE_RULES)
+    write_dataset(
+        tmp_path / "d",
+        [weighted_images(numbers, 4), weighted_images(numbers, 3)],
+        image_rules=IMAGE_RULES,
+    )
     sound = everything(tmp_path / "d")
-    for path in sorted(path for path in (tmp_path / "d").rglob("*") if path.is_file() and path.stat().st_size):
+    for path in sorted(
+        path for path in (tmp_path / "d").rglob("*") if path.is_file() and path.stat().st_size
+    ):
         content = path.read_bytes()
         flip(path, moments)
         assert verify(tmp_path / "d") != [], path

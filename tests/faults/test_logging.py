@@ -1,4 +1,6 @@
-"""Places that a run writes to which go away or fill up: the run trains on, saves, and says what it could not write."""
+"""Places that a run writes to which go away or fill up: the run trains on, saves, and says what it
+could not write.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from tests.training.runs import TINY, losses
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-m", "megacp.train"]
-TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2 -m megacp.train".split()]
+TORCHRUN = [
+    sys.executable,
+    *"-m torch.distributed.run --standalone --nproc-per-node 2 -m megacp.train".split(),
+]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -31,11 +36,20 @@ def notes(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "launcher", [PYTHON, pytest.param(TORCHRUN, marks=pytest.mark.faults)], ids=["one", "torchrun"]
 )
-def test_a_reader_that_has_read_enough_does_not_end_the_run(tmp_path: Path, launcher: list[str]) -> None:
-    """`| head -1`: would catch a traceback before the first save, and status 120 at the end of a finished run."""
+def test_a_reader_that_has_read_enough_does_not_end_the_run(
+    tmp_path: Path, launcher: list[str]
+) -> None:
+    """`| head -1`: would catch a traceback before the first save, and status 120 at the end of a
+    finished run.
+    """
     flags = [*TINY, "--save", str(tmp_path), "--save-interval", "2"]
     run = subprocess.Popen(
-        [*launcher, *flags], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*launcher, *flags],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert run.stdout is not None and run.stderr is not None
     assert " = pp 1" in run.stdout.readline()
@@ -46,15 +60,22 @@ def test_a_reader_that_has_read_enough_does_not_end_the_run(tmp_path: Path, laun
     assert error.count("standard output cannot be written (Broken pipe): the run goes on") == 1
     assert "Traceback" not in error and "Exception ignored" not in error
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
-    assert [path.name for path in sorted(tmp_path.glob("step_*"))] == ["step_0000002", "step_0000004"]
-    assert len(notes(tmp_path)) == 1 and notes(tmp_path)[0].startswith("standard output cannot be written")
+    assert [path.name for path in sorted(tmp_path.glob("step_*"))] == [
+        "step_0000002",
+        "step_0000004",
+    ]
+    assert len(notes(tmp_path)) == 1 and notes(tmp_path)[0].startswith(
+        "standard output cannot be written"
+    )
 
 
 @pytest.mark.faults
 def test_ranks_that_start_without_standard_output_end_well(tmp_path: Path) -> None:
     """`>&-`: would catch a good run of two that ends with status 1."""
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *TORCHRUN, *TINY, "--save", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
 
@@ -62,9 +83,13 @@ def test_ranks_that_start_without_standard_output_end_well(tmp_path: Path) -> No
 @pytest.mark.faults
 @pytest.mark.parametrize("events", [False, True], ids=["jsonl", "jsonl and TensorBoard"])
 def test_a_full_disk_under_the_log_file_does_not_end_the_run(tmp_path: Path, events: bool) -> None:
-    """The log may grow to 4 MiB and 1,000 bytes; checkpoints are smaller. Would catch half a line in the file."""
+    """The log may grow to 4 MiB and 1,000 bytes; checkpoints are smaller. Would catch half a line
+    in the file.
+    """
     whole = [*TINY, "--lr-decay-iters", "30", "--save", str(tmp_path), "--save-interval", "10"]
-    first = subprocess.run([*PYTHON, *whole, "--train-iters", "2"], cwd=ROOT, env=ENVIRONMENT, timeout=120)
+    first = subprocess.run(
+        [*PYTHON, *whole, "--train-iters", "2"], cwd=ROOT, env=ENVIRONMENT, timeout=120
+    )
     assert first.returncode == 0
     note = json.dumps({"kind": "note", "step": 1, "text": "x" * 1000}) + "\n"
     room = (4 << 20) - (tmp_path / "log.jsonl").stat().st_size
@@ -83,7 +108,10 @@ def test_a_full_disk_under_the_log_file_does_not_end_the_run(tmp_path: Path, eve
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 0, done.stderr
-    told = f"{tmp_path / 'log.jsonl'} cannot be written (File too large): the run goes on without its lines"
+    told = (
+        f"{tmp_path / 'log.jsonl'} cannot be written (File too large): the run goes on without "
+        "its lines"
+    )
     assert done.stdout.count(told) == 1 and "Traceback" not in done.stderr
     assert "finished after step 30" in done.stdout and (tmp_path / "step_0000030").is_dir()
     kept = sorted(losses(tmp_path))  # json of every line: none is cut
@@ -107,7 +135,9 @@ def program(name: Sequence[str], *flags: object) -> subprocess.CompletedProcess[
 
 
 def refused(done: subprocess.CompletedProcess[str], *parts: str) -> bool:
-    """Whether a program ended with status 2 and one message that holds all parts, without a traceback."""
+    """Whether a program ended with status 2 and one message that holds all parts, without a
+    traceback.
+    """
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert all(part in done.stderr for part in parts), done.stderr
     return True
@@ -135,7 +165,9 @@ def test_names_that_are_no_utf_8_are_refused_at_the_start(
 @pytest.mark.faults
 def test_a_program_says_of_a_name_that_is_no_utf_8_what_is_wrong(tmp_path: Path) -> None:
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
-    assert refused(program(TRAIN, *TINY, "--save", odd), r"\udcff' on the command line is no text in UTF-8")
+    assert refused(
+        program(TRAIN, *TINY, "--save", odd), r"\udcff' on the command line is no text in UTF-8"
+    )
     assert not os.path.exists(odd)
 
 
@@ -144,11 +176,40 @@ def test_readers_beside_a_run_that_keeps_one_checkpoint_find_it_whole_or_say_tha
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
-    flags = [*TINY, "--vocab-size", "257", "--train-iters", "1000000", "--lr-decay-style", "constant"]
+    flags = [
+        *TINY,
+        "--vocab-size",
+        "257",
+        "--train-iters",
+        "1000000",
+        "--lr-decay-style",
+        "constant",
+    ]
     flags += ["--save", str(out), "--save-interval", "1", "--keep-last", "1"]
-    job = subprocess.Popen([sys.executable, "-m", "megacp.train", *flags], stdout=subprocess.DEVNULL)
-    ask = (GENERATE, "--tokenizer", "byte", "--prompt", "a", "--max-new-tokens", "2", "--checkpoint")
-    tune = (TRAIN, *TINY[-2:], "--seq-length", "64", "--global-batch-size", "4", "--train-iters", "1", "--finetune")
+    job = subprocess.Popen(
+        [sys.executable, "-m", "megacp.train", *flags], stdout=subprocess.DEVNULL
+    )
+    ask = (
+        GENERATE,
+        "--tokenizer",
+        "byte",
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "2",
+        "--checkpoint",
+    )
+    tune = (
+        TRAIN,
+        *TINY[-2:],
+        "--seq-length",
+        "64",
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "1",
+        "--finetune",
+    )
     try:
         deadline = time.monotonic() + SECONDS
         while not list(out.glob("step_*/manifest.json")):

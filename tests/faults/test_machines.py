@@ -1,4 +1,6 @@
-"""Ranks that hang, machines that are lost, terminals that hang up: everybody else ends, saves or starts again."""
+"""Ranks that hang, machines that are lost, terminals that hang up: everybody else ends, saves or
+starts again.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,17 @@ MODULE = "tests.training.faulty_rank"
 SIX = [*TINY, "--train-iters", "6", "--save-interval", "2", "--distributed-timeout-minutes", "0.25"]
 
 
-def survivors(tmp_path: Path, fault: str, where: int, size: int, flags: list[str]) -> dict[int, Ended]:
-    """How the other ranks end when the one at `where` has a fault in step 3; it is killed after them."""
+def survivors(
+    tmp_path: Path, fault: str, where: int, size: int, flags: list[str]
+) -> dict[int, Ended]:
+    """How the other ranks end when the one at `where` has a fault in step 3; it is killed after
+    them.
+    """
     port = free_port()
     arguments = [fault, str(where), "3", *SIX, *flags, "--save", str(tmp_path / "out")]
-    processes = [launch(arguments, environment(rank, size, port), module=MODULE) for rank in range(size)]
+    processes = [
+        launch(arguments, environment(rank, size, port), module=MODULE) for rank in range(size)
+    ]
     others = [rank for rank in range(size) if rank != where]
     try:
         return dict(zip(others, ends([processes[rank] for rank in others]), strict=True))
@@ -47,9 +55,27 @@ def survivors(tmp_path: Path, fault: str, where: int, size: int, flags: list[str
     ("fault", "where", "size", "flags", "told"),
     [
         ("stop in step", 0, 3, grid_flags(tp=1), "the run's store does not answer"),
-        ("stop in step", 1, 2, grid_flags(tp=1), "no word from rank 1 in step 3: stopped, dead, or still computing"),
-        ("hang in step", 1, 4, grid_flags(tp=2), "no word from rank 1 in step 3: stopped, dead, or still computing"),
-        ("hang in step", 1, 4, grid_flags(pp=2), "no word from rank 1 in step 3: stopped, dead, or still computing"),
+        (
+            "stop in step",
+            1,
+            2,
+            grid_flags(tp=1),
+            "no word from rank 1 in step 3: stopped, dead, or still computing",
+        ),
+        (
+            "hang in step",
+            1,
+            4,
+            grid_flags(tp=2),
+            "no word from rank 1 in step 3: stopped, dead, or still computing",
+        ),
+        (
+            "hang in step",
+            1,
+            4,
+            grid_flags(pp=2),
+            "no word from rank 1 in step 3: stopped, dead, or still computing",
+        ),
     ],
     ids=["a frozen machine with the store", "a frozen rank", "tp", "pp"],
 )
@@ -57,7 +83,9 @@ def test_a_rank_that_hangs_ends_the_others_and_is_named(
     tmp_path: Path, fault: str, where: int, size: int, flags: list[str], told: str
 ) -> None:
     """Also a report that would wait for a store that does not answer has its end."""
-    for rank, ended in survivors(tmp_path, fault, where, size, [*flags, "--global-batch-size", "12"]).items():
+    for rank, ended in survivors(
+        tmp_path, fault, where, size, [*flags, "--global-batch-size", "12"]
+    ).items():
         assert ended.status == 1
         assert f"rank {rank} failed in step 3: RuntimeError" in ended.err and told in ended.err
 
@@ -82,8 +110,25 @@ def test_a_save_that_takes_longer_than_a_collective_may_ends_no_run(
 
 @pytest.mark.faults
 def test_the_ranks_of_a_killed_agent_go_on_and_save(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = [*TINY, "--train-iters", "100000", "--lr-decay-iters", "300", "--save-interval", "50", "--keep-last", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    flags = [
+        *TINY,
+        "--train-iters",
+        "100000",
+        "--lr-decay-iters",
+        "300",
+        "--save-interval",
+        "50",
+        "--keep-last",
+        "2",
+    ]
     command = [*launcher, "-m", "megacp.train", *flags, "--save", str(tmp_path)]
     with open(tmp_path / "said", "wb") as said:
         agent = subprocess.Popen(
@@ -92,7 +137,10 @@ def test_the_ranks_of_a_killed_agent_go_on_and_save(tmp_path: Path) -> None:
     ranks: list[int] = []
     try:
         wait_for(lambda: bool(committed(tmp_path)))
-        ranks = [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
+        ranks = [
+            int(pid)
+            for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        ]
         agent.kill()
         agent.wait()
         before = committed(tmp_path)
@@ -123,7 +171,9 @@ def wait_until(happened: Callable[[], object], machines: Machines, seconds: floa
     begun = time.monotonic()
     while not happened():
         if time.monotonic() - begun > seconds:
-            raise AssertionError("\n".join(machines.output(machine)[-3000:] for machine in range(machines.count)))
+            raise AssertionError(
+                "\n".join(machines.output(machine)[-3000:] for machine in range(machines.count))
+            )
         time.sleep(0.1)
 
 
@@ -151,11 +201,15 @@ def test_a_run_that_lost_a_machine_ends_as_an_undisturbed_one(
     finally:
         machines.end()
     first = max(int(step) for step in re.findall(r"resumed from .* after step (\d+)", said()))
-    loading = ["--load", str(out / f"step_{first:07d}")] if least < count else []  # from there on the grid is another
+    loading = (
+        ["--load", str(out / f"step_{first:07d}")] if least < count else []
+    )  # from there on the grid is another
     runs = run_all([[*FLAGS, *loading, "--save", str(clean)]] * least)
     assert [ended.status for ended in runs] == [0] * least
     same = losses(clean)
-    assert {step: loss for step, loss in losses(out).items() if step in same} == same and max(same) == 200
+    assert {step: loss for step, loss in losses(out).items() if step in same} == same and max(
+        same
+    ) == 200
 
 
 ENDLESS = [*TINY, "--train-iters", "100000", "--lr-decay-iters", "100000"]
@@ -191,7 +245,12 @@ def started(command: list[str], folder: Path, ignoring: bool = False) -> subproc
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=disposition
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=disposition,
     )
     deadline = time.monotonic() + 120
     while not (folder / "log.jsonl").exists() or len(losses(folder)) < 3:
@@ -207,10 +266,21 @@ def children(pid: int) -> list[int]:
 @pytest.mark.faults
 @pytest.mark.parametrize("to", ["the launcher", "the ranks", "one rank"])
 def test_a_hangup_makes_the_ranks_of_torchrun_save_and_stop(tmp_path: Path, to: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     run = started([*launcher, "-m", "megacp.train", *ENDLESS, "--save", str(tmp_path)], tmp_path)
     try:
-        ranks = [pid for pid in children(run.pid) if b"megacp.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        ranks = [
+            pid
+            for pid in children(run.pid)
+            if b"megacp.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         assert len(ranks) == 2
         for pid in {"the launcher": [run.pid], "the ranks": ranks, "one rank": ranks[1:]}[to]:
             os.kill(pid, signal.SIGHUP)

@@ -1,4 +1,6 @@
-"""Numbers that go wrong and stay wrong: the run ends with a reason, and the last good weights are still there."""
+"""Numbers that go wrong and stay wrong: the run ends with a reason, and the last good weights are
+still there.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,37 @@ def steps(folder: Path) -> list[int]:
 
 
 def finite(folder: Path) -> bool:
-    return all(bool(tensor.isfinite().all()) for _, tensor in load_checkpoint(folder, WORLD).whole_tensors())
+    return all(
+        bool(tensor.isfinite().all())
+        for _, tensor in load_checkpoint(folder, WORLD).whole_tensors()
+    )
 
 
 def test_a_loss_that_stays_nan_ends_the_run_and_costs_no_checkpoint(tmp_path: Path) -> None:
     """Also one that is being written."""
-    flags = [*LONG, "--save", str(tmp_path), "--save-interval", "2", "--keep-last", "2", "--async-save"]
+    flags = [
+        *LONG,
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "2",
+        "--keep-last",
+        "2",
+        "--async-save",
+    ]
     assert run_ranks(train_sick, 2, flags, "nan loss", 1, range(6, 99)) == [FAILED, FAILED]
     assert max(losses(tmp_path)) == 15
-    assert steps(tmp_path) == [2, 4, 6]  # step 6 holds the update of step 5; 8 would hold the same weights
+    assert steps(tmp_path) == [
+        2,
+        4,
+        6,
+    ]  # step 6 holds the update of step 5; 8 would hold the same weights
     assert finite(tmp_path / "step_0000006")
     step, text = notes(tmp_path)[-1]
     assert step == 15 and text.startswith("no update in 10 steps in a row, 6 to 15")
-    assert f"Nothing was saved after it; the newest checkpoint is {tmp_path / 'step_0000006'}" in text
+    assert (
+        f"Nothing was saved after it; the newest checkpoint is {tmp_path / 'step_0000006'}" in text
+    )
 
 
 def test_weights_that_became_nan_are_not_saved_and_delete_nothing(tmp_path: Path) -> None:
@@ -72,17 +92,24 @@ def test_a_run_without_any_update_is_not_finished(tmp_path: Path) -> None:
 def test_a_run_resumed_between_skipped_steps_is_the_undisturbed_one(tmp_path: Path) -> None:
     flags = [*LONG, "--train-iters", "20"]
     bad = [4, 5, *range(9, 19)]
-    whole, halved = [*flags, "--save", str(tmp_path / "whole")], [*flags, "--save", str(tmp_path / "halved")]
+    whole, halved = (
+        [*flags, "--save", str(tmp_path / "whole")],
+        [*flags, "--save", str(tmp_path / "halved")],
+    )
     assert run_ranks(train_sick, 2, whole, "nan loss", 0, bad) == [FAILED] * 2
     assert run_ranks(train_sick, 2, [*halved, "--train-iters", "10"], "nan loss", 0, bad) == [0] * 2
     assert steps(tmp_path / "halved") == [10]
     again = [*halved, "--load", str(tmp_path / "halved")]
     assert run_ranks(train_sick, 2, again, "nan loss", 0, bad) == [FAILED] * 2
     first, second = (
-        {step: value for step, value in losses(tmp_path / n).items() if step not in bad} for n in ("whole", "halved")
+        {step: value for step, value in losses(tmp_path / n).items() if step not in bad}
+        for n in ("whole", "halved")
     )
     assert first == second and max(losses(tmp_path / "halved")) == 18
-    assert notes(tmp_path / "whole")[-1][1].split(";")[0] == notes(tmp_path / "halved")[-1][1].split(";")[0]
+    assert (
+        notes(tmp_path / "whole")[-1][1].split(";")[0]
+        == notes(tmp_path / "halved")[-1][1].split(";")[0]
+    )
 
 
 def _save_nan(folder: str) -> None:
@@ -93,7 +120,9 @@ def _save_nan(folder: str) -> None:
     save(model, RunState(2, 8, sources.fingerprint, config.training.seed), config)
 
 
-def test_a_checkpoint_of_nan_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_nan_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _save_nan(str(tmp_path))
     for more in ([], ["--finetune"]):
         assert main([*TINY, "--load", str(tmp_path), *more]) == 2

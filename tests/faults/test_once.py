@@ -1,4 +1,6 @@
-"""`make test-once` in small: a run that dies ends as an undisturbed one, and a break of what is resumed is seen."""
+"""`make test-once` in small: a run that dies ends as an undisturbed one, and a break of what is
+resumed is seen.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ from tests.faults.witness import BASE, PREPARED, SEQ_LENGTH, STRIKES, Plan, name
 def lives_of(folder: Path, *deaths: str, first: str = "") -> subprocess.CompletedProcess[str]:
     """The lives of the model with Mamba-2, in a process that is broken by `first`."""
     arguments = ["--model", "Mamba", "--keep", str(folder), "--forked-for", "99", *deaths]
-    program = f"import sys\n{first}\nfrom tests.faults.once import main\nsys.exit(main({arguments!r}))"
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=850.0)
+    program = (
+        f"import sys\n{first}\nfrom tests.faults.once import main\nsys.exit(main({arguments!r}))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=850.0
+    )
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_a_run_that_dies_on_changing_grids_loses_no_sample(tmp_path: Path, moments: random.Random) -> None:
+def test_a_run_that_dies_on_changing_grids_loses_no_sample(
+    tmp_path: Path, moments: random.Random
+) -> None:
     seed = str(moments.randrange(1000))
     done = lives_of(tmp_path / "out", "--deaths", "4", "--seed", seed)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +82,14 @@ def life_of(folder: Path, world: int, *trained: tuple[int, int, list[int]]) -> L
     life = Life(folder, world, Plan(str(folder)), [])
     size = len({index for _, index, _ in trained})
     lines = [
-        {"event": "trained", "time": float(i), "step": step, "index": index, "size": size, "packs": packs}
+        {
+            "event": "trained",
+            "time": float(i),
+            "step": step,
+            "index": index,
+            "size": size,
+            "packs": packs,
+        }
         for i, (step, index, packs) in enumerate(trained)
     ]
     life.records = {"rank_0": lines}
@@ -94,8 +109,14 @@ def test_ranks_of_one_row_that_read_other_packs_are_seen(tmp_path: Path) -> None
 
 
 def test_later_steps_of_the_log_do_not_count_after_a_resumption(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"kind": "train", "step": step, "loss": step} for step in (1, 2, 3)]
-    rows += [{"kind": "run", "step": 1}, {"kind": "train", "step": 2, "loss": 20}, {"kind": "note", "step": 2}]
+    rows: list[dict[str, Any]] = [
+        {"kind": "train", "step": step, "loss": step} for step in (1, 2, 3)
+    ]
+    rows += [
+        {"kind": "run", "step": 1},
+        {"kind": "train", "step": 2, "loss": 20},
+        {"kind": "note", "step": 2},
+    ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert {step: row["loss"] for step, row in rows_that_count(tmp_path).items()} == {1: 1, 2: 20}
 
@@ -106,8 +127,12 @@ def test_packs_are_told_by_their_tokens() -> None:
         digits = name_of(pack)
         assert all(BASE <= digit < 2 * BASE for digit in digits)
         tokens[place * SEQ_LENGTH : place * SEQ_LENGTH + len(digits)] = digits
-    leave = np.repeat([SEQ_LENGTH, 2 * SEQ_LENGTH, 0], SEQ_LENGTH)  # the third stands in the place of a pack
-    batch = type("Batch", (), {"tokens": tokens, "leave": leave, "__len__": lambda self: len(tokens)})()
+    leave = np.repeat(
+        [SEQ_LENGTH, 2 * SEQ_LENGTH, 0], SEQ_LENGTH
+    )  # the third stands in the place of a pack
+    batch = type(
+        "Batch", (), {"tokens": tokens, "leave": leave, "__len__": lambda self: len(tokens)}
+    )()
     row: Any = SimpleNamespace(batch=batch)
     assert packs_of(row) == [0, 1234]
 
@@ -116,12 +141,19 @@ def test_every_kind_of_death_is_one_that_the_witness_or_the_harness_brings_about
     assert set(KINDS) - set(STRIKES) - set(PREPARED) == {"a pack is damaged", "a second run comes"}
 
 
-AXES = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
+AXES = (
+    "tensor_model_parallel",
+    "pipeline_model_parallel",
+    "context_parallel",
+    "expert_model_parallel",
+)
 
 
 @pytest.mark.slow
 def test_drawn_grids_are_many_and_of_all_axes() -> None:
-    training = {name: value for name, value in TRAINING.items() if name != "train_epochs"}  # which needs data
+    training = {
+        name: value for name, value in TRAINING.items() if name != "train_epochs"
+    }  # which needs data
     base = parse(flags_of({**MODELS["Mamba-2"], **training, "save": "none"}))
     moments = random.Random(1)
     drawn = [drawn_grid(moments, base) for _ in range(60)]

@@ -1,4 +1,6 @@
-"""Three simulated nodes of Ray: the bytes of one run, also when a node or the driver is killed on the way."""
+"""Three simulated nodes of Ray: the bytes of one run, also when a node or the driver is killed on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from tests.prepare.packs.builds import run, visible, write_records
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 RECORDS, UNIT_BYTES = 12_000, 12_000
-FLAGS = ["--tokenizer", "byte", "--seq-length", "128", "--unit-bytes", str(UNIT_BYTES), "--seed", "3"]
+FLAGS = [
+    "--tokenizer",
+    "byte",
+    "--seq-length",
+    "128",
+    "--unit-bytes",
+    str(UNIT_BYTES),
+    "--seed",
+    "3",
+]
 MAIN = "import sys; from megacp.prepare.command import main; sys.exit(main())"
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
@@ -49,8 +60,20 @@ def cluster() -> Iterator[Any]:
 
 def started(source: Path, output: Path, address: str) -> subprocess.Popen[str]:
     """A build on the cluster, in a process of its own."""
-    flags = ["--input", str(source), "--output", str(output), *FLAGS, "--executor", "ray", "--ray-address", address]
-    return subprocess.Popen([sys.executable, "-c", MAIN, "build", *flags], stderr=subprocess.PIPE, text=True)
+    flags = [
+        "--input",
+        str(source),
+        "--output",
+        str(output),
+        *FLAGS,
+        "--executor",
+        "ray",
+        "--ray-address",
+        address,
+    ]
+    return subprocess.Popen(
+        [sys.executable, "-c", MAIN, "build", *flags], stderr=subprocess.PIPE, text=True
+    )
 
 
 def finished(build: subprocess.Popen[str]) -> str:

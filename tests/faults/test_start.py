@@ -1,4 +1,6 @@
-"""Ranks that were not started alike, miss each other or do not see one directory: one message on each, no step."""
+"""Ranks that were not started alike, miss each other or do not see one directory: one message on
+each, no step.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_any_other_flag_on_one_rank_is_refused(tmp_path: Path, other: list[str],
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("wrong", [["--data-path", "/nowhere"], ["--lr", "much"], ["--lerning-rate", "1"]])
+@pytest.mark.parametrize(
+    "wrong", [["--data-path", "/nowhere"], ["--lr", "much"], ["--lerning-rate", "1"]]
+)
 def test_what_only_one_rank_cannot_do_ends_all_of_them_with_its_reason(wrong: list[str]) -> None:
     first, second = (refused(ended) for ended in run_all([QUICK, [*QUICK, *wrong]]))
     assert first == second
@@ -83,16 +87,22 @@ def test_what_only_one_rank_cannot_do_ends_all_of_them_with_its_reason(wrong: li
 @pytest.mark.faults
 def test_what_no_rank_can_do_is_told_without_ranks() -> None:
     messages = {refused(ended) for ended in run_all([[*QUICK, "--data-path", "/nowhere"]] * 2)}
-    assert messages == {"this configuration cannot run:\n  - --data-path /nowhere: holds no manifest.json"}
+    assert messages == {
+        "this configuration cannot run:\n  - --data-path /nowhere: holds no manifest.json"
+    }
 
 
 @pytest.mark.faults
-def test_a_save_directory_that_is_not_shared_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_save_directory_that_is_not_shared_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
     (message,) = {refused(ended) for ended in run_all([[*QUICK, "--save", "out"]] * 2, folders)}
-    assert message.startswith(f"rank 1: --save out is not one directory for all machines: the lock of host {HOST}")
+    assert message.startswith(
+        f"rank 1: --save out is not one directory for all machines: the lock of host {HOST}"
+    )
 
 
 @pytest.mark.faults
@@ -101,7 +111,10 @@ def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
     port = free_port()
     for ended in ends([launch(flags, environment(rank, 3, port)) for rank in (0, 1)]):
         message = refused(ended)
-        assert "waited 15 s for the 3 ranks of this run to start: no word from rank 2; start every rank" in message
+        assert (
+            "waited 15 s for the 3 ranks of this run to start: no word from rank 2; start every rank"
+            in message
+        )
 
 
 @pytest.mark.faults
@@ -127,12 +140,18 @@ def test_local_ranks_behind_the_first_are_silent() -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("train", "preprocess", "convert", "generate", "parity", "plan", "plot")
-SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 64"
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 64"
+)
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
     """Without anything of a checkout in it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
     return {**kept, "HOME": str(folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -148,8 +167,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("setup.py", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, source / name)
-    shutil.copytree(ROOT / "megacp", source / "megacp", ignore=shutil.ignore_patterns("__pycache__"))
-    build = [*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", str(folder / "dist"), str(source)]
+    shutil.copytree(
+        ROOT / "megacp", source / "megacp", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    build = [
+        *PIP,
+        "wheel",
+        *OFFLINE,
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder / "dist"),
+        str(source),
+    ]
     subprocess.run(build, check=True, capture_output=True, text=True, timeout=200)
     (made,) = (folder / "dist").glob("megacp-*.whl")
     return made
@@ -157,13 +186,36 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """A virtual environment with the wheel, which sees the packages of this one behind it; an empty folder in it."""
+    """A virtual environment with the wheel, which sees the packages of this one behind it; an empty
+    folder in it.
+    """
     folder = wheel.parents[1]
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=100)
-    own = folder / "venv" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    (own / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files are not read again
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")],
+        check=True,
+        timeout=100,
+    )
+    own = (
+        folder
+        / "venv"
+        / "lib"
+        / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        / "site-packages"
+    )
+    (own / "shared.pth").write_text(
+        sysconfig.get_path("purelib") + "\n"
+    )  # its own .pth files are not read again
     python = str(folder / "venv" / "bin" / "python")
-    install = [*PIP, "--python", python, "install", *OFFLINE, "--quiet", "--ignore-installed", str(wheel)]
+    install = [
+        *PIP,
+        "--python",
+        python,
+        "install",
+        *OFFLINE,
+        "--quiet",
+        "--ignore-installed",
+        str(wheel),
+    ]
     subprocess.run(install, check=True, capture_output=True, text=True, timeout=100)
     shutil.rmtree(folder / "source")
     (folder / "empty").mkdir()
@@ -190,11 +242,15 @@ def test_the_wheel_holds_every_module_and_a_program_for_each_command(wheel: Path
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-        programs = dict(re.findall(r"^(\S+) = (\S+)$", archive.read(entry_points).decode(), re.MULTILINE))
+        programs = dict(
+            re.findall(r"^(\S+) = (\S+)$", archive.read(entry_points).decode(), re.MULTILINE)
+        )
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "megacp").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
     assert programs.keys() == {f"megacp-{name}" for name in COMMANDS}
-    assert all(f"{target.partition(':')[0].replace('.', '/')}.py" in names for target in programs.values())
+    assert all(
+        f"{target.partition(':')[0].replace('.', '/')}.py" in names for target in programs.values()
+    )
 
 
 @pytest.mark.faults
@@ -202,7 +258,12 @@ def test_every_command_of_the_wheel_starts_in_an_empty_folder(installed: Path) -
     python, folder = str(installed / "venv" / "bin" / "python"), installed / "empty"
     code = "import megacp; print(megacp.__file__)"
     found = subprocess.run(
-        [python, "-c", code], cwd=folder, env=clean_environment(installed), check=True, capture_output=True, text=True
+        [python, "-c", code],
+        cwd=folder,
+        env=clean_environment(installed),
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     assert found.startswith(str(installed / "venv")), found
     for command in COMMANDS:
@@ -213,15 +274,33 @@ def test_every_command_of_the_wheel_starts_in_an_empty_folder(installed: Path) -
 
 @pytest.mark.faults
 def test_the_commands_of_the_wheel_make_a_model(installed: Path) -> None:
-    """Build, train, generate, convert there and back, plot, parity on two ranks; and what is refused is one line."""
+    """Build, train, generate, convert there and back, plot, parity on two ranks; and what is
+    refused is one line.
+    """
     folder = installed / "empty"
-    (folder / "records.jsonl").write_text("".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(40)))
-    build = ["build", "--input", "records.jsonl", "--output", "data", "--tokenizer", "byte", "--seq-length", "64"]
+    (folder / "records.jsonl").write_text(
+        "".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(40))
+    )
+    build = [
+        "build",
+        "--input",
+        "records.jsonl",
+        "--output",
+        "data",
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        "64",
+    ]
     run(installed, "preprocess", *build)
-    steps = "--data-path data --global-batch-size 2 --train-iters 2 --save run --log-interval 1".split()
+    steps = (
+        "--data-path data --global-batch-size 2 --train-iters 2 --save run --log-interval 1".split()
+    )
     run(installed, "train", *SIZES.split(), *steps)
     assert "number" in run(
-        installed, "generate", *"--checkpoint run --tokenizer byte --prompt number --max-new-tokens 3".split()
+        installed,
+        "generate",
+        *"--checkpoint run --tokenizer byte --prompt number --max-new-tokens 3".split(),
     )
     there = "--from megacp --to hf --input run --output theirs --tokenizer byte --verify".split()
     assert "verify: all" in run(installed, "convert", *there)

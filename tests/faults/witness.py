@@ -1,10 +1,13 @@
-"""A process of a run in `tests.faults.once`: the real `megacp.train`, with a witness and at most one fault.
+"""A process of a run in `tests.faults.once`: the real `megacp.train`, with a witness and at most
+one fault.
 
-Key property: the program is not changed. The witness notes when a life reaches its parts and which packs each step was
-trained on, read from the tokens themselves, so that it does not depend on what the loader says of itself. Rejected: to
-take the packs from the loader's numbers, which a loader that skips a pack would get wrong together with the packs.
+Key property: the program is not changed. The witness notes when a life reaches its parts and which
+packs each step was trained on, read from the tokens themselves, so that it does not depend on what
+the loader says of itself. Rejected: to take the packs from the loader's numbers, which a loader
+that skips a pack would get wrong together with the packs.
 
-A life is a launcher (`--nproc`) and its ranks. Each of these processes finds its plan in the environment.
+A life is a launcher (`--nproc`) and its ranks. Each of these processes finds its plan in the
+environment.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ PLAN = "MEGACP_TESTS_PLAN"
 """Environment variable with the path of the plan."""
 SEQ_LENGTH = 32
 DIGITS, BASE = 3, 32
-"""The first tokens of a pack are its number: digits of this base, each as the token BASE + digit."""
+"""The first tokens of a pack are its number: digits of this base, each as the token BASE + digit.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ class Plan:
 
 
 RECOVERY = ("start", "join", "read", "resume")
-"""What a rank of a restarted life begins before its first step: the program, the process group, the checkpoint, and the
-training loop."""
+"""What a rank of a restarted life begins before its first step: the program, the process group, the
+checkpoint, and the training loop."""
 
 
 def name_of(number: int) -> list[int]:
@@ -80,7 +84,9 @@ def name_of(number: int) -> list[int]:
 
 
 def packs_of(row: PlannedRow) -> list[int]:
-    """The packs that a row is computed from, by their tokens; padding in the place of a pack is none."""
+    """The packs that a row is computed from, by their tokens; padding in the place of a pack is
+    none.
+    """
     batch = row.batch
     found = []
     for begin in range(0, len(batch), SEQ_LENGTH):
@@ -221,17 +227,24 @@ class Forked:
     """A rank that `--nproc` starts, as a fork of its launcher, which has everything imported."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], before: Callable[[], object] | None = None
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        before: Callable[[], object] | None = None,
     ) -> None:
         """`before`: what `subprocess` calls as `preexec_fn`."""
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os.closerange(3, 4096)  # as `subprocess` does: the launcher's store is not of this process
+            os.closerange(
+                3, 4096
+            )  # as `subprocess` does: the launcher's store is not of this process
             os.environ.clear()
             os.environ.update(environment)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-                if callable(signal.getsignal(number)):  # a new program has no handler; what is ignored stays so
+                if callable(
+                    signal.getsignal(number)
+                ):  # a new program has no handler; what is ignored stays so
                     signal.signal(number, signal.SIG_DFL)
             if before is not None:
                 before()
@@ -272,7 +285,9 @@ def _start_of_ranks(witness: Witness) -> Callable[..., Any]:
 
 def main() -> NoReturn:
     """Be a launcher or a rank, by the environment and `sys.argv`, and end with its status."""
-    torch.set_num_threads(1)  # threads of OpenMP would spin while others compute, and no fork has those of its parent
+    torch.set_num_threads(
+        1
+    )  # threads of OpenMP would spin while others compute, and no fork has those of its parent
     plan = Plan(**json.loads(Path(os.environ[PLAN]).read_text()))
     rank = os.environ.get("RANK")
     if rank is None and "--nproc" in sys.argv:

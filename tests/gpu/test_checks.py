@@ -13,7 +13,9 @@ from megacp.verify.gpu_report import MIDDLE, Finding, Sizes
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
+    ),
     pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
 ]
 

@@ -12,7 +12,9 @@ from megacp.engine.expert_parallel.route import Groups
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
+    ),
 ]
 
 

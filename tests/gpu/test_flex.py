@@ -20,15 +20,21 @@ from tests.reference.packs import metadata, random_batch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
+    ),
     pytest.mark.filterwarnings("default"),  # compilers warn as they like
 ]
 
 
-def errors(kernel: Kernel, tensors: list[torch.Tensor], meta: Metadata, cuts: list[int]) -> list[float]:
-    """Errors of out, dq, dk, dv over the largest exact value of each: all keys at once, then in random order in parts.
+def errors(
+    kernel: Kernel, tensors: list[torch.Tensor], meta: Metadata, cuts: list[int]
+) -> list[float]:
+    """Errors of out, dq, dk, dv over the largest exact value of each: all keys at once, then in
+    random order in parts.
 
-    `tensors` are on the CPU in any dtype, the kernel runs on the GPU, the exact values are float64 on the CPU.
+    `tensors` are on the CPU in any dtype, the kernel runs on the GPU, the exact values are float64
+    on the CPU.
     """
     scale = tensors[0].shape[-1] ** -0.5
     exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), scale)
@@ -36,7 +42,9 @@ def errors(kernel: Kernel, tensors: list[torch.Tensor], meta: Metadata, cuts: li
     for sources in ([(np.arange(len(meta)), tile_table(meta, meta))], split(meta, *cuts)):
         for got, expected in zip(by_tiles(kernel, on_gpu, sources, scale), exact, strict=True):
             assert got.dtype == torch.float32, "partial results are held in fp32"
-            error = (got.cpu().double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+            error = (got.cpu().double() - expected).abs().max() / expected.abs().max().clamp(
+                min=1e-30
+            )
             found.append(error.item())
     return found
 
@@ -57,14 +65,21 @@ def forget_compiled_forms() -> None:
         (torch.float32, 4, 4, 8),
     ],
 )
-def test_forward_and_backward_are_near_float64(dtype: torch.dtype, heads: int, groups: int, width: int) -> None:
-    """Documents, branches, spans and padding, in packs of one block and of several, cut by the end and not."""
-    # fp32: 2^-24 times sums of 700 terms, and an approximate exp2; bf16: inputs, weights and parts rounded to 2^-9
+def test_forward_and_backward_are_near_float64(
+    dtype: torch.dtype, heads: int, groups: int, width: int
+) -> None:
+    """Documents, branches, spans and padding, in packs of one block and of several, cut by the end
+    and not.
+    """
+    # fp32: 2^-24 times sums of 700 terms, and an approximate exp2; bf16: inputs, weights and parts
+    # rounded to 2^-9
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
     kernel = select_kernel("auto", torch.device("cuda"))
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
     for tokens, documents in ((768, 2), (700, 5), (100, 3), (2, 1)):
-        batch = random_batch(rng, tokens, documents=documents, branches=True, images=True, padding=documents > 2)
+        batch = random_batch(
+            rng, tokens, documents=documents, branches=True, images=True, padding=documents > 2
+        )
         meta = metadata(batch)
         full = mask_of(tile_table(meta, meta)).full_kv_num_blocks.sum()
         assert full > 0 or tokens < 768, "full blocks belong to the test"
@@ -81,7 +96,9 @@ def test_rows_that_see_nothing_give_zero_and_lse_minus_infinity() -> None:
     meta = Metadata.of_documents(document)
     tensors = tuple(torch.randn(380, 2, 32, device="cuda") for _ in range(3))
     partial = empty_partial(tensors[0])
-    select_kernel("flex", torch.device("cuda")).attend(partial, tensors, tile_table(meta, meta), 0.2)
+    select_kernel("flex", torch.device("cuda")).attend(
+        partial, tensors, tile_table(meta, meta), 0.2
+    )
     nothing = torch.from_numpy(document < 0)
     assert torch.equal((partial.lse == -torch.inf).cpu(), nothing[:, None].expand(-1, 2))
     assert (partial.out.cpu()[nothing] == 0).all() and partial.out.isfinite().all()
@@ -103,13 +120,19 @@ def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
 
 @pytest.mark.parametrize("transport", [LocalAttention, WholeAttention])
 @pytest.mark.parametrize("name", ["flex", "flex_flash"])
-def test_a_layer_is_differentiated_through_the_kernel(transport: type[LocalAttention], name: str) -> None:
-    """The backward runs in autograd's own thread for the GPU, and there compiles the backward of parts."""
+def test_a_layer_is_differentiated_through_the_kernel(
+    transport: type[LocalAttention], name: str
+) -> None:
+    """The backward runs in autograd's own thread for the GPU, and there compiles the backward of
+    parts.
+    """
     dtype, tolerance = (torch.float32, 2e-5) if name == "flex" else (torch.bfloat16, 4e-2)
     problem = kernel_problem(name, "cuda", str(dtype)[6:])
     if problem:
         pytest.skip(problem)
-    meta = metadata(random_batch(np.random.default_rng(1), 300, branches=True, images=True, padding=True))
+    meta = metadata(
+        random_batch(np.random.default_rng(1), 300, branches=True, images=True, padding=True)
+    )
     plan = AttentionPlan(np.arange(300)[None], meta, 0, np.arange(300))
     tensors = [torch.randn(300, heads, 64).to(dtype) for heads in (4, 2, 2, 4)]
     q, k, v = (x.cuda().requires_grad_() for x in tensors[:3])

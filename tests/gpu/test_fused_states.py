@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.attention.context_parallel.fused_states import chunk_places, flash_linear_attention, fused_recur
+from megacp.attention.context_parallel.fused_states import (
+    chunk_places,
+    flash_linear_attention,
+    fused_recur,
+)
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.states import recur
 from megacp.attention.ops.recurrence import gated_delta_rule
@@ -19,7 +23,9 @@ from tests.reference.packs import metadata, random_batch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
+    ),
     pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
 ]
 LENGTHS, GROUPS, HEADS, WIDTH = (70, 3, 200, 27), 2, 4, 64
@@ -43,21 +49,30 @@ def inputs_of(tokens: int, values: int) -> list[torch.Tensor]:
 
 
 def near(kernel: Any, exact: Any, leaves: Sequence[torch.Tensor]) -> None:
-    """Results and gradients of `kernel(*leaves)` on the device, beside those of `exact` on the CPU."""
+    """Results and gradients of `kernel(*leaves)` on the device, beside those of `exact` on the
+    CPU.
+    """
     here = [x.double().requires_grad_() for x in leaves]
     there = [x.cuda().requires_grad_() for x in leaves]
     want, got = exact(*here), kernel(*there)
-    wanted = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double() for x in want]
+    wanted = [
+        torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double() for x in want
+    ]
     want += torch.autograd.grad(want, here, wanted)
     got += torch.autograd.grad(got, there, [d.to(x) for d, x in zip(wanted, got, strict=True)])
-    for place, (x, y) in enumerate(zip(got, want, strict=True)):  # inputs and products rounded to 2^-9
+    for place, (x, y) in enumerate(
+        zip(got, want, strict=True)
+    ):  # inputs and products rounded to 2^-9
         assert (x.cpu().double() - y).abs().max() <= 4e-2 * y.abs().max(), place
 
 
 @pytest.mark.parametrize("values", [WIDTH, 2 * WIDTH])
 def test_sequences_with_first_and_final_states_are_near_float64(kernel: Any, values: int) -> None:
     """As wide as values, and as values and a map together."""
-    bounds, chunks = torch.tensor([0, *LENGTHS]).cumsum(0), torch.from_numpy(chunk_places(np.array(LENGTHS)))
+    bounds, chunks = (
+        torch.tensor([0, *LENGTHS]).cumsum(0),
+        torch.from_numpy(chunk_places(np.array(LENGTHS))),
+    )
 
     def called(function: Any) -> Any:
         def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -72,7 +87,9 @@ def test_sequences_with_first_and_final_states_are_near_float64(kernel: Any, val
 
         return call
 
-    first = torch.randn(len(LENGTHS), HEADS, WIDTH, values, generator=torch.Generator().manual_seed(2))
+    first = torch.randn(
+        len(LENGTHS), HEADS, WIDTH, values, generator=torch.Generator().manual_seed(2)
+    )
     near(called(kernel), called(chunk_gated_delta_rule), [*inputs_of(sum(LENGTHS), values), first])
 
 

@@ -1,4 +1,6 @@
-"""Trainer, SFTTrainer and loops of Accelerate on several ranks give the weights of one process: packed, with images."""
+"""Trainer, SFTTrainer and loops of Accelerate on several ranks give the weights of one process:
+packed, with images.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ from tests.integrations.test_transformers_models import VOCAB, build
 from tests.ranks import run_ranks
 from tests.reference.precision import float32_is_float64
 
-for library in ("accelerate", "peft", "transformers.trainer", "trl"):  # ranks then find them imported
+for library in (
+    "accelerate",
+    "peft",
+    "transformers.trainer",
+    "trl",
+):  # ranks then find them imported
     pytest.importorskip(library, reason=f"{library} is not installed (extra: test)")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -54,14 +61,26 @@ STEPS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def launched(rank: int, world_size: int, exact: bool = True) -> Iterator[None]:
-    """The environment of torchrun, and nothing that Accelerate remembers of an earlier world; `exact`: in float64."""
+    """The environment of torchrun, and nothing that Accelerate remembers of an earlier world;
+    `exact`: in float64.
+    """
     from accelerate.state import AcceleratorState
 
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()} if world_size > 1 else {}):
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
+    with mock.patch.dict(
+        os.environ, {name: str(value) for name, value in names.items()} if world_size > 1 else {}
+    ):
         AcceleratorState._reset_state(True)
         torch.manual_seed(0)
-        with pytest.MonkeyPatch.context() as patch, float32_is_float64(patch) if exact else contextlib.nullcontext():
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            float32_is_float64(patch) if exact else contextlib.nullcontext(),
+        ):
             yield
         AcceleratorState._reset_state(True)
 
@@ -70,10 +89,17 @@ llama = functools.partial(build, "Llama", "sdpa")
 WINDOWED = {
     row.name: row._replace(changes={**row.changes, "sliding_window": 4, "attention_chunk_size": 4})
     for row in test_matrix.MODELS
-    if row.name in "gemma4_text gpt_oss llama4_text mistral".split() and row.found == test_matrix.WINDOW
+    if row.name in "gemma4_text gpt_oss llama4_text mistral".split()
+    and row.found == test_matrix.WINDOW
 }
-STATEFUL = {row.name: row for row in test_matrix.MODELS if row.found == test_matrix.STATES and "moe" not in row.name}
-"""The library's own states and convolutions go on from one packed document to the next: it gets them one by one."""
+STATEFUL = {
+    row.name: row
+    for row in test_matrix.MODELS
+    if row.found == test_matrix.STATES and "moe" not in row.name
+}
+"""The library's own states and convolutions go on from one packed document to the next: it gets
+them one by one.
+"""
 
 
 def model_of(kind: str) -> Any:
@@ -88,19 +114,28 @@ def model_of(kind: str) -> Any:
 
 
 def masks_of_documents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the stock gpt-oss leaves out: its masks know no positions, so packed documents see each other."""
+    """What the stock gpt-oss leaves out: its masks know no positions, so packed documents see each
+    other.
+    """
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     if module.config._attn_implementation == "megacp":  # which reads them itself
         return None
     given = {"config": module.config, "inputs_embeds": module.embed_tokens(kwargs["input_ids"])}
-    given |= {name: kwargs.get(name) for name in ("attention_mask", "past_key_values", "position_ids")}
+    given |= {
+        name: kwargs.get(name) for name in ("attention_mask", "past_key_values", "position_ids")
+    }
     masks = create_causal_mask(**given), create_sliding_window_causal_mask(**given)
-    return args, {**kwargs, "attention_mask": dict(zip(("full_attention", "sliding_attention"), masks, strict=True))}
+    return args, {
+        **kwargs,
+        "attention_mask": dict(zip(("full_attention", "sliding_attention"), masks, strict=True)),
+    }
 
 
 def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
-    """`packed`: rows of three documents; `trees`: of three rollouts; `padded`: of one; models with images: those."""
+    """`packed`: rows of three documents; `trees`: of three rollouts; `padded`: of one; models with
+    images: those.
+    """
     generator = torch.Generator().manual_seed(1)
     found, packed = [], kind in ("packed", "trees", *WINDOWED, *STATEFUL)
     for number in range(count):
@@ -109,8 +144,13 @@ def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
             lengths = [sum(lengths)]
         ids = torch.randint(3, VOCAB, (sum(lengths),), generator=generator)
         row = {"input_ids": ids, "labels": ids}
-        firsts = [0, *torch.randint(5 if kind == "trees" else 1, (2,), generator=generator).tolist()]
-        positions = torch.cat([torch.arange(a, a + n) for a, n in zip(firsts, lengths, strict=False)])
+        firsts = [
+            0,
+            *torch.randint(5 if kind == "trees" else 1, (2,), generator=generator).tolist(),
+        ]
+        positions = torch.cat(
+            [torch.arange(a, a + n) for a, n in zip(firsts, lengths, strict=False)]
+        )
         if packed:
             begins = positions.diff(prepend=torch.tensor([-2])) != 1
             row |= {"position_ids": positions, "labels": ids.masked_fill(begins, -100)}
@@ -119,12 +159,19 @@ def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
         if kind in MODELS:
             sizes = [(1, 4, 4)] * (number % 3)
             image = (positions < 6 * len(sizes)) & (positions % 6 < 4)  # of 4 tokens each
-            shape = {"Gemma3": (len(sizes), 3, 16, 16), "Gemma4": (len(sizes), 16, 48)}.get(kind, (16 * len(sizes), 96))
-            row |= {"input_ids": ids.masked_fill(image, IMAGE), "labels": ids.masked_fill(image, -100)}
+            shape = {"Gemma3": (len(sizes), 3, 16, 16), "Gemma4": (len(sizes), 16, 48)}.get(
+                kind, (16 * len(sizes), 96)
+            )
+            row |= {
+                "input_ids": ids.masked_fill(image, IMAGE),
+                "labels": ids.masked_fill(image, -100),
+            }
             row["token_type_ids" if kind == "Gemma3" else "mm_token_type_ids"] = image.long()
             row["pixel_values"] = torch.randn(shape, generator=generator).double()
             if kind == "Gemma4":
-                row["image_position_ids"] = torch.cartesian_prod(*[torch.arange(4)] * 2).repeat(len(sizes), 1, 1)
+                row["image_position_ids"] = torch.cartesian_prod(*[torch.arange(4)] * 2).repeat(
+                    len(sizes), 1, 1
+                )
             elif kind != "Gemma3":
                 row["image_grid_thw"] = torch.tensor(sizes, dtype=torch.long).view(-1, 3)
         found.append(row)
@@ -138,7 +185,9 @@ def apart(batch: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         paths = rollouts(row["position_ids"].tolist())
         for path, before in zip(paths, [-1, *(path[-1] for path in paths)], strict=False):
             one = {name: x[path] for name, x in row.items()}
-            found.append({**one, "labels": one["labels"].masked_fill(torch.tensor(path) <= before, -100)})
+            found.append(
+                {**one, "labels": one["labels"].masked_fill(torch.tensor(path) <= before, -100)}
+            )
     return found
 
 
@@ -164,14 +213,21 @@ def of_trainer(trainer: Any) -> Found:
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    weights = {name.removeprefix("module."): p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {
+        name.removeprefix("module."): p.detach().clone()
+        for name, p in trainer.model.named_parameters()
+    }
     return weights, norms, loss
 
 
 def stock_trainer(kind: str, folder: str, backend: str | None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    given = {"args": TrainingArguments(folder, remove_unused_columns=False, ddp_backend=backend, **STEPS | options)}
+    given = {
+        "args": TrainingArguments(
+            folder, remove_unused_columns=False, ddp_backend=backend, **STEPS | options
+        )
+    }
     given |= {"train_dataset": rows(kind, 13), "eval_dataset": rows(kind, 7)}
     alone = backend is None and kind in ("trees", *STATEFUL)
     given["data_collator"] = (lambda batch: collate(apart(batch))) if alone else collate
@@ -193,12 +249,17 @@ def same(found: Found, want: Found, evaluated: bool = True) -> None:
     assert weights.keys() == want[0].keys() and len(norms) == 3
     for name, value in weights.items():
         # a bias of keys begins at 0 and has no gradient but rounding
-        assert (value - want[0][name]).abs().max() <= 1e-12 * want[0][name].abs().max() + 1e-15, name
+        assert (value - want[0][name]).abs().max() <= 1e-12 * want[0][name].abs().max() + 1e-15, (
+            name
+        )
     assert norms == pytest.approx(want[1], rel=1e-10)
     assert not evaluated or loss == pytest.approx(want[2], rel=1e-12)
 
 
-RECOMPUTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+RECOMPUTED = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +280,9 @@ def test_the_stock_trainer_on_two_ranks_trains_as_one_process_does(
 
 
 @pytest.mark.parametrize(("kind", "alone", "batch"), [("packed", 1, 4), ("Qwen2_5_VL", 2, 2)])
-def test_rows_are_shared_by_neighbours_and_batches_are_not(tmp_path: Path, kind: str, alone: int, batch: int) -> None:
+def test_rows_are_shared_by_neighbours_and_batches_are_not(
+    tmp_path: Path, kind: str, alone: int, batch: int
+) -> None:
     """dp 2 x cp 2 is one process with the batches of both, or two that take the mean of theirs."""
     options = {"per_device_train_batch_size": batch}
     want = run_ranks(with_trainer, alone, kind, str(tmp_path), None, options, timeout=120)[0]
@@ -227,8 +290,12 @@ def test_rows_are_shared_by_neighbours_and_batches_are_not(tmp_path: Path, kind:
         same(found, want, evaluated=False)
 
 
-def with_trl(rank: int, world_size: int, kind: str, folder: str, cp_size: int | None) -> tuple[Found, int]:
-    """SFTTrainer that packs, with recomputed layers and for `packed` LoRA. Also the tokens it counts."""
+def with_trl(
+    rank: int, world_size: int, kind: str, folder: str, cp_size: int | None
+) -> tuple[Found, int]:
+    """SFTTrainer that packs, with recomputed layers and for `packed` LoRA. Also the tokens it
+    counts.
+    """
     from datasets import Dataset
     from peft import LoraConfig
     from tokenizers import Tokenizer, models
@@ -237,8 +304,12 @@ def with_trl(rank: int, world_size: int, kind: str, folder: str, cp_size: int | 
 
     with launched(rank, world_size):
         words = models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2")
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1", pad_token="w0")
-        data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows("padded", 24)])
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(words), eos_token="w1", pad_token="w0"
+        )
+        data = Dataset.from_list(
+            [{"input_ids": row["input_ids"].tolist()} for row in rows("padded", 24)]
+        )
         arguments = SFTConfig(
             folder,
             packing=True,
@@ -248,10 +319,17 @@ def with_trl(rank: int, world_size: int, kind: str, folder: str, cp_size: int | 
             router_aux_loss_coef=0.0,
             **{**STEPS, "save_strategy": "steps", "save_steps": 3},
         )
-        lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        lora = LoraConfig(
+            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
         options = {"peft_config": lora} if kind == "packed" else {}
         trainer = SFTTrainer(
-            model_of(kind), args=arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer, **options
+            model_of(kind),
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data,
+            processing_class=tokenizer,
+            **options,
         )
         trainer.model.double()
         if cp_size:
@@ -260,8 +338,12 @@ def with_trl(rank: int, world_size: int, kind: str, folder: str, cp_size: int | 
 
 
 @pytest.mark.parametrize("kind", ["packed", "gemma4_text", "gpt_oss"])
-def test_packing_of_trl_on_two_ranks_trains_and_evaluates_as_one_process_does(tmp_path: Path, kind: str) -> None:
-    """TRL refuses packing under context parallelism of its own, and fails for Llama 4; PEFT reads the adapters."""
+def test_packing_of_trl_on_two_ranks_trains_and_evaluates_as_one_process_does(
+    tmp_path: Path, kind: str
+) -> None:
+    """TRL refuses packing under context parallelism of its own, and fails for Llama 4; PEFT reads
+    the adapters.
+    """
     from peft import PeftModel
 
     ((want, tokens),) = run_ranks(with_trl, 1, kind, str(tmp_path / "one"), None, timeout=120)
@@ -287,16 +369,25 @@ def test_states_cross_four_ranks_in_the_stock_trainer_and_in_trl(tmp_path: Path)
         same(found, two)
 
 
-def with_accelerate(rank: int, world_size: int, kind: str, sharded: bool) -> tuple[dict[str, Tensor], float]:
-    """A loop of one's own; `sharded`: weights over FSDP2, which Accelerate itself has on GPUs alone."""
+def with_accelerate(
+    rank: int, world_size: int, kind: str, sharded: bool
+) -> tuple[dict[str, Tensor], float]:
+    """A loop of one's own; `sharded`: weights over FSDP2, which Accelerate itself has on GPUs
+    alone.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
     with launched(rank, world_size):
         accelerator = Accelerator(cpu=True)
         if sharded:
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-            accelerator.state.fsdp_plugin, accelerator.state.distributed_type = plugin, DistributedType.FSDP
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+            )
+            accelerator.state.fsdp_plugin, accelerator.state.distributed_type = (
+                plugin,
+                DistributedType.FSDP,
+            )
         if world_size > 1:
             shard_sequences(accelerator, 2, layout="zigzag", transport="p2p", trees=kind == "trees")
         model = llama()
@@ -319,12 +410,19 @@ def with_accelerate(rank: int, world_size: int, kind: str, sharded: bool) -> tup
             optimizer.step()
             optimizer.zero_grad()
         weights = {name.removeprefix("module."): p for name, p in model.named_parameters()}
-        whole = {name: p.full_tensor() if sharded and world_size > 1 else p for name, p in weights.items()}
+        whole = {
+            name: p.full_tensor() if sharded and world_size > 1 else p
+            for name, p in weights.items()
+        }
         return {name: p.detach().clone() for name, p in whole.items()}, float(norm)
 
 
-@pytest.mark.parametrize(("kind", "sharded"), [("packed", False), ("packed", True), ("trees", False)])
-def test_a_loop_of_accelerate_on_two_ranks_trains_as_one_process_does(kind: str, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sharded"), [("packed", False), ("packed", True), ("trees", False)]
+)
+def test_a_loop_of_accelerate_on_two_ranks_trains_as_one_process_does(
+    kind: str, sharded: bool
+) -> None:
     ((want, want_norm),) = run_ranks(with_accelerate, 1, kind, False)
     for weights, norm in run_ranks(with_accelerate, 2, kind, sharded, timeout=120):
         assert norm == pytest.approx(want_norm, rel=1e-10)
@@ -365,15 +463,35 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         call("compute_loss_func would shift", shard_sequences, own, 2)
         call("logits of a sharded sequence", trainer().predict, rows("packed", 2))
         prepare, batch = trainer()._prepare_context_parallel_inputs, collate(rows("packed", 2))
-        call("nothing is known of pixel_values", prepare, None, {**batch, "pixel_values": torch.ones(2)})
-        call("2 ranks that share a row hold other rows", prepare, None, collate(rows("packed", 2 + rank)[-2:]))
+        call(
+            "nothing is known of pixel_values",
+            prepare,
+            None,
+            {**batch, "pixel_values": torch.ones(2)},
+        )
+        call(
+            "2 ranks that share a row hold other rows",
+            prepare,
+            None,
+            collate(rows("packed", 2 + rank)[-2:]),
+        )
         call("0 of the 1 buffers look like position ids", in_a_loop, torch.full((1, 8), 3))
-        call("2 ranks that share a row hold other rows", in_a_loop, torch.arange(30).repeat(2 + rank, 1))
+        call(
+            "2 ranks that share a row hold other rows",
+            in_a_loop,
+            torch.arange(30).repeat(2 + rank, 1),
+        )
         own, batch = stock_trainer("trees", folder, "gloo"), collate(rows("trees", 2))
         shard_sequences(own, 2, trees=True)
         batch["labels"] = batch["input_ids"]
         call("branches begin with a label", own._prepare_context_parallel_inputs, None, batch)
-        call("trees are rows of text", shard_sequences, stock_trainer("Qwen3VL", folder, "gloo"), 2, trees=True)
+        call(
+            "trees are rows of text",
+            shard_sequences,
+            stock_trainer("Qwen3VL", folder, "gloo"),
+            2,
+            trees=True,
+        )
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(llama())
         call("comes before prepare", shard_sequences, accelerator, 2)
@@ -417,7 +535,9 @@ def examples(rank: int, world_size: int, folder: str) -> list[str]:
         with launched(rank, world_size, False), contextlib.redirect_stdout(io.StringIO()) as words:
             with mock.patch("sys.argv", [name, *sizes]):
                 assert runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]() == 0
-            said.append(words.getvalue().splitlines()[-1].partition("ranks: ")[2] if rank == 0 else "")
+            said.append(
+                words.getvalue().splitlines()[-1].partition("ranks: ")[2] if rank == 0 else ""
+            )
     return said
 
 

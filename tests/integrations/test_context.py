@@ -1,4 +1,6 @@
-"""Other people's models: an attention call over a sharded sequence equals dense attention, or is refused."""
+"""Other people's models: an attention call over a sharded sequence equals dense attention, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -76,19 +78,31 @@ def row_metadata(mask: str, tokens: int) -> list[Metadata]:
 
 
 def as_argument(mask: str, rows: list[Metadata]) -> Tensor | Metadata | None:
-    """The same as a caller would say it; numbers of documents, branches and spans are large and fall along the row."""
+    """The same as a caller would say it; numbers of documents, branches and spans are large and
+    fall along the row.
+    """
     if mask == "one document":
         return None
-    documents = np.stack([np.where(row.document >= 0, 10**12 - 7 * row.document.astype(np.int64), -1) for row in rows])
+    documents = np.stack(
+        [
+            np.where(row.document >= 0, 10**12 - 7 * row.document.astype(np.int64), -1)
+            for row in rows
+        ]
+    )
     if mask == "documents, all rows alike":
         return torch.from_numpy(documents[0])
     if mask == "documents":
         return torch.from_numpy(documents)
     if mask == "video":
         return rows[0]
-    leave = np.concatenate([np.where(row.leave > 0, row.leave + i * len(row), 0) for i, row in enumerate(rows)])
+    leave = np.concatenate(
+        [np.where(row.leave > 0, row.leave + i * len(row), 0) for i, row in enumerate(rows)]
+    )
     span = np.concatenate(
-        [np.where(row.span > 0, 10**15 - 7 * row.span.astype(np.int64) - 10**12 * i, 0) for i, row in enumerate(rows)]
+        [
+            np.where(row.span > 0, 10**15 - 7 * row.span.astype(np.int64) - 10**12 * i, 0)
+            for i, row in enumerate(rows)
+        ]
     )
     return Metadata.of_row(leave, span)
 
@@ -144,10 +158,18 @@ def attend_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
 
 
 def all_cases() -> list[Case]:
-    masks = ["one document", "documents", "documents, all rows alike", "branches and spans", "video"]
+    masks = [
+        "one document",
+        "documents",
+        "documents, all rows alike",
+        "branches and spans",
+        "video",
+    ]
     cases: list[Case] = []
     for size in (2, 4):
-        names = itertools.cycle(name for name in TRANSPORTS if size == 4 or name != "a2a+p2p")  # 2 rows by 2 columns
+        names = itertools.cycle(
+            name for name in TRANSPORTS if size == 4 or name != "a2a+p2p"
+        )  # 2 rows by 2 columns
         for number, (layout, mask) in enumerate(itertools.product(LAYOUTS, masks)):
             tokens = 24 - number % 2  # 23 must be filled up
             cases.append((size, next(names), layout, mask, tokens, number % 3 > 0))
@@ -168,7 +190,10 @@ def test_attention_in_a_block_is_dense_attention_for_every_layout_transport_and_
                 for row in range(BATCH):
                     found[row][:, local[min(row, len(local) - 1)]] = values[position][row]
             tokens = case[4]
-            assert (found[:, :, :tokens] - want).abs().max() <= 1e-12 * want.abs().max(), (case, position)
+            assert (found[:, :, :tokens] - want).abs().max() <= 1e-12 * want.abs().max(), (
+                case,
+                position,
+            )
             if position == 0:  # places past the end are padding: they see nothing
                 assert torch.nan_to_num(found[:, :, tokens:]).abs().max() == 0, case
 
@@ -202,19 +227,29 @@ def test_buffers_are_cut_in_place_and_come_back_as_the_same_memory(error: bool) 
         assert x is positions or (x.data_ptr() == memory and torch.equal(x, values))
 
 
-def test_rows_are_filled_up_and_those_of_different_documents_are_dealt_each_in_its_own_way() -> None:
+def test_rows_are_filled_up_and_those_of_different_documents_are_dealt_each_in_its_own_way() -> (
+    None
+):
     first = Axis("cp", 2, 0, (0, 1), group=object())  # type: ignore[arg-type]
     short, ones = torch.arange(10), torch.ones(2, 10)
     with no_attention():
-        with context_parallel(first, buffers=[short, ones], buffer_seq_dims=[0, 1], pad_values=[-100, 0.25]):
+        with context_parallel(
+            first, buffers=[short, ones], buffer_seq_dims=[0, 1], pad_values=[-100, 0.25]
+        ):
             assert short.tolist() == [0, 1, 2, 9, -100, -100]
             assert ones.tolist() == [[1, 1, 1, 1, 0.25, 0.25]] * 2
     documents = torch.stack([torch.zeros(16).long(), torch.arange(16) // 3])
     x, y = torch.arange(32).view(2, 16), torch.arange(32.0).view(2, 16)[..., None]
-    block = context_parallel(TWO, buffers=[x, y], buffer_seq_dims=[1, 1], document_ids=documents, layout="balanced")
+    block = context_parallel(
+        TWO, buffers=[x, y], buffer_seq_dims=[1, 1], document_ids=documents, layout="balanced"
+    )
     with no_attention(), block as context:
-        assert context.local.shape == (2, 8) and not np.array_equal(context.local[0], context.local[1])
-        assert np.array_equal(x.numpy(), context.local + [[0], [16]]) and torch.equal(x, y[..., 0].long())
+        assert context.local.shape == (2, 8) and not np.array_equal(
+            context.local[0], context.local[1]
+        )
+        assert np.array_equal(x.numpy(), context.local + [[0], [16]]) and torch.equal(
+            x, y[..., 0].long()
+        )
 
 
 ROWS = torch.stack([torch.arange(48) // 20, torch.arange(48) // 7])
@@ -233,11 +268,17 @@ ZEROS = np.zeros(50, np.int64)
         ("requires grad", {"buffers": [torch.zeros(1, 48, requires_grad=True)]}),
         ("48, 47", {"buffers": [torch.zeros(1, 48), torch.zeros(47)], "buffer_seq_dims": [1, 0]}),
         ("46 tokens to 2 ranks, the next length is 48", {"buffers": [torch.zeros(1, 46)]}),
-        ("the next length is 56", {"document_ids": torch.arange(48) // 7, "layout": "zigzag_document"}),
+        (
+            "the next length is 56",
+            {"document_ids": torch.arange(48) // 7, "layout": "zigzag_document"},
+        ),
         ("S = 48", {"document_ids": torch.zeros(2, 24).int()}),
         ("are ints", {"document_ids": torch.zeros(48)}),
         ("a Metadata of", {"document_ids": Metadata.of_documents(np.zeros(50, int))}),
-        ("in order", {"document_ids": Metadata.of_documents(np.zeros(48, int)).take(np.arange(48)[::-1])}),
+        (
+            "in order",
+            {"document_ids": Metadata.of_documents(np.zeros(48, int)).take(np.arange(48)[::-1])},
+        ),
         ("the 2 batch rows", {"document_ids": ROWS, "layout": "balanced"}),
     ],
 )
@@ -249,7 +290,9 @@ def test_arguments_that_do_not_fit_are_refused(message: str, given: dict[str, An
 
 def test_calls_that_cannot_be_taken_over_are_refused() -> None:
     documents = torch.zeros(2, 48, dtype=torch.int64)
-    block = context_parallel(TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0], document_ids=documents)
+    block = context_parallel(
+        TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0], document_ids=documents
+    )
     with no_attention(), block as context:
         for rows, queries, message in (
             (2, 24, "24 queries and 48 keys"),
@@ -260,7 +303,9 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
             with pytest.raises(ValueError, match=message):
                 context.attend(torch.zeros(rows, 4, queries, 8), keys, keys, True)
         context.transport = DenseAttention(single_axis("cp"))
-        with pytest.raises(ValueError, match="a soft cap of 50 comes with the model: give transport by its name"):
+        with pytest.raises(
+            ValueError, match="a soft cap of 50 comes with the model: give transport by its name"
+        ):
             context.transport_on(CPU, torch.float32, 50.0)
         with pytest.raises(ValueError, match="cannot be nested"):
             context_parallel(TWO, buffers=[documents], buffer_seq_dims=[1]).__enter__()
@@ -269,20 +314,31 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
 def test_on_cuda_a_float64_model_gets_the_kernel_that_adds_up_in_float64() -> None:
     """FlexAttention adds up in float32."""
     cuda = torch.device("cuda")
-    with no_attention(), context_parallel(TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0]) as context:
-        kernels = [context.transport_on(cuda, dtype).kernel for dtype in (torch.float64, torch.bfloat16)]
+    with (
+        no_attention(),
+        context_parallel(TWO, buffers=[torch.zeros(48)], buffer_seq_dims=[0]) as context,
+    ):
+        kernels = [
+            context.transport_on(cuda, dtype).kernel for dtype in (torch.float64, torch.bfloat16)
+        ]
         assert [type(kernel) for kernel in kernels] == [MathKernel, FlexKernel]
-        assert context.transport_on(cuda, torch.float32) is context.transport_on(cuda, torch.bfloat16)
+        assert context.transport_on(cuda, torch.float32) is context.transport_on(
+            cuda, torch.bfloat16
+        )
 
 
 def test_one_rank_needs_no_process_group_and_follows_autocast() -> None:
     q = torch.randn(2, 4, 13, 8)
-    with context_parallel(single_axis("cp"), buffers=[q], buffer_seq_dims=[2], transport="a2a+p2p") as context:
+    with context_parallel(
+        single_axis("cp"), buffers=[q], buffer_seq_dims=[2], transport="a2a+p2p"
+    ) as context:
         out = context.attend(q, q, q, True)
         with torch.autocast("cpu", torch.bfloat16):
             half = context.attend(q, q.bfloat16(), q, True)
     # sums of at most 13 terms in fp32; one rounding of inputs and output to 2^-9
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q, is_causal=True), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out, F.scaled_dot_product_attention(q, q, q, is_causal=True), rtol=1e-5, atol=1e-5
+    )
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), out, rtol=2e-2, atol=2e-2)
 
@@ -293,11 +349,16 @@ def test_labels_are_shifted_within_documents_before_the_cut() -> None:
     documents = torch.tensor([0, 0, 0, 5, 5, -1, -1, 2])
     want = [11, 12, -1, 14, -1, -1, -1, -1]
     both = torch.stack([labels, labels])
-    assert shift_labels(both, documents, ignore_index=-1).tolist() == [want, want] and torch.equal(both[0], labels)
+    assert shift_labels(both, documents, ignore_index=-1).tolist() == [want, want] and torch.equal(
+        both[0], labels
+    )
 
 
 def sum_on_ranks(rank: int, world_size: int) -> list[Tensor | None]:
-    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 3]
+    parameters = [
+        torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+        for dtype in (torch.float32, torch.float64) * 3
+    ]
     for number, p in enumerate(parameters[:4]):
         if number == 0 or rank == number:  # one gradient everywhere, the others on one rank each
             p.grad = torch.full((3,), 1.0 + rank, dtype=p.dtype)
@@ -323,13 +384,20 @@ def test_documents_are_read_from_positions_and_masks() -> None:
     assert padded.tolist() == [[-1, -1, 2, 2, 3, 3]]  # numbers may have gaps
     assert documents_of(torch.arange(6)[None], mask).tolist() == documents_of(None, mask).tolist()
     numbered = torch.tensor([[1, 1, 2, 2]])
-    for given in ((None, None), (torch.zeros(3, 2, 6),), (torch.zeros(2, 6), torch.ones(2, 5)), (None, numbered)):
+    for given in (
+        (None, None),
+        (torch.zeros(3, 2, 6),),
+        (torch.zeros(2, 6), torch.ones(2, 5)),
+        (None, numbered),
+    ):
         with pytest.raises(ValueError, match="documents_of wants"):
             documents_of(*given)
 
 
 def rollouts(positions: list[int]) -> list[list[int]]:
-    """Places of each path to a leaf: a token continues the last one before it that stands one position lower."""
+    """Places of each path to a leaf: a token continues the last one before it that stands one
+    position lower.
+    """
     path, found = list[int](), []
     for place, position in enumerate(positions):
         path = [*path[:position], place]
@@ -361,19 +429,30 @@ def test_trees_are_read_from_positions_that_go_back() -> None:
 
 def test_position_ids_count_through_documents_or_rows_and_never_go_back_beside_images() -> None:
     text = np.arange(8)[None]
-    picture = np.stack([[[0, 1, 2, 2, 2, 2, 4, 5]], [[0, 1, 2, 2, 3, 3, 4, 5]], [[0, 1, 2, 3, 2, 3, 4, 5]]])
+    picture = np.stack(
+        [[[0, 1, 2, 2, 2, 2, 4, 5]], [[0, 1, 2, 2, 3, 3, 4, 5]], [[0, 1, 2, 3, 2, 3, 4, 5]]]
+    )
     packed = np.where(np.arange(8) < 6, picture, picture[:, :, [0, 1, 2, 3, 4, 5, 0, 1]])
     one, two = batch_mask(None, 8), batch_mask(torch.arange(8) // 6, 8)
     assert one.misplaced(picture, text) == "" and two.misplaced(packed, text) == ""
     assert one.misplaced(packed, text) == "position_ids go back 1 times within a document"
-    for mask, positions, right in ((one, text, True), (two, text, True), (two, text % 6, True), (one, text % 6, False)):
+    for mask, positions, right in (
+        (one, text, True),
+        (two, text, True),
+        (two, text % 6, True),
+        (one, text % 6, False),
+    ):
         assert (mask.misplaced(positions[None], text) == "") == right
     longer = batch_mask(None, 16)
-    assert "do not count up" in longer.misplaced(np.stack([text] * 3), text + 8)  # made up on the second rank
+    assert "do not count up" in longer.misplaced(
+        np.stack([text] * 3), text + 8
+    )  # made up on the second rank
 
 
 def summed_shards(rank: int, world_size: int) -> tuple[tuple[int, ...], float]:
-    """On a mesh of dp 2 x cp 2: the axis, and the gradient of a weight that torch shards over dp."""
+    """On a mesh of dp 2 x cp 2: the axis, and the gradient of a weight that torch shards over
+    dp.
+    """
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     axis = axis_of_mesh(mesh["cp"])
     assert (axis.local is None) == (grid(cp=world_size).cp.local is None), "slow messages"
@@ -389,16 +468,22 @@ def summed_shards(rank: int, world_size: int) -> tuple[tuple[int, ...], float]:
 
 def test_an_axis_is_one_dimension_of_a_mesh_and_shards_of_torch_are_summed_over_it() -> None:
     ranks = [(0, 0, 1), (1, 0, 1), (0, 2, 3), (1, 2, 3)]
-    assert run_ranks(summed_shards, 4) == list(zip(ranks, [11.0, 11.0, 1100.0, 1100.0], strict=True))
+    assert run_ranks(summed_shards, 4) == list(
+        zip(ranks, [11.0, 11.0, 1100.0, 1100.0], strict=True)
+    )
 
 
 class Layers(torch.nn.Module):
-    """Two layers of attention with a skip, each recomputed where it is trained with `checkpoint`."""
+    """Two layers of attention with a skip, each recomputed where it is trained with
+    `checkpoint`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.projections = torch.nn.ModuleList(torch.nn.Linear(DIM, 3 * DIM).double() for _ in range(2))
+        self.projections = torch.nn.ModuleList(
+            torch.nn.Linear(DIM, 3 * DIM).double() for _ in range(2)
+        )
 
     def layer(self, number: int, x: Tensor) -> Tensor:
         q, k, v = self.projections[number](x).chunk(3, -1)
@@ -406,18 +491,26 @@ class Layers(torch.nn.Module):
 
     def forward(self, x: Tensor, recomputed: bool = False) -> Tensor:
         for number in range(2):
-            x = checkpoint(self.layer, number, x, use_reentrant=False) if recomputed else self.layer(number, x)
+            x = (
+                checkpoint(self.layer, number, x, use_reentrant=False)
+                if recomputed
+                else self.layer(number, x)
+            )
         return x
 
 
 def compiled_on_ranks(rank: int, world_size: int) -> tuple[list[list[Tensor]], int]:
-    """Gradients of a model in a block, plain and compiled, and the functions that the compiler took up."""
+    """Gradients of a model in a block, plain and compiled, and the functions that the compiler took
+    up.
+    """
     whole, model = tensors(24)[0], Layers()
     found = []
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for called in (model, torch.compile(model, backend="eager")):
-        with context_parallel(grid(cp=world_size).cp, model=model, buffers=[whole], buffer_seq_dims=[2]):
+        with context_parallel(
+            grid(cp=world_size).cp, model=model, buffers=[whole], buffer_seq_dims=[2]
+        ):
             loss = called(whole).square().sum()
             found.append(list(torch.autograd.grad(loss, list(model.parameters()))))
     return found, torch._dynamo.utils.counters["frames"]["total"]
@@ -427,7 +520,9 @@ def compiled_on_ranks(rank: int, world_size: int) -> tuple[list[list[Tensor]], i
 def test_a_compiled_model_trains_in_a_block_as_a_plain_one_does() -> None:
     """A compiler that traces plans and messages ends in an error, or takes a hundred functions."""
     for (plain, compiled), functions in run_ranks(compiled_on_ranks, 2):
-        torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-12)  # float64, the same operations
+        torch.testing.assert_close(
+            compiled, plain, rtol=1e-12, atol=1e-12
+        )  # float64, the same operations
         assert functions < 20, functions
 
 
@@ -435,7 +530,9 @@ def test_a_block_is_freed_when_it_is_let_go_and_a_layer_recomputed_behind_it_is_
     whole, model = tensors(24)[0], Layers()
     gc.disable()
     try:
-        with context_parallel(single_axis("cp"), model=model, buffers=[whole], buffer_seq_dims=[2]) as context:
+        with context_parallel(
+            single_axis("cp"), model=model, buffers=[whole], buffer_seq_dims=[2]
+        ) as context:
             loss = model(whole.clone(), recomputed=True).sum()
             held = weakref.ref(context)
         del context

@@ -1,7 +1,9 @@
-"""Every causal model of transformers in this table is exact over two ranks or refused by both: none silently wrong.
+"""Every causal model of transformers in this table is exact over two ranks or refused by both: none
+silently wrong.
 
-Exact for a row of one document and for a packed one: as the library alone does each document by itself.
-This test finds the table of docs/trl_and_accelerate.md. `python -m tests.integrations.test_matrix` prints it.
+Exact for a row of one document and for a packed one: as the library alone does each document by
+itself. This test finds the table of docs/trl_and_accelerate.md. `python -m
+tests.integrations.test_matrix` prints it.
 """
 
 from __future__ import annotations
@@ -38,19 +40,42 @@ WIDTHS = {
     "attention_probs_dropout_prob hidden_dropout_prob residual_dropout embedding_dropout layerdrop",
 }
 SMALL = {name: size for size, names in WIDTHS.items() for name in names.split()}
-SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "use_cache": False}
-MLA = {"head_dim": None, "qk_rope_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+SMALL |= {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
+    "use_cache": False,
+}
+MLA = {
+    "head_dim": None,
+    "qk_rope_head_dim": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+}
 EXACT, WINDOW = "exact", "exact, layers that look 16 tokens back"
 STATES = "exact, layers with a state or a convolution"
-LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
 MAMBA = dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4)
 MAMBA |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16)
 MAMBA |= dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "mamba_expand"), 2)
 MAMBA |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8)
 W16, LATER = {"sliding_window": 16}, {"use_sliding_window": True, "max_window_layers": 1}
-GEMMA4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
-GEMMA4 |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"}
+GEMMA4 = {
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
+GEMMA4 |= {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "use_bidirectional_attention": "vision",
+}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
@@ -91,12 +116,23 @@ MODELS = [
     Model("blenderbot", "takes no position_ids"),
     Model("lfm2", STATES, {"layer_types": ["conv", "full_attention"]}),
     Model("lfm2_moe", STATES, {"layer_types": ["conv", "full_attention"]}),
-    *(Model(name, STATES, LINEAR) for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")),
+    *(
+        Model(name, STATES, LINEAR)
+        for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+    ),
     Model("bamba", STATES, MAMBA | {"attn_layer_indices": [1]}),
     Model("falcon_h1", STATES, MAMBA | {"mamba_d_ssm": 64}),
     Model("granitemoehybrid", STATES, MAMBA | {"shared_intermediate_size": 24} | LINEAR),
-    Model("nemotron_h", STATES, MAMBA | {"layers_block_type": LINEAR["layer_types"], "ssm_state_size": 8}),
-    Model("zamba2", STATES, MAMBA | {"layers_block_type": ["linear_attention", "hybrid"], "num_mem_blocks": 1}),
+    Model(
+        "nemotron_h",
+        STATES,
+        MAMBA | {"layers_block_type": LINEAR["layer_types"], "ssm_state_size": 8},
+    ),
+    Model(
+        "zamba2",
+        STATES,
+        MAMBA | {"layers_block_type": ["linear_attention", "hybrid"], "num_mem_blocks": 1},
+    ),
     Model("bailing_hybrid", "layers of type linear_attention"),
     *(Model(name, "takes no position_ids") for name in ("bloom", "mpt", "rwkv")),
     Model("xglm", "no attention was called"),
@@ -107,7 +143,9 @@ MODELS = [
 
 
 def build(row: Model, attention: str) -> Any:
-    """A random model in float64, the same in every process; eager where the library has no sdpa for it."""
+    """A random model in float64, the same in every process; eager where the library has no sdpa for
+    it.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -124,30 +162,42 @@ def build(row: Model, attention: str) -> Any:
     return model_class._from_config(config, attn_implementation=chosen).double().eval()
 
 
-def loss_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
     """A sum over tokens, of logits that the model is asked for as its signature allows."""
     takes = "position_ids" in inspect.signature(model.forward).parameters
-    logits = model(input_ids=ids, use_cache=False, **({"position_ids": positions} if takes else {})).logits
+    logits = model(
+        input_ids=ids, use_cache=False, **({"position_ids": positions} if takes else {})
+    ).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def batch() -> tuple[torch.Tensor, ...]:
-    """Token ids, position ids, shifted labels and document ids `[2, 48]`: packed documents, and one document."""
+    """Token ids, position ids, shifted labels and document ids `[2, 48]`: packed documents, and one
+    document.
+    """
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     lengths = [[7, 24, 17], [TOKENS]]
-    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    documents = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    )
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     return ids, positions, shift_labels(ids, documents), documents
 
 
 def trained(row: Model, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the ranks of `axis`, or of one process with the library's own attention."""
+    """Loss and gradients of the ranks of `axis`, or of one process with the library's own
+    attention.
+    """
     with pytest.MonkeyPatch.context() as patch, float32_is_float64(patch):
         model = build(row, "sdpa" if axis is None else register_with_transformers())
         *buffers, documents = batch()
         if axis is None:
             parts = [(i, documents[i] == n) for i in range(2) for n in documents[i].unique()]
-            loss = torch.stack([loss_of(model, *(x[i, here][None] for x in buffers)) for i, here in parts]).sum()
+            loss = torch.stack(
+                [loss_of(model, *(x[i, here][None] for x in buffers)) for i, here in parts]
+            ).sum()
             loss.backward()
         else:
             transport = ("kv_exchange", "p2p", "a2a", "all_gather")[MODELS.index(row) % 4]
@@ -158,7 +208,9 @@ def trained(row: Model, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch
     if axis is not None:
         loss = all_reduce(loss.detach(), axis)
         sum_gradients(model.parameters(), axis)
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def compared(rank: int, world_size: int) -> list[str]:
@@ -176,7 +228,11 @@ def found(row: Model, world_size: int) -> str:
     largest = max(x.abs().max() for x in want.values())
     # of the largest gradient of the model: that of a bias of keys is 0 but for rounding
     error = max((gradients[name] - x).abs().max() / largest for name, x in want.items())
-    right = gradients.keys() == want.keys() and abs(loss - want_loss) <= 1e-12 * want_loss and error <= 1e-10
+    right = (
+        gradients.keys() == want.keys()
+        and abs(loss - want_loss) <= 1e-12 * want_loss
+        and error <= 1e-10
+    )
     return EXACT if right else f"WRONG: loss {loss} for {want_loss}, gradients off by {error:.1e}"
 
 
@@ -188,7 +244,10 @@ def table(results: list[str]) -> str:
         if said == EXACT:
             found = row.found
         groups.setdefault(found, []).append(row.name.replace("_", "\\_"))
-    lines = [f"| {found} | {len(names)} | {', '.join(sorted(names))} |" for found, names in groups.items()]
+    lines = [
+        f"| {found} | {len(names)} | {', '.join(sorted(names))} |"
+        for found, names in groups.items()
+    ]
     return "\n".join(["| | | `model_type` |", "|---|---|---|", *lines])
 
 

@@ -25,12 +25,34 @@ from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
 
 TOKENS, IMAGE = 40, 65
-TEXT: dict[str, Any] = {**SIZES, "vocab_size": 70, "num_hidden_layers": 3, "bos_token_id": None, "eos_token_id": None}
+TEXT: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": 70,
+    "num_hidden_layers": 3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
-TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+}
 TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
-SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-TOKEN_IDS = {"image_token_id": IMAGE, "video_token_id": 66, "vision_start_token_id": 67, "vision_end_token_id": 68}
+SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+TOKEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 66,
+    "vision_start_token_id": 67,
+    "vision_end_token_id": 68,
+}
 LOCAL: dict[str, Any] = {
     "sliding_window": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -44,7 +66,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Qwen3VL": {
         "text_config": {**TEXT, "head_dim": 8, "rope_parameters": ROPE},
-        "vision_config": {**TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        "vision_config": {
+            **TOWER,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
         **TOKEN_IDS,
     },
     "Qwen3_5": {
@@ -79,10 +105,26 @@ MODELS: dict[str, dict[str, Any]] = {
                 "vocab_size_per_layer_input": 70,
             },
             "layer_types": [*LOCAL["layer_types"], "full_attention"],
-            **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"},
+            **{
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "use_bidirectional_attention": "vision",
+            },
         },
-        "vision_config": {**SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2, "patch_size": 4},
-        **{"image_token_id": IMAGE, "video_token_id": 66, "audio_token_id": 69, "boi_token_id": 67, "eoi_token_id": 68},
+        "vision_config": {
+            **SIGLIP,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "pooling_kernel_size": 2,
+            "patch_size": 4,
+        },
+        **{
+            "image_token_id": IMAGE,
+            "video_token_id": 66,
+            "audio_token_id": 69,
+            "boi_token_id": 67,
+            "eoi_token_id": 68,
+        },
     },
 }
 in_float64 = float32_is_float64(pytest.MonkeyPatch())
@@ -91,7 +133,9 @@ in_float64 = float32_is_float64(pytest.MonkeyPatch())
 
 def build(name: str, attention: str) -> Any:
     """A random model in float64; the same in every process."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (extra: test)"
+    )
     register_with_transformers()
     config = getattr(transformers, f"{name}Config")(**MODELS[name])
     torch.manual_seed(0)
@@ -104,7 +148,9 @@ def build(name: str, attention: str) -> Any:
 
 @functools.cache
 def images(name: str) -> Tensor:
-    """`[2, S]`: 1 at tokens of images; two in the first row, of different sizes where the model has such."""
+    """`[2, S]`: 1 at tokens of images; two in the first row, of different sizes where the model has
+    such.
+    """
     found = torch.zeros(2, TOKENS, dtype=torch.long)
     for row, first, last in ((0, 5, 9), (0, 20, 24 if "Gemma" in name else 28), (1, 30, 34)):
         found[row, first:last] = 1
@@ -118,14 +164,19 @@ def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor]:
     ids = torch.randint(0, 64, (2, TOKENS), generator=generator).masked_fill(kinds == 1, IMAGE)
     batch = {"input_ids": ids}
     if name == "Gemma3":
-        batch |= {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator).double(), "token_type_ids": kinds}
+        batch |= {
+            "pixel_values": torch.randn(3, 3, 16, 16, generator=generator).double(),
+            "token_type_ids": kinds,
+        }
     elif name == "Gemma4":
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(3, 1, 1)
         patches = torch.rand(3, 16, 3 * 4 * 4, generator=generator).double()
         batch |= {"pixel_values": patches, "image_position_ids": places, "mm_token_type_ids": kinds}
     else:
         grids = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])
-        patches = torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator).double()
+        patches = torch.randn(
+            int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator
+        ).double()
         batch |= {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": kinds}
     return batch, shift_labels(ids.masked_fill(kinds == 1, -100))
 
@@ -145,7 +196,10 @@ def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the stock model with its own attention on one process."""
     model, (batch, labels) = build(name, "sdpa"), batch_of(name)
     logits = model(**batch, use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (labels != -100).sum()
+    loss = (
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        / (labels != -100).sum()
+    )
     loss.backward()
     return loss.detach(), gradients_of(model)
 
@@ -163,7 +217,13 @@ class Found(NamedTuple):
 
 @in_float64
 def on_ranks(
-    rank: int, world_size: int, name: str, layout: str, transport: str, vision: str, recomputed: bool
+    rank: int,
+    world_size: int,
+    name: str,
+    layout: str,
+    transport: str,
+    vision: str,
+    recomputed: bool,
 ) -> Found:
     """Loss and summed gradients in a block."""
     axis, model, (batch, labels) = grid(cp=world_size).cp, build(name, "megacp"), batch_of(name)
@@ -218,11 +278,18 @@ FEATURES = {"Qwen2_5_VL": 32, "Qwen3_5": 32, "Qwen3VL": 32 * 3, "Gemma3": 32, "G
 def test_models_that_see_train_on_ranks_as_on_one_and_send_features_of_a_ranks_own_images(
     name: str, ranks: int, layout: str, transport: str, vision: str, recomputed: bool
 ) -> None:
-    """Images of 16, 32 and 16 patches (one each of Gemma); the fourth rank runs the smallest one for nothing."""
+    """Images of 16, 32 and 16 patches (one each of Gemma); the fourth rank runs the smallest one
+    for nothing.
+    """
     sizes, per_token = ([1, 1, 1], 0.25) if "Gemma" in name else ([16, 32, 16], 4)
     # the best cut of 16, 32, 16 into two ranges is either
-    shares = {2: [[0], [1, 2]] if image_shares(sizes, 2)[0] == range(1) else [[0, 1], [2]], 4: [[0], [1], [2], []]}
-    for rank, found in enumerate(run_ranks(on_ranks, ranks, name, layout, transport, vision, recomputed)):
+    shares = {
+        2: [[0], [1, 2]] if image_shares(sizes, 2)[0] == range(1) else [[0, 1], [2]],
+        4: [[0], [1], [2], []],
+    }
+    for rank, found in enumerate(
+        run_ranks(on_ranks, ranks, name, layout, transport, vision, recomputed)
+    ):
         same(found, name)
         mine = sum(sizes[i] for i in shares[ranks][rank])
         # bytes of tokens sent to each other rank; in backward all others' come home
@@ -230,13 +297,17 @@ def test_models_that_see_train_on_ranks_as_on_one_and_send_features_of_a_ranks_o
         if vision == "replicated" or name == "Gemma4":  # whose images cannot be told apart
             mine, sent = sum(sizes), [0, 0]
         assert found.seen[0] == (mine or min(sizes))
-        if transport == "p2p" and name != "Qwen3_5":  # attention itself sends no all-to-all, a convolution does
+        if (
+            transport == "p2p" and name != "Qwen3_5"
+        ):  # attention itself sends no all-to-all, a convolution does
             assert found.sent == [numbers * FEATURES[name] * 8 for numbers in sent]
 
 
 @in_float64
 def fully_sharded(rank: int, world_size: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights in shards of torch over the ranks that share a row, which average: the loss is times their number."""
+    """Weights in shards of torch over the ranks that share a row, which average: the loss is times
+    their number.
+    """
     mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     axis, model, (batch, labels) = axis_of_mesh(mesh["cp"]), build(name, "megacp"), batch_of(name)
     for layer in (*model.model.visual.blocks, *model.model.language_model.layers, model):
@@ -247,23 +318,31 @@ def fully_sharded(rank: int, world_size: int, name: str) -> tuple[Tensor, dict[s
         logits = model(**batch, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
         (loss * world_size).backward()
-    gradients = {key: p.grad.full_tensor() for key, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        key: p.grad.full_tensor() for key, p in model.named_parameters() if p.grad is not None
+    }
     return all_reduce(loss.detach(), axis), gradients
 
 
 @pytest.mark.slow
 def test_ranks_that_share_weights_meet_in_every_layer_of_the_tower() -> None:
-    """Three images on four ranks: one without images must not leave the others waiting for its shards."""
+    """Three images on four ranks: one without images must not leave the others waiting for its
+    shards.
+    """
     for loss, gradients in run_ranks(fully_sharded, 4, "Qwen3VL"):
         same(Found(loss, gradients, [], []), "Qwen3VL")
 
 
 def block_of(labels: Tensor, rule: Any = None) -> Any:
-    return context_parallel(single_axis("cp"), buffers=[labels], buffer_seq_dims=[1], document_ids=rule)
+    return context_parallel(
+        single_axis("cp"), buffers=[labels], buffer_seq_dims=[1], document_ids=rule
+    )
 
 
 def test_what_cannot_be_cut_is_refused_and_towers_that_mix_images_are_not_sharded() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (extra: test)"
+    )
     text = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
     model, (batch, labels) = build("Gemma3", "megacp"), batch_of("Gemma3")
     for given, rule, vision, message in (
@@ -274,7 +353,10 @@ def test_what_cannot_be_cut_is_refused_and_towers_that_mix_images_are_not_sharde
         with pytest.raises(ValueError, match=message), torch.no_grad():
             with block_of(labels, rule) as context, cut_multimodal(given, context, vision):
                 given(**batch, use_cache=False)
-    assert not model.model.language_model._forward_pre_hooks and not model.model.vision_tower._forward_hooks
+    assert (
+        not model.model.language_model._forward_pre_hooks
+        and not model.model.vision_tower._forward_hooks
+    )
     with pytest.raises(ValueError, match="cut wants the 40 tokens"), block_of(labels) as context:
         context.cut(torch.zeros(2, 7))
     assert told_apart(model.model, [model.model.vision_tower])

@@ -1,4 +1,6 @@
-"""Stock models of transformers, attention included, train in a block as on one process, or are refused by all ranks."""
+"""Stock models of transformers, attention included, train in a block as on one process, or are
+refused by all ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,19 @@ SIZES: dict[str, Any] = {
 STRETCHES = {
     "one": [[(0, 48)], [(0, 48)]],
     "packed": [[(0, 7), (0, 24), (0, 17)], [(0, 30), (0, 18)]],
-    "trees": [[(0, 20), (15, 6), (9, 6), (12, 5), (0, 7), (3, 4)], [(0, 13), (8, 10), (8, 9), (14, 6), (8, 10)]],
+    "trees": [
+        [(0, 20), (15, 6), (9, 6), (12, 5), (0, 7), (3, 4)],
+        [(0, 13), (8, 10), (8, 9), (14, 6), (8, 10)],
+    ],
 }
 """First positions and lengths of the stretches of each of two batch rows."""
 
 
 def build(model: str, attention: str, **changes: Any) -> Any:
     """A random model in float64; the same in every process."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed (extra: test)"
+    )
     register_with_transformers()
     name = re.sub("For[A-Z].*", "", model)
     settings = {**SIZES, **changes}
@@ -63,20 +70,37 @@ def build(model: str, attention: str, **changes: Any) -> Any:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
         vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}
         settings = {"text_config": {**settings, "rope_parameters": rope}, "vision_config": vision}
-    config_class = getattr(transformers, f"{name}TextConfig" if name == "Llama4" else f"{name}Config")
-    kinds = (model, *(name + end for end in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")))
-    model_class = next(x for x in (getattr(transformers, kind, None) for kind in kinds) if x and hasattr(x, "forward"))
+    config_class = getattr(
+        transformers, f"{name}TextConfig" if name == "Llama4" else f"{name}Config"
+    )
+    kinds = (
+        model,
+        *(name + end for end in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")),
+    )
+    model_class = next(
+        x
+        for x in (getattr(transformers, kind, None) for kind in kinds)
+        if x and hasattr(x, "forward")
+    )
     torch.manual_seed(1)
-    return model_class._from_config(config_class(**settings, attn_implementation=attention)).double()
+    return model_class._from_config(
+        config_class(**settings, attn_implementation=attention)
+    ).double()
 
 
 @functools.cache
 def tokens_of(documents: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, position ids and numbers of stretches `[2, 48]`; what continues one token begins with the same."""
+    """Token ids, position ids and numbers of stretches `[2, 48]`; what continues one token begins
+    with the same.
+    """
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     rows = STRETCHES[documents]
-    positions = torch.stack([torch.cat([torch.arange(first, first + n) for first, n in row]) for row in rows])
-    numbers = torch.stack([torch.cat([torch.full((n,), i) for i, (_, n) in enumerate(row)]) for row in rows])
+    positions = torch.stack(
+        [torch.cat([torch.arange(first, first + n) for first, n in row]) for row in rows]
+    )
+    numbers = torch.stack(
+        [torch.cat([torch.full((n,), i) for i, (_, n) in enumerate(row)]) for row in rows]
+    )
     for row, places in zip(ids, positions.tolist(), strict=True):
         for path in rollouts(places):
             row[path[1:]] = row[torch.tensor(path[:-1]) + 1]
@@ -117,7 +141,8 @@ CASES = [
 @functools.cache
 @float32_is_float64(pytest.MonkeyPatch())
 def reference(model: str, documents: str, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the model with its own attention, one document or rollout at a time, labels shifted inside.
+    """Loss and gradients of the model with its own attention, one document or rollout at a time,
+    labels shifted inside.
 
     Shared tokens of rollouts count in each one.
     """
@@ -145,7 +170,9 @@ def train_on_ranks(rank: int, world_size: int) -> list[Any]:
         labels, times = shift_labels(ids, documents), torch.zeros(2, case.tokens)
         for row, places in zip(times, positions.tolist(), strict=True):
             for path in rollouts(places):
-                row[path[:-1]] += 1  # a token's label counts once for each rollout in which it has one
+                row[path[:-1]] += (
+                    1  # a token's label counts once for each rollout in which it has one
+                )
         counted = times.sum()
         with context_parallel(
             axis,
@@ -179,22 +206,41 @@ def test_stock_models_train_on_several_ranks_as_on_one() -> None:
 
 
 class Use(NamedTuple):
-    """A stock model, how it is used, and what all ranks must say; nothing where the gradients must be exact."""
+    """A stock model, how it is used, and what all ranks must say; nothing where the gradients must
+    be exact.
+    """
 
     model: str
     said: str = ""
     changes: dict[str, Any] = {}
     layout: str = "zigzag"
     use: str = ""
-    """Of: no positions, packed, axes, behind, reentrant, twice, filled up, labels; or another attention."""
+    """Of: no positions, packed, axes, behind, reentrant, twice, filled up, labels; or another
+    attention.
+    """
 
 
 LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4}
 LONGROPE |= {"long_factor": [3.0] * 4, "original_max_position_embeddings": 30}
-DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
-EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-LLAMA4: dict[str, Any] = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "no_rope_layers": [0, 1]}
-BERT: dict[str, Any] = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DYNAMIC: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+}
+LLAMA4: dict[str, Any] = {
+    **EXPERTS,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "no_rope_layers": [0, 1],
+}
+BERT: dict[str, Any] = {
+    "is_decoder": True,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 FORGOTTEN = "is given no position_ids"
 ANGLES = "angles depend on the longest position, which is (0|24) on one rank and (1|48) on another"
 
@@ -203,10 +249,20 @@ USES = [
     Use("Bert", FORGOTTEN, BERT, use="no positions"),
     Use("Qwen2VL", FORGOTTEN, use="no positions"),
     Use("Qwen2VL", use="axes"),
-    Use("Qwen2VL", "do not count up by one .* give document_ids", layout="contiguous", use="axes, packed"),
+    Use(
+        "Qwen2VL",
+        "do not count up by one .* give document_ids",
+        layout="contiguous",
+        use="axes, packed",
+    ),
     Use("Llama", ANGLES, {"rope_parameters": LONGROPE}, "contiguous"),
     Use("Llama", "", {"rope_parameters": LONGROPE}),  # both ranks have tokens of the last half
-    Use("Llama", "", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48}}, "contiguous"),
+    Use(
+        "Llama",
+        "",
+        {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48}},
+        "contiguous",
+    ),
     Use("Llama", ANGLES, {**DYNAMIC, "max_position_embeddings": 30}, "contiguous"),
     Use("Mistral", "", {"sliding_window": 32}, "contiguous"),
     Use("Mistral", "", {"sliding_window": 47}, use="filled up"),
@@ -215,22 +271,36 @@ USES = [
     Use("Llama4", "attn_temperature_tuning", {**LLAMA4, "floor_scale": 47}, use="filled up"),
     Use("Llama", 'attn_implementation="eager"', use="eager"),
     Use("Mistral", 'attn_implementation="sdpa"', layout="contiguous", use="sdpa"),
-    Use("Llama", "recomputed after its block was left: call backward inside the block", use="behind"),
+    Use(
+        "Llama", "recomputed after its block was left: call backward inside the block", use="behind"
+    ),
     Use("Llama", use="reentrant"),
     Use("Llama", "is given labels: .* shift_labels .* num_items_in_batch too", use="labels"),
-    Use("Llama", "create_graph=True: attention over ranks cannot be differentiated twice", use="twice"),
+    Use(
+        "Llama",
+        "create_graph=True: attention over ranks cannot be differentiated twice",
+        use="twice",
+    ),
     Use("LlamaForSequenceClassification", "pools the sequence into one answer"),
-    Use("Mixtral", r"SFTConfig\(router_aux_loss_coef=0.0\)", {"output_router_logits": True, **EXPERTS}),
+    Use(
+        "Mixtral",
+        r"SFTConfig\(router_aux_loss_coef=0.0\)",
+        {"output_router_logits": True, **EXPERTS},
+    ),
     Use("T5", "takes no position_ids", {"d_model": 32, "d_kv": 8, "d_ff": 48}),
 ]
 
 
 def loss_of(net: Any, ids: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
     options = {} if positions is None else {"position_ids": positions}
-    logits = net(ids, **options, **({} if type(net).__name__.startswith("T5") else {"use_cache": False})).logits
+    logits = net(
+        ids, **options, **({} if type(net).__name__.startswith("T5") else {"use_cache": False})
+    ).logits
     if logits.shape[:-1] != labels.shape:
         return logits.sum()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * TOKENS - 2)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (
+        2 * TOKENS - 2
+    )
 
 
 def batch_of(case: Use) -> list[Tensor]:
@@ -238,12 +308,20 @@ def batch_of(case: Use) -> list[Tensor]:
     length = TOKENS - 1 if case.use == "filled up" else TOKENS
     ids = tokens_of("one")[0][:, :length].clone()
     positions = torch.arange(length).repeat(2, 1) % (20 if "packed" in case.use else TOKENS)
-    return [ids, shift_labels(ids), positions[None].repeat(3, 1, 1) if "axes" in case.use else positions]
+    return [
+        ids,
+        shift_labels(ids),
+        positions[None].repeat(3, 1, 1) if "axes" in case.use else positions,
+    ]
 
 
 def error_in_a_block(case: Use, axis: Any) -> float:
-    """How far gradients of all ranks are from those of one process with the library's own attention."""
-    net = build(case.model, case.use if case.use in ("eager", "sdpa") else "megacp", **case.changes).eval()
+    """How far gradients of all ranks are from those of one process with the library's own
+    attention.
+    """
+    net = build(
+        case.model, case.use if case.use in ("eager", "sdpa") else "megacp", **case.changes
+    ).eval()
     ids, labels, positions = batch_of(case)
     if case.use in ("behind", "reentrant"):
         net.train()
@@ -272,7 +350,10 @@ def error_in_a_block(case: Use, axis: Any) -> float:
     loss_of(stock, *batch_of(case)).backward()
     found, want = gradients_of(net), gradients_of(stock)
     assert found.keys() == want.keys()
-    return max(float((found[name] - x).abs().max() / x.abs().max().clamp_min(1e-9)) for name, x in want.items())
+    return max(
+        float((found[name] - x).abs().max() / x.abs().max().clamp_min(1e-9))
+        for name, x in want.items()
+    )
 
 
 def use_on_ranks(rank: int, world_size: int) -> list[str | float]:
@@ -297,15 +378,23 @@ def test_uses_that_would_be_wrong_are_refused_by_all_ranks_and_right_ones_are_ex
 
 
 def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
-    """What a rank says to values of which only one rank can see that they are wrong, and then to right ones."""
+    """What a rank says to values of which only one rank can see that they are wrong, and then to
+    right ones.
+    """
     from transformers.masking_utils import create_causal_mask
 
     net = build("Llama", "megacp")
-    packed, positions, documents = (x[1:] for x in tokens_of("packed"))  # 30 and 18 tokens, cut at 24
+    packed, positions, documents = (
+        x[1:] for x in tokens_of("packed")
+    )  # 30 and 18 tokens, cut at 24
     arguments = {"config": net.config, "past_key_values": None, "attention_mask": None}
     said = []
     for name in ("packed", "padding", "overlay", "right"):
-        buffers = [packed.clone(), positions.clone(), torch.arange(TOKENS)[None] < TOKENS - 3 * (name == "padding")]
+        buffers = [
+            packed.clone(),
+            positions.clone(),
+            torch.arange(TOKENS)[None] < TOKENS - 3 * (name == "padding"),
+        ]
         block = context_parallel(
             axis_of(2),
             model=net,
@@ -319,8 +408,14 @@ def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
                 if name == "padding":  # found in a later call than the first
                     net(buffers[0], position_ids=buffers[1])
                 if name == "overlay":  # the first two tokens see each other
-                    together = torch.where(torch.arange(24)[None] < (2 if axis_of(2).rank == 0 else 0), 0, -1)
-                    create_causal_mask(inputs_embeds=torch.zeros(1, 24, 32), block_sequence_ids=together, **arguments)
+                    together = torch.where(
+                        torch.arange(24)[None] < (2 if axis_of(2).rank == 0 else 0), 0, -1
+                    )
+                    create_causal_mask(
+                        inputs_embeds=torch.zeros(1, 24, 32),
+                        block_sequence_ids=together,
+                        **arguments,
+                    )
                 net(buffers[0], position_ids=buffers[1], attention_mask=buffers[2])
             said.append("")
         except ValueError as error:
@@ -344,27 +439,52 @@ def test_what_one_rank_alone_can_see_is_refused_by_all_ranks_alike() -> None:
 
 def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
     net, documents = build("Llama", "megacp"), tokens_of("packed")[2]
-    sliding = build("Qwen3", "megacp", head_dim=8, use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    sliding = build(
+        "Qwen3",
+        "megacp",
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=0,
+    )
     for model, given, said in (
-        (net, {"attention_mask": torch.ones(2, TOKENS)}, "24 queries and 48 keys.* must be among the buffers"),
-        (sliding, {"is_causal": False}, "window of 16 tokens that also look ahead, in a sequence of 48"),
-        (net, {"sliding_window": 16}, "LlamaAttention asks for a window of 16 tokens, and its mask has none"),
+        (
+            net,
+            {"attention_mask": torch.ones(2, TOKENS)},
+            "24 queries and 48 keys.* must be among the buffers",
+        ),
+        (
+            sliding,
+            {"is_causal": False},
+            "window of 16 tokens that also look ahead, in a sequence of 48",
+        ),
+        (
+            net,
+            {"sliding_window": 16},
+            "LlamaAttention asks for a window of 16 tokens, and its mask has none",
+        ),
         (net, {"position_bias": torch.ones(1)}, "LlamaAttention asks for position_bias"),
         (net, {"cu_seq_lens_q": torch.ones(1)}, "LlamaAttention asks for cu_seq_lens_q"),
     ):
         ids, positions, _ = (x.clone() for x in tokens_of("packed"))
         buffers = [ids, positions]
-        block = context_parallel(TWO, model=model, buffers=buffers, buffer_seq_dims=[1, 1], document_ids=documents)
+        block = context_parallel(
+            TWO, model=model, buffers=buffers, buffer_seq_dims=[1, 1], document_ids=documents
+        )
         with pytest.raises(ValueError, match=said), block, torch.no_grad():
             model(ids, position_ids=positions, use_cache=False, **given)
 
 
 def test_spans_past_a_window_are_refused() -> None:
-    """As in PaliGemma 2, whose prefix sees itself all over; in Gemma 3 windows hold inside images too."""
+    """As in PaliGemma 2, whose prefix sees itself all over; in Gemma 3 windows hold inside images
+    too.
+    """
     sliding = build("Mistral", "megacp", sliding_window=16)
     ids, positions, _ = (x[:1].clone() for x in tokens_of("one"))
     rule = Metadata.of_documents(np.zeros(TOKENS, int), span=np.arange(TOKENS) < 20)
-    block = context_parallel(TWO, model=sliding, buffers=[ids, positions], buffer_seq_dims=[1, 1], document_ids=rule)
+    block = context_parallel(
+        TWO, model=sliding, buffers=[ids, positions], buffer_seq_dims=[1, 1], document_ids=rule
+    )
     with pytest.raises(ValueError, match="past a window of 16 tokens, in a sequence of 48"), block:
         sliding(ids, position_ids=positions, use_cache=False)
 
@@ -377,9 +497,16 @@ def test_an_overlay_needs_the_whole_rule(whole_rule: bool) -> None:
     text, positions = zeros[0].clone().numpy(), torch.arange(TOKENS)[None]
     ids = Metadata.of_documents(text) if whole_rule else zeros.clone()
     x = torch.zeros(1, TOKENS, 32)
-    arguments = {"config": net.config, "past_key_values": None, "attention_mask": None, "inputs_embeds": x}
+    arguments = {
+        "config": net.config,
+        "past_key_values": None,
+        "attention_mask": None,
+        "inputs_embeds": x,
+    }
     overlay = {"or_mask_function": lambda b, h, q, k: q == q}
-    block = context_parallel(TWO, buffers=[x, positions, zeros], buffer_seq_dims=[1, 1, 1], document_ids=ids)
+    block = context_parallel(
+        TWO, buffers=[x, positions, zeros], buffer_seq_dims=[1, 1, 1], document_ids=ids
+    )
     with pytest.raises(ValueError, match="no attention was called") as caught, block:
         assert create_causal_mask(position_ids=positions, **arguments) is None
         if whole_rule:
@@ -387,7 +514,10 @@ def test_an_overlay_needs_the_whole_rule(whole_rule: bool) -> None:
         else:
             with pytest.raises(ValueError, match="Metadata with those spans"):
                 create_causal_mask(**arguments, **overlay)
-        assert create_causal_mask(position_ids=positions, block_sequence_ids=zeros, **arguments) is None
+        assert (
+            create_causal_mask(position_ids=positions, block_sequence_ids=zeros, **arguments)
+            is None
+        )
     assert ("Metadata with those spans" in str(caught.value)) != whole_rule
 
 
@@ -397,9 +527,16 @@ def test_outside_of_a_block_the_registered_attention_is_the_stock_one() -> None:
     padding = torch.ones(2, TOKENS)
     padding[0, 45:] = 0
     with torch.no_grad():
-        for inputs in ({}, {"position_ids": positions, "use_cache": False}, {"attention_mask": padding}):
+        for inputs in (
+            {},
+            {"position_ids": positions, "use_cache": False},
+            {"attention_mask": padding},
+        ):
             assert torch.equal(ours(ids, **inputs).logits, stock(ids, **inputs).logits)
-        steps = [net.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0) for net in (ours, stock)]
+        steps = [
+            net.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+            for net in (ours, stock)
+        ]
     assert torch.equal(*steps)
     with pytest.raises(ValueError, match="asks for a soft cap"):
         ours(ids, softcap=30.0)
@@ -432,18 +569,26 @@ def test_states_take_the_dtypes_of_autocast_and_backward_behind_it(weights: torc
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def test_states_of_the_library_take_the_kernel_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_the_library_take_the_kernel_of_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Packed, in float64 by a stand-in."""
     row, kernels = next(row for row in test_matrix.MODELS if row.name == "qwen3_5_text"), []
     model = test_matrix.build(row, register_with_transformers()).double()
 
     def loss() -> torch.Tensor:
         ids, positions, _, documents = (x.clone() for x in test_matrix.batch())
-        options = {"buffers": [ids, positions], "buffer_seq_dims": [1, 1], "document_ids": documents}
+        options = {
+            "buffers": [ids, positions],
+            "buffer_seq_dims": [1, 1],
+            "document_ids": documents,
+        }
         with context_parallel(single_axis("cp"), model=model, **options):
             return model(ids, position_ids=positions).logits.square().mean()
 
     ours = loss()
     monkeypatch.setitem(FUSED, (gated_delta_rule, "cpu", torch.float64), fused_recur)
-    monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: kernels.append(1) or chunk_gated_delta_rule)
+    monkeypatch.setattr(
+        fused_states, "flash_linear_attention", lambda: kernels.append(1) or chunk_gated_delta_rule
+    )
     assert abs(loss() - ours) <= 1e-12 * ours and kernels

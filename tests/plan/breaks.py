@@ -105,7 +105,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "hardware.link(part.ranks",
             "sums over machines have one adapter",
         ),
-        ("hops = (part.ranks - 1) *", "hops =", "a ring takes one hop"),
+        (
+            "hops = (\n            (part.ranks - 1)\n            * hardware.latency\n            / 4\n            * -(-part.moved // config.parallel.ddp_bucket_size)\n        )",
+            "hops = hardware.latency / 4 * -(-part.moved // config.parallel.ddp_bucket_size)",
+            "a ring takes one hop",
+        ),
     ],
     ("megacp/plan/hardware.py", "tests/plan/test_published.py"): [
         ("* max(1, GPUS_OF_A_MACHINE // stride))", ")", "a ring enters a machine by one adapter"),
@@ -213,13 +217,21 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ): [
         ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
-        ("(POOLED_PATCHES, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
+        (
+            "return (\n            (POOLED_PATCHES, 1)\n            if self.family.has_grids\n            else (1, (-(-self.patches_per_side // 2)) ** 2)\n        )",
+            "return (1, 1) if self.family.has_grids else (1, (-(-self.patches_per_side // 2)) ** 2)",
+            "a planned image of any shape is one patch",
+        ),
     ],
     (
         "megacp/engine/layers/vision.py",
         "tests/plan/test_costs.py tests/huggingface/convert/test_families.py",
     ): [
-        ('std=std, treated="table")', "std=std)", "positions are stepped as a vector"),
+        (
+            'yield Tensor(\n        "vision.position_embedding.weight", (v.patches_per_crop, width), std=std, treated="table"\n    )',
+            'yield Tensor("vision.position_embedding.weight", (v.patches_per_crop, width), std=std)',
+            "positions are stepped as a vector",
+        ),
         (
             'for name in "kv"}',
             'for name in "qkv"}',

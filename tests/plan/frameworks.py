@@ -1,7 +1,8 @@
-"""What other frameworks keep, wait for and hide, as terms beside our arithmetic, so that their published runs test it.
+"""What other frameworks keep, wait for and hide, as terms beside our arithmetic, so that their
+published runs test it.
 
-Grids, parameters, schedules, products and messages are the package's own. Megatron needs no term: it holds between
-steps what our `optim` holds.
+Grids, parameters, schedules, products and messages are the package's own. Megatron needs no term:
+it holds between steps what our `optim` holds.
 """
 
 from __future__ import annotations
@@ -26,23 +27,36 @@ from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware, hardware
 from megacp.plan.search import fullest
 from megacp.plan.times import stage_parts, step_time
 
-# nanotron, of each token: inputs and outputs of both norms, q, k and v in one and apart, what attention gave, its
-# product's input; gate, up, the activation and its product. A logit is there in bfloat16, in float32, as a probability
-# and as a gradient. Gathered inputs of both halves of a block stay while the host is ahead of the device.
+# nanotron, of each token: inputs and outputs of both norms, q, k and v in one and apart, what
+# attention gave, its product's input; gate, up, the activation and its product. A logit is there in
+# bfloat16, in float32, as a probability and as a gradient. Gathered inputs of both halves of a
+# block stay while the host is ahead of the device.
 KEPT_HIDDEN, KEPT_MLP, KEPT_LOGIT, KEPT_GATHERED = 12, 4, 12, 2
 NARROW_GRADIENT = 2
 """Bytes of each parameter's gradient beside its wide sum."""
 BUCKET, WIDE, LOSS_PASSES = 12.5e6, 4, 5
-"""Elements that nanotron sums at once, their bytes, and how often its loss passes over logits as wide."""
-# Seconds that no code explains, read from runs with one row a microbatch: the host starts a block's kernels, forward
-# and backward; the same by tp when stages stand on several machines; a message of tensor parallelism waits for each
-# machine beyond the first. Each half of the rows gives the same for the host, to 5 %.
+"""Elements that nanotron sums at once, their bytes, and how often its loss passes over logits as
+wide.
+"""
+# Seconds that no code explains, read from runs with one row a microbatch: the host starts a block's
+# kernels, forward and backward; the same by tp when stages stand on several machines; a message of
+# tensor parallelism waits for each machine beyond the first. Each half of the rows gives the same
+# for the host, to 5 %.
 BLOCK, WAIT = 4.4e-3, 0.65e-3
 BLOCK_APART = {1: 4.4e-3, 2: 8e-3, 4: 12e-3, 8: 20e-3, 16: 46e-3, 32: 114e-3}
 FLASH_2 = 0.35
-"""Share of an H100 that FlashAttention-2 reaches (FlashAttention-3, Shah et al. 2024): torchtitan's attention."""
+"""Share of an H100 that FlashAttention-2 reaches (FlashAttention-3, Shah et al. 2024): torchtitan's
+attention.
+"""
 
-SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size")
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "vocab_size",
+)
 SHAPES = {
     "llama 1B": (16, 2048, 32, 32, 8192, 131_072),
     "llama 3B": (28, 3072, 32, 32, 8192, 131_072),
@@ -59,7 +73,9 @@ ONE = PackSample()
 
 @dataclass(frozen=True)
 class Row:
-    """A published run; a number that is not published is 0. `gib` of `golden` is held between steps, else the peak."""
+    """A published run; a number that is not published is 0. `gib` of `golden` is held between
+    steps, else the peak.
+    """
 
     framework: str
     model: str
@@ -93,31 +109,50 @@ class Row:
             values["ffn_hidden_size"] = values["ffn_hidden_size"] * 2 // 3  # two matrices of three
         values |= {"seq_length": self.seq, "global_batch_size": self.gbs, "dtype": "bfloat16"}
         # torchtitan cuts what it calls a batch into rows for its pipeline
-        values |= {"micro_batch_size": 1 if self.framework == "torchtitan" and self.pp > 1 else self.mbs}
+        values |= {
+            "micro_batch_size": 1 if self.framework == "torchtitan" and self.pp > 1 else self.mbs
+        }
         values |= {"tensor_model_parallel_size": self.tp, "sequence_parallel": self.tp > 1}
-        values |= {"pipeline_model_parallel_size": self.pp, "num_virtual_stages_per_pipeline_rank": self.vp or 1}
+        values |= {
+            "pipeline_model_parallel_size": self.pp,
+            "num_virtual_stages_per_pipeline_rank": self.vp or 1,
+        }
         values |= {"context_parallel_size": self.cp, "recompute_granularity": self.recompute}
         values |= {
             "untie_embeddings_and_output_weights": wide or "untied" in self.note,
             "cross_entropy_chunk_tokens": 0,
         }
-        values |= {"data_parallel_sharding_strategy": "optim_grads_params" if self.shard == "FSDP" else "optim"}
-        copies = {"ZeRO-0": self.dp * self.cp, "ZeRO-1 over half": 2}  # instances that share nothing
-        return with_values(RunConfig(), values | {"num_distributed_optimizer_instances": copies.get(self.shard, 1)})
+        values |= {
+            "data_parallel_sharding_strategy": "optim_grads_params"
+            if self.shard == "FSDP"
+            else "optim"
+        }
+        copies = {
+            "ZeRO-0": self.dp * self.cp,
+            "ZeRO-1 over half": 2,
+        }  # instances that share nothing
+        return with_values(
+            RunConfig(), values | {"num_distributed_optimizer_instances": copies.get(self.shard, 1)}
+        )
 
 
 def published(framework: str) -> list[Row]:
     """The rows of a framework, of published.csv."""
     lines = Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines()
-    kinds = {field.name: {"int": int, "float": float, "str": str}[str(field.type)] for field in dataclasses.fields(Row)}
+    kinds = {
+        field.name: {"int": int, "float": float, "str": str}[str(field.type)]
+        for field in dataclasses.fields(Row)
+    }
     found = csv.DictReader(line for line in lines if not line.startswith("#"))
-    rows = [Row(**{name: kind(row[name] or kind()) for name, kind in kinds.items()}) for row in found]
+    rows = [
+        Row(**{name: kind(row[name] or kind()) for name, kind in kinds.items()}) for row in found
+    ]
     return [row for row in rows if row.framework == framework]
 
 
 def cut(config: RunConfig) -> list[range]:
-    """Layers of each stage as nanotron cuts them: one is full when all so far cost more than its part of all. The last
-    ones may be left the head, or nothing.
+    """Layers of each stage as nanotron cuts them: one is full when all so far cost more than its
+    part of all. The last ones may be left the head, or nothing.
     """
     model, stages = config.model, config.parallel.pipeline_model_parallel_size
     layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size
@@ -132,10 +167,17 @@ def block_seconds(row: Row) -> float:
 
 
 def peak(row: Row, here: Hardware) -> float:
-    """GiB of nanotron's fullest rank: on the first stage with most microbatches, or the last with its logits."""
+    """GiB of nanotron's fullest rank: on the first stage with most microbatches, or the last with
+    its logits.
+    """
     config, stages, found = row.config, cut(row.config), []
     model, tokens, size = config.model, row.mbs * row.seq, config.training.element_bytes
-    kept = (KEPT_HIDDEN * model.hidden_size + KEPT_MLP * model.ffn_hidden_size) * tokens / row.tp * size
+    kept = (
+        (KEPT_HIDDEN * model.hidden_size + KEPT_MLP * model.ffn_hidden_size)
+        * tokens
+        / row.tp
+        * size
+    )
     for stage in {0, row.pp - 1} if stages[-1] else {0}:
         chunks = [stages[stage]]
         memory = stage_memory(config, stage, chunks, row.gpus)
@@ -144,7 +186,14 @@ def peak(row: Row, here: Hardware) -> float:
         held += NARROW_GRADIENT * stage_parameters(config, chunks)
         ((parts, *_), *_) = stage_parts(config, row.gpus, here, ONE, [chunks])
         if sum(part.total - part.pp for part in parts) > block_seconds(row) * len(chunks[0]):
-            held += KEPT_GATHERED * tokens * model.hidden_size * (1 - 1 / row.tp) * size * len(chunks[0])
+            held += (
+                KEPT_GATHERED
+                * tokens
+                * model.hidden_size
+                * (1 - 1 / row.tp)
+                * size
+                * len(chunks[0])
+            )
         found.append(held + (stage == row.pp - 1) * KEPT_LOGIT * tokens * model.vocab_size / row.tp)
     return max(found) / 2**30
 
@@ -154,15 +203,26 @@ def step(row: Row, here: Hardware) -> float:
     config, stages = row.config, cut(row.config)
     tokens, model, size = row.mbs * row.seq, config.model, config.training.element_bytes
     wait = 4 * WAIT * max(0, row.tp // GPUS_OF_A_MACHINE - 1)  # a block's messages, one way
-    send = tokens * model.hidden_size * size / row.tp / here.link(row.pp, row.dp * row.tp) if row.pp > 1 else 0.0
-    parts, *_ = stage_parts(config, row.gpus, here, ONE, [[layers or range(1)] for layers in stages])
-    # no message of tensor parallelism hides in backward, stages wait for `send`; the loss passes over wide logits too
-    both_ways = [(forward, dataclasses.replace(backward, tp=forward.tp)) for forward, backward in parts]
+    send = (
+        tokens * model.hidden_size * size / row.tp / here.link(row.pp, row.dp * row.tp)
+        if row.pp > 1
+        else 0.0
+    )
+    parts, *_ = stage_parts(
+        config, row.gpus, here, ONE, [[layers or range(1)] for layers in stages]
+    )
+    # no message of tensor parallelism hides in backward, stages wait for `send`; the loss passes
+    # over wide logits too
+    both_ways = [
+        (forward, dataclasses.replace(backward, tp=forward.tp)) for forward, backward in parts
+    ]
     seconds = [[part.total - part.pp for part in ways] for ways in both_ways]
     seconds[-1][0] += LOSS_PASSES * WIDE * tokens * model.vocab_size / row.tp / here.bandwidth
     times = []
     for layers, own in zip(stages, seconds, strict=True):
-        block = [0.0 if layers else both / len(stages[0]) for both in seconds[0]]  # of an empty stage, which had one
+        block = [
+            0.0 if layers else both / len(stages[0]) for both in seconds[0]
+        ]  # of an empty stage, which had one
         started = [block_seconds(row) * len(layers) * share for share in (1 / 3, 2 / 3)]
         there, back = (
             max(both - one + wait * len(layers), least) + send
@@ -171,16 +231,23 @@ def step(row: Row, here: Hardware) -> float:
         times.append({Kind.FORWARD: there, Kind.BACKWARD: back, Kind.WEIGHTS: 0.0})
     end = max(spans[-1].stop for spans in timeline(orders(config, row.gpus), 1, times))
     parameters = max(stage_parameters(config, [layers]) for layers in stages if layers)
-    # wide sums to all ranks, under the last backward; or a part to each, and narrow parameters from each
+    # wide sums to all ranks, under the last backward; or a part to each, and narrow parameters from
+    # each
     alone = row.shard == "ZeRO-0"
     away = (row.dp - 1) * (WIDE / row.dp / here.ring(row.dp, row.tp) + here.latency / 4 / BUCKET)
     sums = (2 if alone else 1.5) * parameters * away - alone * times[0][Kind.BACKWARD]
-    return end + max(0.0, sums) + parameters / (1 if alone else row.dp) * (4 + 3) * WIDE / here.bandwidth
+    return (
+        end
+        + max(0.0, sums)
+        + parameters / (1 if alone else row.dp) * (4 + 3) * WIDE / here.bandwidth
+    )
 
 
 @functools.cache
 def nominal(row: Row) -> tuple[float, float]:
-    """Seconds of a step of torchtitan or Megatron-Bridge, and GiB of the fullest rank; nothing is fitted to them."""
+    """Seconds of a step of torchtitan or Megatron-Bridge, and GiB of the fullest rank; nothing is
+    fitted to them.
+    """
     config, here = row.config, hardware("h200" if "h200" in row.note else "h100", "infiniband")
     if "fp8" in row.note:
         here = dataclasses.replace(here, products=2 * here.products)
@@ -188,7 +255,9 @@ def nominal(row: Row) -> tuple[float, float]:
     if row.framework == "torchtitan":
         flash = FLASH_2 * here.peak
         memory = here.bandwidth * (1 if "h200" in row.note else 2.4 / 3.35)  # an H100 with HBM2e
-        here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, (flash, flash)), bandwidth=memory)
+        here = dataclasses.replace(
+            here, attention=dict.fromkeys(here.attention, (flash, flash)), bandwidth=memory
+        )
         if row.recompute == "full":  # attention too, which ours keeps
             area = row.gbs * config.model.num_layers * costs.causal_area(row.seq)
             attention = 4 * area * config.model.hidden_size / row.gpus / flash

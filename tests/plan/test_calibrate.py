@@ -1,4 +1,6 @@
-"""A measured machine: its sheet as `--gpu` takes it, and what its host, cores and dtype are in a plan, by hand."""
+"""A measured machine: its sheet as `--gpu` takes it, and what its host, cores and dtype are in a
+plan, by hand.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from megacp.dry_run.memory import stage_parameters
 from megacp.dry_run.packs import PackSample
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.models.costs import stage_layers
-from megacp.engine.pipeline_parallel.schedules import Kind, one_f_one_b, with_messages, with_parameters
+from megacp.engine.pipeline_parallel.schedules import (
+    Kind,
+    one_f_one_b,
+    with_messages,
+    with_parameters,
+)
 from megacp.plan import calibrate, command
 from megacp.plan.calibrate import RUNS, known_before, scaled
 from megacp.plan.hardware import Hardware, hardware
@@ -20,8 +27,16 @@ from megacp.plan.times import step_time
 
 CP, PP = "context_parallel_size", "pipeline_model_parallel_size"
 VIRTUAL, SHARDED = "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy"
-SMALL = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 4, "global_batch_size": 4, "dtype": "float32"}
-FREE = Hardware(1.0, 1e30, dict.fromkeys(("fused", "flex"), (1e30, 1e30)), 1e30, 1e30, 1e30, 1e30, 0, 1e12, "")
+SMALL = {
+    "vocab_size": 4096,
+    "seq_length": 1024,
+    "num_layers": 4,
+    "global_batch_size": 4,
+    "dtype": "float32",
+}
+FREE = Hardware(
+    1.0, 1e30, dict.fromkeys(("fused", "flex"), (1e30, 1e30)), 1e30, 1e30, 1e30, 1e30, 0, 1e12, ""
+)
 
 
 def seconds(here: Hardware, world: int = 1, **values: object) -> float:
@@ -29,7 +44,9 @@ def seconds(here: Hardware, world: int = 1, **values: object) -> float:
 
 
 def test_the_hosts_calls_count_where_no_compute_hides_them() -> None:
-    """4 packs, 4 blocks, a millisecond forward and two backward; and one more where blocks are computed again."""
+    """4 packs, 4 blocks, a millisecond forward and two backward; and one more where blocks are
+    computed again.
+    """
     alone = replace(FREE, calls=1e-3, overlap=0.0)
     assert seconds(alone) == pytest.approx(4 * 4 * 3e-3)
     assert seconds(alone, recompute_granularity="full") == pytest.approx(4 * 4 * 4e-3)
@@ -40,22 +57,35 @@ def test_the_hosts_calls_count_where_no_compute_hides_them() -> None:
 
 def test_ranks_beyond_the_cores_take_turns_and_idle_stages_leave_them_theirs() -> None:
     one = replace(FREE, calls=1e-3, overlap=0.0, cores=1.0)
-    assert seconds(one, 2) == pytest.approx(seconds(one)) == pytest.approx(2 * seconds(replace(one, cores=2.0), 2))
-    bubble = step_time(with_values(RunConfig(), {**SMALL, PP: 2}), 2, replace(one, cores=2.0), PackSample())
+    assert (
+        seconds(one, 2)
+        == pytest.approx(seconds(one))
+        == pytest.approx(2 * seconds(replace(one, cores=2.0), 2))
+    )
+    bubble = step_time(
+        with_values(RunConfig(), {**SMALL, PP: 2}), 2, replace(one, cores=2.0), PackSample()
+    )
     assert bubble.pipeline > 0 and bubble.total - bubble.pipeline == pytest.approx(seconds(one) / 2)
     assert seconds(one, 2, **{PP: 2}) == pytest.approx(seconds(one))
-    # by hand: of three microbatches through four stages, 18 ms, three stages compute at once for 6 ms
-    assert seconds(replace(one, cores=2.0), 4, **{PP: 4, "global_batch_size": 3}) == pytest.approx(21e-3)
+    # by hand: of three microbatches through four stages, 18 ms, three stages compute at once for 6
+    # ms
+    assert seconds(replace(one, cores=2.0), 4, **{PP: 4, "global_batch_size": 3}) == pytest.approx(
+        21e-3
+    )
 
 
 def test_ranks_slow_those_beside_them() -> None:
     alone = replace(FREE, calls=1e-3, overlap=0.0)
     crowded = replace(alone, beside=1.5)
-    assert seconds(crowded) == seconds(alone) and seconds(crowded, 2) == pytest.approx(1.5 * seconds(alone, 2))
+    assert seconds(crowded) == seconds(alone) and seconds(crowded, 2) == pytest.approx(
+        1.5 * seconds(alone, 2)
+    )
 
 
 def test_products_of_experts_are_slower() -> None:
-    """By hand: 4 packs, 4 blocks, 1,024 tokens, forward and twice that; two experts of three matrices, and a router."""
+    """By hand: 4 packs, 4 blocks, 1,024 tokens, forward and twice that; two experts of three
+    matrices, and a router.
+    """
     two = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "hidden_size": 256}
     full = replace(FREE, products=1e9)
     more = seconds(replace(full, experts=0.5), **two) - seconds(full, **two)
@@ -63,29 +93,48 @@ def test_products_of_experts_are_slower() -> None:
 
 
 def test_messages_under_computes_count_where_a_rank_does_both() -> None:
-    slow = replace(FREE, products=1e9, attention=dict.fromkeys(FREE.attention, (1e9, 1e9)), inside=1e8)
+    slow = replace(
+        FREE, products=1e9, attention=dict.fromkeys(FREE.attention, (1e9, 1e9)), inside=1e8
+    )
     ring = with_values(RunConfig(), {**SMALL, CP: 2})
-    hidden, shown = (step_time(ring, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0))
+    hidden, shown = (
+        step_time(ring, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0)
+    )
     assert hidden.cp == hidden.dp == 0 < min(shown.cp, shown.dp)
-    # the first of two stages receives gradients of 1,024 tokens of 256 numbers, of four microbatches; the last states
+    # the first of two stages receives gradients of 1,024 tokens of 256 numbers, of four
+    # microbatches; the last states
     piped = with_values(RunConfig(), {**SMALL, PP: 2})
-    hidden, shown = (step_time(piped, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0))
+    hidden, shown = (
+        step_time(piped, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0)
+    )
     assert hidden.pp == 0 and shown.pp == pytest.approx(4 * 1024 * 256 * 4 / 1e8)
 
 
 @pytest.mark.parametrize(("chunks", "near"), [(1, 1e-9), (2, 0.05)])
 def test_a_stage_gathers_chunks_as_often_as_its_list_says(chunks: int, near: float) -> None:
-    """Two replicas of two stages: half of the last stage arrives, and half of the sums of each microbatch goes."""
-    values = {**SMALL, PP: 2, VIRTUAL: chunks, "global_batch_size": 32, SHARDED: "optim_grads_params"}
+    """Two replicas of two stages: half of the last stage arrives, and half of the sums of each
+    microbatch goes.
+    """
+    values = {
+        **SMALL,
+        PP: 2,
+        VIRTUAL: chunks,
+        "global_batch_size": 32,
+        SHARDED: "optim_grads_params",
+    }
     config = with_values(RunConfig(), values)
     here = replace(FREE, products=1e9, inside=1e8, overlap=0.0)  # the last stage has most to do
     actions = with_parameters(with_messages(one_f_one_b(1, 2, 16, chunks), 1, 2, chunks))
     gathered = sum(action.kind is Kind.UNSHARD for action in actions) / chunks
     one = stage_parameters(config, stage_layers(config, 4)[1]) * 4 / 2 / 1e8
-    assert step_time(config, 4, here, PackSample()).dp == pytest.approx((gathered + 16) * one, rel=near)
+    assert step_time(config, 4, here, PackSample()).dp == pytest.approx(
+        (gathered + 16) * one, rel=near
+    )
 
 
-@pytest.mark.parametrize(("device", "dtype", "thin"), [("cpu", "float32", "thin"), ("cuda", "bfloat16", "short")])
+@pytest.mark.parametrize(
+    ("device", "dtype", "thin"), [("cpu", "float32", "thin"), ("cuda", "bfloat16", "short")]
+)
 def test_a_sheet_comes_near_to_what_was_measured_and_a_plan_takes_it(
     device: str,
     dtype: str,
@@ -98,7 +147,9 @@ def test_a_sheet_comes_near_to_what_was_measured_and_a_plan_takes_it(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *of: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *of: (0, 140 * 2**30))
     monkeypatch.setattr(calibrate, "FIT_ROUNDS", 4)
-    true = scaled(known_before(device, "h100"), {("reached", "products"): 0.5, ("terms", "calls"): 2.0})
+    true = scaled(
+        known_before(device, "h100"), {("reached", "products"): 0.5, ("terms", "calls"): 2.0}
+    )
     runs = {name: RUNS[device][name] for name in ("wide", thin)}
     monkeypatch.setattr(calibrate, "RUNS", {device: runs})
     monkeypatch.setattr(calibrate.ShortRun, "trained", lambda run, *of: [[run.planned(true)]])
@@ -109,8 +160,22 @@ def test_a_sheet_comes_near_to_what_was_measured_and_a_plan_takes_it(
         near = step_time(run.config(dtype), 1, here, PackSample()).total
         assert near == pytest.approx(run.planned(true), rel=0.01)
     assert (here.dtype, here.overlap) == (dtype, float(device == "cuda"))
-    sizes = ["--num-layers", "2", "--seq-length", "512", "--global-batch-size", "2", "--vocab-size", "4096"]
+    sizes = [
+        "--num-layers",
+        "2",
+        "--seq-length",
+        "512",
+        "--global-batch-size",
+        "2",
+        "--vocab-size",
+        "4096",
+    ]
     assert command.main(["--gpu", sheet, "--world-size", "1", *sizes]) == 0
     said = capsys.readouterr().out
-    assert f"Times measured in {dtype}" in said and "Nominal" not in said and f"dtype: {dtype}" in said
-    assert command.main(["--gpu", "h300", "--world-size", "1", *sizes]) == 2 and "h300" in capsys.readouterr().err
+    assert (
+        f"Times measured in {dtype}" in said and "Nominal" not in said and f"dtype: {dtype}" in said
+    )
+    assert (
+        command.main(["--gpu", "h300", "--world-size", "1", *sizes]) == 2
+        and "h300" in capsys.readouterr().err
+    )

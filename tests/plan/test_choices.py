@@ -1,4 +1,6 @@
-"""A choice is a row of a table: checks, memory, seconds and the model ask the row, and a name without a row fails."""
+"""A choice is a row of a table: checks, memory, seconds and the model ask the row, and a name
+without a row fails.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +36,35 @@ from tests.reference.packs import random_batch
 
 CP = 4
 H100 = hardware("h100", "infiniband")
-TINY = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 8, "vocab_size": 64, "seq_length": 4096}
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "vocab_size": 64,
+    "seq_length": 4096,
+}
 Ask = Callable[[RunConfig], Any]
 
 
 def of_transport(name: str, **values: Any) -> RunConfig:
     """A config with a word that the flag does not know."""
     config = with_values(RunConfig(), {**TINY, "context_parallel_size": CP, **values})
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp_comm_type=name))
+    return dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, cp_comm_type=name)
+    )
 
 
 def of_mode(name: str, **values: Any) -> RunConfig:
     config = with_values(RunConfig(), {**TINY, "global_batch_size": 4, **values})
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, recompute_granularity=name))
+    return dataclasses.replace(
+        config, training=dataclasses.replace(config.training, recompute_granularity=name)
+    )
 
 
 def memory_of(config: RunConfig) -> int:
-    return stage_memory(config, 0, stage_layers(config, config.model_ranks)[0], config.model_ranks).total
+    return stage_memory(
+        config, 0, stage_layers(config, config.model_ranks)[0], config.model_ranks
+    ).total
 
 
 def seconds_of(config: RunConfig) -> float:
@@ -88,7 +102,10 @@ UNKNOWN: dict[str, tuple[dict[str, Any], tuple[Ask, ...]]] = {
     "cp_layout": ({"context_parallel_size": CP}, (memory_of, seconds_of)),
     "recompute_granularity": ({}, (memory_of, seconds_of, train)),
     "data_parallel_sharding_strategy": ({}, (memory_of, seconds_of, train)),
-    "pipeline_schedule": ({"pipeline_model_parallel_size": 2}, (defers, memory_of, seconds_of, train)),
+    "pipeline_schedule": (
+        {"pipeline_model_parallel_size": 2},
+        (defers, memory_of, seconds_of, train),
+    ),
     "norm_position": ({}, (has_input_norms, memory_of, seconds_of, train)),
     "linear_attention_rule": ({"linear_attention_freq": "2"}, (memory_of, seconds_of, train)),
 }
@@ -105,9 +122,13 @@ def test_a_word_without_a_row_fails_by_its_name(name: str) -> None:
             ask(config)
 
 
-@pytest.mark.parametrize(("layout", "usable"), [("zigzag", "1000 or 1008"), ("balanced", ""), ("auto", "1000 or 1008")])
+@pytest.mark.parametrize(
+    ("layout", "usable"), [("zigzag", "1000 or 1008"), ("balanced", ""), ("auto", "1000 or 1008")]
+)
 def test_checks_ask_the_row_of_a_layout(layout: str, usable: str) -> None:
-    config = with_values(RunConfig(), {**TINY, "context_parallel_size": CP, "cp_layout": layout, "seq_length": 1004})
+    config = with_values(
+        RunConfig(), {**TINY, "context_parallel_size": CP, "cp_layout": layout, "seq_length": 1004}
+    )
     reasons = " ".join(check(config, CP))
     assert usable in reasons and bool(reasons) == bool(usable)
 
@@ -115,7 +136,9 @@ def test_checks_ask_the_row_of_a_layout(layout: str, usable: str) -> None:
 def test_checks_ask_a_new_row_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYOUTS, "zigzag", dataclasses.replace(LAYOUTS["zigzag"], slices=3))
     config = with_values(RunConfig(), {**TINY, "context_parallel_size": CP, "seq_length": 1000})
-    assert "3 slices of --cp-layout zigzag x cp 4 x tp 1 = 12: use 996 or 1008" in " ".join(check(config, CP))
+    assert "3 slices of --cp-layout zigzag x cp 4 x tp 1 = 12: use 996 or 1008" in " ".join(
+        check(config, CP)
+    )
 
 
 class Built(Exception):
@@ -146,7 +169,9 @@ def test_checks_refuse_a_word_that_no_flag_knows() -> None:
     assert "again" in " ".join(check(of_mode("again"), 1))
 
 
-def test_checks_ask_the_row_of_a_transport(courier: TransportRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_ask_the_row_of_a_transport(
+    courier: TransportRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(TRANSPORTS, "p2p", dataclasses.replace(courier, name="p2p"))
     reasons = " ".join(check(of_transport("p2p", hidden_size=96, num_attention_heads=6), CP))
     assert "--cp-comm-type p2p deals heads over 4 ranks" in reasons
@@ -154,17 +179,29 @@ def test_checks_ask_the_row_of_a_transport(courier: TransportRow, monkeypatch: p
 
 @pytest.mark.parametrize("ask", [memory_of, seconds_of, bytes_of])
 def test_the_plan_asks_the_row_of_a_transport(courier: TransportRow, ask: Ask) -> None:
-    assert ask(of_transport("courier")) == ask(of_transport("a2a")) != ask(of_transport("all_gather"))
+    assert (
+        ask(of_transport("courier")) == ask(of_transport("a2a")) != ask(of_transport("all_gather"))
+    )
 
 
-def test_the_search_tries_the_layouts_of_the_row(courier: TransportRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_tries_the_layouts_of_the_row(
+    courier: TransportRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(TRANSPORTS, "p2p", dataclasses.replace(courier, name="p2p"))
-    found = [config.parallel for config, _ in layouts(with_values(RunConfig(), TINY), CP, set(TINY))]
-    tried = {one.cp_layout for one in found if one.cp_comm_type == "p2p" and one.context_parallel_size == CP}
+    found = [
+        config.parallel for config, _ in layouts(with_values(RunConfig(), TINY), CP, set(TINY))
+    ]
+    tried = {
+        one.cp_layout
+        for one in found
+        if one.cp_comm_type == "p2p" and one.context_parallel_size == CP
+    }
     assert tried == {"contiguous"}
 
 
-def test_the_model_builds_its_transport_by_the_row(courier: TransportRow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_builds_its_transport_by_the_row(
+    courier: TransportRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(TRANSPORTS, "courier", dataclasses.replace(courier, build=build))
     two = dataclasses.replace(single_axis("cp"), size=2, global_ranks=(0, 1))
     with pytest.raises(Built):
@@ -190,7 +227,9 @@ def test_a_new_recomputation_mode_is_measured_and_trained(again: RecomputeMode) 
     assert train(of_mode("again", **values)) == train(of_mode("none", **values))
 
 
-def test_the_search_asks_the_rows_how_much_is_repeated(again: RecomputeMode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_asks_the_rows_how_much_is_repeated(
+    again: RecomputeMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = with_values(RunConfig(), {**TINY, "global_batch_size": 4})
     assert "recompute_granularity" in fields_chosen(config)
     # nothing fits, so every way to save memory is tried, and the smallest is first

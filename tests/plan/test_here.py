@@ -37,7 +37,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(folder: Path, flags: list[str], ranks: int, gpu: str = "here") -> RunConfig:
     """What a run with these flags and the file of the plan has; its checks have nothing to say."""
     best = str(folder / "best.yaml")
-    assert command.main(["--gpu", gpu, "--world-size", str(ranks), *flags, "--output", best, "--overwrite"]) == 0
+    assert (
+        command.main(
+            ["--gpu", gpu, "--world-size", str(ranks), *flags, "--output", best, "--overwrite"]
+        )
+        == 0
+    )
     config = parse([*flags, "--config", best])
     assert check(with_values(config, {"dry_run": True, "vocab_size": 61}), ranks) == []
     return config
@@ -49,18 +54,38 @@ def test_a_plan_for_this_machine_keeps_given_flags_and_the_dtype(
     flags = [*TINY[: TINY.index("--dtype")], *grid_flags(tp=2), "--recompute-granularity", "full"]
     config = planned(tmp_path, flags, 4)
     said = capsys.readouterr().out
-    assert "CPU: nominal times of h100, as no sheet has CPU; they are of bfloat16, not float32" in said
+    assert (
+        "CPU: nominal times of h100, as no sheet has CPU; they are of bfloat16, not float32" in said
+    )
     assert config.grid_shape(4).tp == 2 and config.training.recompute_granularity == "full"
-    assert config.training.dtype == "float32" and "dtype" not in values_of_file(str(tmp_path / "best.yaml"))
-    assert planned(tmp_path, flags, 4, "h100").training.dtype == "bfloat16", "a plan for another machine"
+    assert config.training.dtype == "float32" and "dtype" not in values_of_file(
+        str(tmp_path / "best.yaml")
+    )
+    assert planned(tmp_path, flags, 4, "h100").training.dtype == "bfloat16", (
+        "a plan for another machine"
+    )
 
 
 def test_every_flag_of_a_run_is_a_flag_of_a_plan(tmp_path: Path, base: Path) -> None:
-    given = ["--save", str(base), "--auto-resume", "--train-epochs", "2", "--save-interval", "3", "--log-file", "x"]
-    assert planned(tmp_path, [*TINY, *given, "--load-hf", "none"], 1).checkpoint.auto_resume, "no folder is read again"
+    given = [
+        "--save",
+        str(base),
+        "--auto-resume",
+        "--train-epochs",
+        "2",
+        "--save-interval",
+        "3",
+        "--log-file",
+        "x",
+    ]
+    assert planned(tmp_path, [*TINY, *given, "--load-hf", "none"], 1).checkpoint.auto_resume, (
+        "no folder is read again"
+    )
 
 
-def test_a_dry_run_without_a_gpu_is_planned_for_the_default_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_without_a_gpu_is_planned_for_the_default_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert command.main(["--gpu", "here", "--world-size", "2", "--dry-run", *TINY]) == 0
     assert "on 2 GPUs of 79." in capsys.readouterr().out
 
@@ -68,7 +93,9 @@ def test_a_dry_run_without_a_gpu_is_planned_for_the_default_one(capsys: pytest.C
 def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = load_checkpoint(base, WORLD).config_yaml.replace("micro_batch_size: 1", "micro_batch_size: 2")
+    stored = load_checkpoint(base, WORLD).config_yaml.replace(
+        "micro_batch_size: 1", "micro_batch_size: 2"
+    )
     change(copied(base, tmp_path), config=stored)
     flags = [*REST, "--load", str(tmp_path), "--recompute-granularity", "none"]
     kept = planned(tmp_path, flags, 1)
@@ -97,15 +124,31 @@ def test_a_plan_of_a_checkpoint_has_its_model_and_its_dtype(
 ) -> None:
     stored = from_yaml(load_checkpoint(base, WORLD).config_yaml)
     flags = ["--load", str(base), "--global-batch-size", "2"]
-    assert planned(tmp_path, flags, 2, gpu).training.dtype == RunConfig().training.dtype, "no flag contradicts it"
-    assert capsys.readouterr().out.startswith(f"{human_count(run_parameters(stored))} parameters on 2 GPUs")
+    assert planned(tmp_path, flags, 2, gpu).training.dtype == RunConfig().training.dtype, (
+        "no flag contradicts it"
+    )
+    assert capsys.readouterr().out.startswith(
+        f"{human_count(run_parameters(stored))} parameters on 2 GPUs"
+    )
 
 
 @pytest.mark.parametrize(
     ("ranks", "flags", "gib", "status", "told"),
     [
-        (3, ["--num-layers", "2"], 80.0, 2, ["no layout of 3 ranks", "one of 2 does", "--global-batch-size 4", "dp 3"]),
-        (2, ["--tensor-model-parallel-size", "0"], 80.0, 2, ["--tensor-model-parallel-size", "got 0"]),
+        (
+            3,
+            ["--num-layers", "2"],
+            80.0,
+            2,
+            ["no layout of 3 ranks", "one of 2 does", "--global-batch-size 4", "dp 3"],
+        ),
+        (
+            2,
+            ["--tensor-model-parallel-size", "0"],
+            80.0,
+            2,
+            ["--tensor-model-parallel-size", "got 0"],
+        ),
         (
             2,
             ["--recompute-granularity", "full"],
@@ -116,7 +159,14 @@ def test_a_plan_of_a_checkpoint_has_its_model_and_its_dtype(
     ],
 )
 def test_ranks_without_a_layout_are_refused_with_what_would_change_it(
-    ranks: int, flags: list[str], gib: float, status: int, told: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any
+    ranks: int,
+    flags: list[str],
+    gib: float,
+    status: int,
+    told: list[str],
+    tmp_path: Path,
+    monkeypatch: Any,
+    capfd: Any,
 ) -> None:
     monkeypatch.setattr(DEVICE, lambda world: ("NVIDIA H200", gib))
     written = tmp_path / "best.yaml"
@@ -127,7 +177,8 @@ def test_ranks_without_a_layout_are_refused_with_what_would_change_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "row"), [("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "h100")]
+    ("name", "row"),
+    [("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "h100")],
 )
 def test_a_device_is_found_by_its_name_and_has_its_own_memory(name: str, row: str) -> None:
     here = hardware_here(name, 39.5, "infiniband")

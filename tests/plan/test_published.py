@@ -1,4 +1,5 @@
-"""Our arithmetic beside published runs of other frameworks: memory, seconds, and which layout is the fastest.
+"""Our arithmetic beside published runs of other frameworks: memory, seconds, and which layout is
+the fastest.
 
 `pytest -s` prints what is missed.
 """
@@ -23,7 +24,9 @@ from tests.plan.frameworks import Row, nominal, peak, published, step
 
 H100 = hardware("h100", "infiniband")
 REACHED, OUTSIDE = 0.48, 16e9
-"""Share of FLOP/s and bytes/s of an adapter: the two constants of nanotron's machines, fitted to every second row."""
+"""Share of FLOP/s and bytes/s of an adapter: the two constants of nanotron's machines, fitted to
+every second row.
+"""
 FITTED = replace(H100, products=REACHED * H100.peak, outside=OUTSIDE)
 NANOTRON = published("nanotron")
 FIT, OTHER = ([row for row in NANOTRON if row.note == half] for half in ("fit", "other"))
@@ -47,19 +50,25 @@ def spearman(pairs: list[tuple[float, float]]) -> float:
 
 
 def test_megatron_holds_between_steps_what_we_count() -> None:
-    """MiB of the first rank beyond parameters, sums and optimizer: its context and its kernels' scratch space."""
+    """MiB of the first rank beyond parameters, sums and optimizer: its context and its kernels'
+    scratch space.
+    """
     beyond = {}
     for row in published("megatron"):
         config = row.config
         state = stage_state(config, [range(config.model.num_layers // row.pp)], row.gpus, [])
-        beyond[row.where] = row.gib * 1024 - (state.weights + state.gradients + state.optimizer) / 2**20
+        beyond[row.where] = (
+            row.gib * 1024 - (state.weights + state.gradients + state.optimizer) / 2**20
+        )
     assert len(beyond) == 52 and sum(abs(mib) < 150 for mib in beyond.values()) >= 50
     assert 90 < statistics.median(beyond.values()) < 120
 
 
 @pytest.mark.parametrize("every", SOME)
 def test_nanotron_fills_as_much_memory_as_is_planned(every: int) -> None:
-    """By model and micro batch in the same order. Large ones have two modes: the host ahead of the device, or not."""
+    """By model and micro batch in the same order. Large ones have two modes: the host ahead of the
+    device, or not.
+    """
     alike = defaultdict(list)
     for row in NANOTRON[::every]:
         alike[row.model, row.mbs].append((planned(row)[0], row.gib))
@@ -67,7 +76,11 @@ def test_nanotron_fills_as_much_memory_as_is_planned(every: int) -> None:
     assert missed(ratios) < 0.08
     orders = {key: spearman(pairs) for key, pairs in alike.items() if len(pairs) >= 8}
     for key, order in orders.items():
-        print(*key, f"micro batch, {len(alike[key])} rows: {order:.2f}, {missed(a / b for a, b in alike[key]):.1%} off")
+        print(
+            *key,
+            f"micro batch, {len(alike[key])} rows: {order:.2f}, "
+            f"{missed(a / b for a, b in alike[key]):.1%} off",
+        )
     assert not orders or statistics.median(orders.values()) > 0.9
 
 
@@ -79,7 +92,9 @@ def test_nanotron_takes_as_long_as_two_constants_of_its_machines_say(every: int)
 
 @pytest.mark.slow
 def test_two_constants_fit_the_other_half() -> None:
-    """None of their neighbours has a smaller mean error there; one beyond 30 % counts as 30 %: some runs were slow."""
+    """None of their neighbours has a smaller mean error there; one beyond 30 % counts as 30 %: some
+    runs were slow.
+    """
 
     def cost(reached: float, outside: float) -> float:
         here = replace(H100, products=reached * H100.peak, outside=outside)
@@ -91,7 +106,9 @@ def test_two_constants_fit_the_other_half() -> None:
 
 
 def places(rows: Iterable[Row]) -> dict[tuple[str, int], int]:
-    """Place among the measured of a plan's first choice, what fits well and then the fastest, by model and GPUs."""
+    """Place among the measured of a plan's first choice, what fits well and then the fastest, by
+    model and GPUs.
+    """
     alike: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
         alike[row.model, row.gpus].append(row)
@@ -99,54 +116,107 @@ def places(rows: Iterable[Row]) -> dict[tuple[str, int], int]:
     for key, rivals in alike.items():
         if len(rivals) <= 3:
             continue
-        first = min(rivals, key=lambda row: (planned(row)[0] > TIGHT * H100.memory, planned(row)[1]))
+        first = min(
+            rivals, key=lambda row: (planned(row)[0] > TIGHT * H100.memory, planned(row)[1])
+        )
         found[key] = sum(row.seconds < first.seconds for row in rivals) + 1
-        print(*key, f"place {found[key]} of {len(rivals)}: dp {first.dp} tp {first.tp} pp {first.pp} {first.shard}")
+        print(
+            *key,
+            f"place {found[key]} of {len(rivals)}: dp {first.dp} tp {first.tp} pp {first.pp} "
+            f"{first.shard}",
+        )
     return found
 
 
 @pytest.mark.slow
 def test_the_first_choice_is_among_the_best_three() -> None:
-    """Where layouts that ran twice, with and without ZeRO, took about as long; others took up to 14 times as long."""
+    """Where layouts that ran twice, with and without ZeRO, took about as long; others took up to 14
+    times as long.
+    """
     twins = defaultdict(list)
     for row in NANOTRON:
         twins[replace(row, shard="", tok_s_gpu=0.0, gib=0.0, note="", where="")].append(row)
     pairs = [pair for pair in twins.values() if len(pair) == 2]
-    calm = [row for pair in pairs for row in pair if row.seconds <= 1.5 * min(twin.seconds for twin in pair)]
+    calm = [
+        row
+        for pair in pairs
+        for row in pair
+        if row.seconds <= 1.5 * min(twin.seconds for twin in pair)
+    ]
     assert len(calm) > 0.8 * 2 * len(pairs)
     assert statistics.mean(place <= 3 for place in places(calm).values()) >= 0.8
-    # of all, on 64 machines every send of a pipeline waited a quarter of a second, which no layout explains
+    # of all, on 64 machines every send of a pipeline waited a quarter of a second, which no layout
+    # explains
     assert statistics.mean(place <= 3 for place in places(NANOTRON).values()) >= 6 / 9
 
 
 @pytest.mark.parametrize(
-    ("framework", "most", "gib"), [("bridge", 0.1, 0), pytest.param("torchtitan", 0.31, 0.15, marks=pytest.mark.slow)]
+    ("framework", "most", "gib"),
+    [("bridge", 0.1, 0), pytest.param("torchtitan", 0.31, 0.15, marks=pytest.mark.slow)],
 )
 def test_nominal_plans_are_near_runs_of(framework: str, most: float, gib: float) -> None:
     times: dict[Row, float] = {}
     sizes: dict[Row, float] = {}
     for row in published(framework):
-        seconds, memory = nominal(replace(row, tok_s_gpu=1.0, gib=1.0, where=""))  # releases of one layout: once
+        seconds, memory = nominal(
+            replace(row, tok_s_gpu=1.0, gib=1.0, where="")
+        )  # releases of one layout: once
         times[row] = seconds / row.seconds
         if row.gib:
             sizes[row] = memory / row.gib
-        layout = f"{row.gpus} GPUs: tp {row.tp} pp {row.pp} cp {row.cp}, {row.seq} tokens, {row.note}, {row.where}:"
-        print(row.model, layout, f"{times[row]:.2f} of {row.seconds:.2f} s, {sizes.get(row, 0):.2f} of {row.gib} GiB")
+        layout = (
+            f"{row.gpus} GPUs: tp {row.tp} pp {row.pp} cp {row.cp}, {row.seq} tokens, "
+            f"{row.note}, {row.where}:"
+        )
+        print(
+            row.model,
+            layout,
+            f"{times[row]:.2f} of {row.seconds:.2f} s, {sizes.get(row, 0):.2f} of {row.gib} GiB",
+        )
     assert missed(times.values()) < most
     assert not sizes or missed(sizes.values()) < gib
 
 
 def test_a_ring_over_machines_takes_all_their_adapters() -> None:
-    """By hand: sums and parameters of 16 replicas; eight messages of 16 tp ranks, three quarters of them waited for."""
+    """By hand: sums and parameters of 16 replicas; eight messages of 16 tp ranks, three quarters of
+    them waited for.
+    """
     attention = dict.fromkeys(("fused", "flex"), (1e30, 1e30))
-    here = replace(H100, inside=1e10, outside=1e9, latency=0.0, products=1e30, bandwidth=1e30, attention=attention)
-    assert [here.ring(*of) / 1e9 for of in ((8, 1), (16, 1), (16, 4), (2, 8), (2, 64))] == [10, 8, 2, 1, 1]
+    here = replace(
+        H100,
+        inside=1e10,
+        outside=1e9,
+        latency=0.0,
+        products=1e30,
+        bandwidth=1e30,
+        attention=attention,
+    )
+    assert [here.ring(*of) / 1e9 for of in ((8, 1), (16, 1), (16, 4), (2, 8), (2, 64))] == [
+        10,
+        8,
+        2,
+        1,
+        1,
+    ]
     assert here.link(16, 1) == 1e9
-    sizes = {"vocab_size": 4096, "seq_length": 64, "num_layers": 4, "num_attention_heads": 16, "micro_batch_size": 1}
+    sizes = {
+        "vocab_size": 4096,
+        "seq_length": 64,
+        "num_layers": 4,
+        "num_attention_heads": 16,
+        "micro_batch_size": 1,
+    }
     replicas = with_values(RunConfig(), {**sizes, "global_batch_size": 16})
     moved = stage_parameters(replicas, [range(4)]) * (4 + 4) * 15 / 16
-    alike = [step_time(replicas, 16, replace(here, latency=seconds), PackSample()).dp for seconds in (0.0, 4e-3)]
-    assert alike == pytest.approx([moved / 8e9, moved / 8e9 + 2 * 15 * 1e-3])  # one bucket, 15 hops each way
-    sharers = with_values(RunConfig(), {**sizes, "global_batch_size": 1, "tensor_model_parallel_size": 16})
+    alike = [
+        step_time(replicas, 16, replace(here, latency=seconds), PackSample()).dp
+        for seconds in (0.0, 4e-3)
+    ]
+    assert alike == pytest.approx(
+        [moved / 8e9, moved / 8e9 + 2 * 15 * 1e-3]
+    )  # one bucket, 15 hops each way
+    sharers = with_values(
+        RunConfig(), {**sizes, "global_batch_size": 1, "tensor_model_parallel_size": 16}
+    )
     moved = 4 * 6 * 64 * sharers.model.hidden_size * 4 * 15 / 16
     assert step_time(sharers, 16, here, PackSample()).tp == pytest.approx(moved / 8e9)

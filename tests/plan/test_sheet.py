@@ -1,4 +1,6 @@
-"""Sheets of hardware that somebody wrote are read, or refused in one message with every place that is wrong."""
+"""Sheets of hardware that somebody wrote are read, or refused in one message with every place that
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,31 @@ import yaml
 from megacp.plan import command
 from megacp.plan.hardware import hardware, nominal_sheet
 
-SIZES = ["--num-layers", "2", "--seq-length", "512", "--global-batch-size", "2", "--vocab-size", "4096"]
+SIZES = [
+    "--num-layers",
+    "2",
+    "--seq-length",
+    "512",
+    "--global-batch-size",
+    "2",
+    "--vocab-size",
+    "4096",
+]
 
 
 def whole() -> dict[str, Any]:
-    """A sheet as `calibrate` writes it, of a GPU with so little memory that the longest row is soon found."""
+    """A sheet as `calibrate` writes it, of a GPU with so little memory that the longest row is soon
+    found.
+    """
     sheet = nominal_sheet()
     terms = {"dtype": "float32", "calls": 3e-4, "overlap": 0.0, "cores": 2.0, "beside": 1.0}
     return {**sheet, "gpus": {"here": {**sheet["gpus"]["h100"], "memory": 0.25}}, "terms": terms}
 
 
 def planned(folder: Path, content: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Status, output and message of a plan on a sheet; `content` is text, bytes or what YAML can write."""
+    """Status, output and message of a plan on a sheet; `content` is text, bytes or what YAML can
+    write.
+    """
     path = folder / "here.yaml"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -41,7 +56,13 @@ def planned(folder: Path, content: Any, capsys: pytest.CaptureFixture[str]) -> t
 
 def places(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The keys that lead to each field, those of parts and lists too."""
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys = (
+        value.keys()
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
     found = []
     for key in keys:
         found += [(*before, key), *places(value[key], (*before, key))]
@@ -67,21 +88,53 @@ def removed(sheet: Any, place: tuple[Any, ...]) -> Any:
 
 
 WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "not a number": (("gpus", "here", "flops"), math.nan, r"flops: got nan, it must be at least 1 and at most 1e\+24"),
+    "not a number": (
+        ("gpus", "here", "flops"),
+        math.nan,
+        r"flops: got nan, it must be at least 1 and at most 1e\+24",
+    ),
     "without an end": (("reached", "latency"), math.inf, "reached.latency: got inf, it must be"),
     "nothing": (("gpus", "here", "bandwidth"), 0, "gpus.bandwidth: got 0, it must be at least 1"),
     "below nothing": (("reached", "fused", 1), -0.5, r"reached.fused\[1\]: got -0.5"),
     "a text": (("host",), "fast", "host: expected a number, got 'fast'"),
     "a truth": (("host_memory",), True, "host_memory: expected a number, got True"),
-    "a list": (("reached", "products"), [0.5], "reached.products: expected a number, got a list of 1"),
-    "one share": (("reached", "flex"), 0.5, "reached.flex: expected two numbers, of forward and backward, got 0.5"),
+    "a list": (
+        ("reached", "products"),
+        [0.5],
+        "reached.products: expected a number, got a list of 1",
+    ),
+    "one share": (
+        ("reached", "flex"),
+        0.5,
+        "reached.flex: expected two numbers, of forward and backward, got 0.5",
+    ),
     "three shares": (("reached", "flex"), [1, 1, 1], "reached.flex: expected two numbers"),
-    "a long number": (("gpus", "here", "link"), 10**400, "gpus.link: got a whole number of more than 64 bits"),
-    "another type": (("terms", "dtype"), "float8", "terms.dtype: expected float32, bfloat16, float64, got 'float8'"),
-    "above one": (("terms", "overlap"), 1.5, "terms.overlap: got 1.5, it must be at least 0 and at most 1"),
+    "a long number": (
+        ("gpus", "here", "link"),
+        10**400,
+        "gpus.link: got a whole number of more than 64 bits",
+    ),
+    "another type": (
+        ("terms", "dtype"),
+        "float8",
+        "terms.dtype: expected float32, bfloat16, float64, got 'float8'",
+    ),
+    "above one": (
+        ("terms", "overlap"),
+        1.5,
+        "terms.overlap: got 1.5, it must be at least 0 and at most 1",
+    ),
     "a number as text": (("gpus", "here", "source"), 5, "gpus.source: expected a text, got 5"),
-    "no part": (("terms",), None, "terms: expected the fields calls, overlap, cores, beside, dtype, got None"),
-    "no gpu": (("gpus",), {}, "gpus: expected the fields of one GPU below its name, got a mapping of 0"),
+    "no part": (
+        ("terms",),
+        None,
+        "terms: expected the fields calls, overlap, cores, beside, dtype, got None",
+    ),
+    "no gpu": (
+        ("gpus",),
+        {},
+        "gpus: expected the fields of one GPU below its name, got a mapping of 0",
+    ),
     "another name": (("gpus", "here", "flop"), 1.0, "unknown field gpus.flop, did you mean flops?"),
     "another part": (("reach",), {}, "unknown field reach, did you mean reached?"),
     "another term": (("terms", "core"), 2, "unknown field terms.core, did you mean cores?"),
@@ -90,7 +143,9 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_field_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_field_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place, value, message = WRONG[name]
     status, _, said = planned(tmp_path, changed(whole(), place, value), capsys)
     with pytest.raises(ValueError, match=message):
@@ -106,26 +161,53 @@ def test_only_what_is_known_otherwise_may_be_missing(
     if place[0] == "terms" or place == ("networks", "ethernet"):
         assert status == 0 and "nan" not in out
     else:
-        assert status == 2 and ("missing" in said or "two numbers" in said or "one GPU" in said), said
+        assert status == 2 and ("missing" in said or "two numbers" in said or "one GPU" in said), (
+            said
+        )
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_wrong_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sheet = changed(changed(whole(), ("host",), "fast"), ("terms", "overlap"), 2)
     status, _, said = planned(tmp_path, sheet, capsys)
     assert status == 2 and "host: expected" in said and "terms.overlap: got 2" in said
 
 
-VALUES = [math.nan, math.inf, -1, 0, 1e308, 5e-324, 10**30, None, True, "", "1e12", "x" * 500, [], [1], {}, {1: 2}]
+VALUES = [
+    math.nan,
+    math.inf,
+    -1,
+    0,
+    1e308,
+    5e-324,
+    10**30,
+    None,
+    True,
+    "",
+    "1e12",
+    "x" * 500,
+    [],
+    [1],
+    {},
+    {1: 2},
+]
 VALUES += [[0.5, 0.5], b"bytes", {"a": {"b": 1}}, 0.5, 3]
 
 
-def test_random_fields_are_one_message_or_a_plan_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_fields_are_one_message_or_a_plan_of_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw, taken = random.Random(0), []
     for _ in range(100):
         sheet = whole()
         for _ in range(draw.choice((1, 1, 3))):
             place = draw.choice(places(sheet))
-            sheet = removed(sheet, place) if draw.random() < 0.2 else changed(sheet, place, draw.choice(VALUES))
+            sheet = (
+                removed(sheet, place)
+                if draw.random() < 0.2
+                else changed(sheet, place, draw.choice(VALUES))
+            )
         path = tmp_path / "here.yaml"
         path.write_text(yaml.safe_dump(sheet))
         try:
@@ -157,14 +239,22 @@ TEXTS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_file_that_is_no_sheet_is_one_message(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_sheet_is_one_message(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, _, said = planned(tmp_path, TEXTS[name], capsys)
-    assert status == 2 and said.startswith("error: --gpu") and "here.yaml" in said and len(said) < 2000
+    assert (
+        status == 2 and said.startswith("error: --gpu") and "here.yaml" in said and len(said) < 2000
+    )
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device", "missing", "of a file"])
-def test_only_a_regular_file_is_read(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = {"device": Path("/dev/zero"), "of a file": tmp_path / "file" / "x"}.get(kind, tmp_path / "here")
+def test_only_a_regular_file_is_read(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = {"device": Path("/dev/zero"), "of a file": tmp_path / "file" / "x"}.get(
+        kind, tmp_path / "here"
+    )
     (tmp_path / "file").touch()
     if kind == "fifo":
         os.mkfifo(path)
@@ -184,6 +274,8 @@ def test_numbers_without_a_dot_and_endless_cores_are_read(tmp_path: Path) -> Non
     assert (here.peak, here.cores, here.dtype) == (3e12, math.inf, "float32")
 
 
-def test_the_network_that_is_asked_for_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_network_that_is_asked_for_must_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, _, said = planned(tmp_path, removed(whole(), ("networks", "infiniband")), capsys)
     assert status == 2 and "networks: infiniband is missing, which --network asks for" in said

@@ -23,7 +23,9 @@ VOID = {"meta", "img"}
 
 
 class Page(HTMLParser):
-    """What stands on a page: tags with their attributes, marked text, all text; every tag is closed in order."""
+    """What stands on a page: tags with their attributes, marked text, all text; every tag is closed
+    in order.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,11 +62,21 @@ def page_of(tmp_path: Path, *records: dict, **changes: object) -> Page:
 
 def test_text_of_records_is_escaped_and_what_is_learned_is_marked(tmp_path: Path) -> None:
     page = page_of(
-        tmp_path, {"messages": [{"role": "user", "content": EVIL}, {"role": "assistant", "content": f"no {EVIL}"}]}
+        tmp_path,
+        {
+            "messages": [
+                {"role": "user", "content": EVIL},
+                {"role": "assistant", "content": f"no {EVIL}"},
+            ]
+        },
     )
     names = {tag for tag, _ in page.tags}
     assert "script" not in names and not any("onerror" in attributes for _, attributes in page.tags)
-    assert f"<|user|>\n{EVIL}" in page.text and f"no {EVIL}" in page.marked and "user" not in page.marked
+    assert (
+        f"<|user|>\n{EVIL}" in page.text
+        and f"no {EVIL}" in page.marked
+        and "user" not in page.marked
+    )
     assert not any({"src", "href"} & attributes.keys() for _, attributes in page.tags)
 
 
@@ -72,9 +84,17 @@ def test_branches_of_branches_stand_inside_of_what_they_continue(tmp_path: Path)
     inner = {"text": "one", "branches": [{"text": "two", "branches": ["three"]}, "four"]}
     page = page_of(tmp_path, {"text": "What? ", "branches": [inner, "five"]}, {"text": "next"})
     boxes = re.findall(r"</?div|Branch \d", (tmp_path / "page.html").read_text())
-    heads = {box: boxes[:i].count("<div") - boxes[:i].count("</div") for i, box in enumerate(boxes) if "B" in box}
+    heads = {
+        box: boxes[:i].count("<div") - boxes[:i].count("</div")
+        for i, box in enumerate(boxes)
+        if "B" in box
+    }
     assert heads == {"Branch 1": 1, "Branch 2": 2, "Branch 3": 3, "Branch 4": 2, "Branch 5": 1}
-    assert page.text.index("Branch 5") < page.text.index("next") and "four" in page.marked and "ive" in page.marked
+    assert (
+        page.text.index("Branch 5") < page.text.index("next")
+        and "four" in page.marked
+        and "ive" in page.marked
+    )
     told = describe_pack(PackedDataset(tmp_path / "d"), 0, load_tokenizer("byte")).splitlines()
     found = [line.partition(":")[0] for line in told if line.lstrip().startswith("branch ")]
     assert found == [
@@ -88,7 +108,8 @@ def test_branches_of_branches_stand_inside_of_what_they_continue(tmp_path: Path)
 
 def test_a_small_image_is_enlarged_and_crops_stand_beside_theirs(tmp_path: Path) -> None:
     parts = [
-        {"type": "image", "base64": base64.b64encode(encoded(noise(*size))).decode()} for size in ((8, 8), (90, 60))
+        {"type": "image", "base64": base64.b64encode(encoded(noise(*size))).decode()}
+        for size in ((8, 8), (90, 60))
     ]
     page = page_of(tmp_path, {"content": [*parts, {"type": "text", "text": "Q"}]}, image_rules=TINY)
     images = [attributes for tag, attributes in page.tags if tag == "img"]
@@ -101,14 +122,25 @@ def test_a_small_image_is_enlarged_and_crops_stand_beside_theirs(tmp_path: Path)
     assert "\xabQ\xbb" in told
 
 
-def test_all_that_is_learned_is_shown_by_its_beginning_behind_a_long_prompt_too(tmp_path: Path) -> None:
+def test_all_that_is_learned_is_shown_by_its_beginning_behind_a_long_prompt_too(
+    tmp_path: Path,
+) -> None:
     ask, tells = {"role": "user", "content": "which? " * 4}, [f"{i} is it. " * 3 for i in range(10)]
     turns = [message for tell in tells for message in (ask, {"role": "assistant", "content": tell})]
-    page_of(tmp_path, {"messages": [{"role": "system", "content": "careful " * 90}, *turns[:2]]}, {"messages": turns})
+    page_of(
+        tmp_path,
+        {"messages": [{"role": "system", "content": "careful " * 90}, *turns[:2]]},
+        {"messages": turns},
+    )
     dataset = PackedDataset(tmp_path / "d")
     told = "".join(describe_pack(dataset, i, load_tokenizer("byte")) for i in range(len(dataset)))
-    assert [told.count(f"\u00ab{i} is it.") for i in range(10)] == [2, *[1] * 9] and len(told) < 1200
-    assert "'<|system|>\\ncareful " in told and f"which? \\n<|assistant|>\\n\u00ab{tells[0]}\u00bb'" in told
+    assert [told.count(f"\u00ab{i} is it.") for i in range(10)] == [2, *[1] * 9] and len(
+        told
+    ) < 1200
+    assert (
+        "'<|system|>\\ncareful " in told
+        and f"which? \\n<|assistant|>\\n\u00ab{tells[0]}\u00bb'" in told
+    )
 
 
 def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> None:

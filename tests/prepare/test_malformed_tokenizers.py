@@ -1,4 +1,6 @@
-"""Tokenizer files that are damaged in any way: one message and status 2, never a traceback or a panic."""
+"""Tokenizer files that are damaged in any way: one message and status 2, never a traceback or a
+panic.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,18 @@ from megacp.storage import cache
 tokenizers = pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")
 
-CORPUS = [Path(json.__file__).read_text(encoding="utf-8"), Path(np.__file__).read_text(encoding="utf-8")]
+CORPUS = [
+    Path(json.__file__).read_text(encoding="utf-8"),
+    Path(np.__file__).read_text(encoding="utf-8"),
+]
 END, USER = "<|endoftext|>", "<|user|>"
-FLAGS = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+FLAGS = {
+    "special": True,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
 SETTINGS: dict[str, Any] = {
     "tokenizer_class": "Qwen2Tokenizer",
     "eos_token": END,
@@ -31,16 +42,32 @@ SETTINGS: dict[str, Any] = {
     "additional_special_tokens": [USER],
     "model_max_length": 128,
 }
-POINTER = (
-    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
-)
-VALUES: list[Any] = [None, True, False, 0, -1, 1 << 70, 1.5, "", "x", "\ud800", [], [1], [[]], {}, {"a": 1}]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1 << 70,
+    1.5,
+    "",
+    "x",
+    "\ud800",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+]
 VALUES += [{"type": "x"}, {"content": 5}, {"content": None}, float("nan"), "x" * 5000]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json with a post-processor and its settings, vocab.json, merges.txt, and a SentencePiece model."""
+    """A tokenizer.json with a post-processor and its settings, vocab.json, merges.txt, and a
+    SentencePiece model.
+    """
     folder = tmp_path_factory.mktemp("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -80,12 +107,23 @@ def copied(whole: Path, folder: Path, *names: str) -> Path:
 
 
 def told(specification: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    """What a build says that is refused; nothing else is on its standard error, by Rust or C++ neither."""
+    """What a build says that is refused; nothing else is on its standard error, by Rust or C++
+    neither.
+    """
     text = specification.parent / "text.jsonl"
     text.write_text('{"text": "Hello"}\n')
     output = specification.parent / "output"
     capfd.readouterr()
-    flags = ["--input", str(text), "--output", str(output), "--tokenizer", str(specification), "--seq-length", "64"]
+    flags = [
+        "--input",
+        str(text),
+        "--output",
+        str(output),
+        "--tokenizer",
+        str(specification),
+        "--seq-length",
+        "64",
+    ]
     assert main(["build", *flags]) == 2
     errors = capfd.readouterr().err
     assert errors.startswith("error: ") and errors.count("\n") == 1 and len(errors) < 2000
@@ -106,17 +144,62 @@ def with_field(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 TEMPLATE = ("post_processor", "single", 0, "SpecialToken", "id")
 FIELDS = {
-    "no vocabulary": ("tokenizer.json", ("model", "vocab"), None, "not a Hugging Face tokenizer.json"),
-    "a negative id": ("tokenizer.json", ("model", "vocab"), {"a": -1}, "not a Hugging Face tokenizer.json"),
-    "a merge of no token": ("tokenizer.json", ("model", "merges"), [["zz", "qq"]], "not a Hugging Face tokenizer.json"),
-    "an unknown model": ("tokenizer.json", ("model", "type"), "Best", "not a Hugging Face tokenizer.json"),
+    "no vocabulary": (
+        "tokenizer.json",
+        ("model", "vocab"),
+        None,
+        "not a Hugging Face tokenizer.json",
+    ),
+    "a negative id": (
+        "tokenizer.json",
+        ("model", "vocab"),
+        {"a": -1},
+        "not a Hugging Face tokenizer.json",
+    ),
+    "a merge of no token": (
+        "tokenizer.json",
+        ("model", "merges"),
+        [["zz", "qq"]],
+        "not a Hugging Face tokenizer.json",
+    ),
+    "an unknown model": (
+        "tokenizer.json",
+        ("model", "type"),
+        "Best",
+        "not a Hugging Face tokenizer.json",
+    ),
     "a token without an id": ("tokenizer.json", TEMPLATE, "<x>", "its post_processor adds '<x>'"),
     "a list": ("tokenizer.json", (), [1], "not a Hugging Face tokenizer.json"),
-    "a number as the end": ("tokenizer_config.json", ("eos_token",), 1.5, "eos_token is 1.5, expected a text"),
-    "a list as the end": ("tokenizer_config.json", ("eos_token",), ["a"], "eos_token is ['a'], expected a text"),
-    "no content": ("tokenizer_config.json", ("bos_token", "content"), None, "bos_token is {'content': None"),
-    "a word as a switch": ("tokenizer_config.json", ("add_bos_token",), "no", "add_bos_token is 'no', expected true"),
-    "settings in a list": ("tokenizer_config.json", (), [SETTINGS], "expected a JSON object, found a list"),
+    "a number as the end": (
+        "tokenizer_config.json",
+        ("eos_token",),
+        1.5,
+        "eos_token is 1.5, expected a text",
+    ),
+    "a list as the end": (
+        "tokenizer_config.json",
+        ("eos_token",),
+        ["a"],
+        "eos_token is ['a'], expected a text",
+    ),
+    "no content": (
+        "tokenizer_config.json",
+        ("bos_token", "content"),
+        None,
+        "bos_token is {'content': None",
+    ),
+    "a word as a switch": (
+        "tokenizer_config.json",
+        ("add_bos_token",),
+        "no",
+        "add_bos_token is 'no', expected true",
+    ),
+    "settings in a list": (
+        "tokenizer_config.json",
+        (),
+        [SETTINGS],
+        "expected a JSON object, found a list",
+    ),
 }
 
 
@@ -144,7 +227,12 @@ def test_a_malformed_field_is_one_message(
     ],
 )
 def test_a_file_that_is_not_whole_is_one_message(
-    kind: str, file: str, rest: list[str], whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    kind: str,
+    file: str,
+    rest: list[str],
+    whole: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = copied(whole, tmp_path / "model", file, *rest)
     content = (folder / file).read_bytes()
@@ -152,7 +240,12 @@ def test_a_file_that_is_not_whole_is_one_message(
     if file == "merges.txt":
         # half of its lines is another file of merges
         half += b" a b c\n"
-    damaged = {"empty": b"", "half": half, "no text": b"\xff\xfe\x00" * 20, "a pointer": POINTER.encode()}
+    damaged = {
+        "empty": b"",
+        "half": half,
+        "no text": b"\xff\xfe\x00" * 20,
+        "a pointer": POINTER.encode(),
+    }
     (folder / file).write_bytes(damaged[kind])
     if file == "merges.txt" and kind == "empty":
         return  # a vocabulary without merges is one
@@ -173,7 +266,9 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from paths_of(value[key], (*path, key))
 
 
-def require_message_or_tokenizer(specification: Path, capfd: pytest.CaptureFixture[str], note: object) -> None:
+def require_message_or_tokenizer(
+    specification: Path, capfd: pytest.CaptureFixture[str], note: object
+) -> None:
     """A tokenizer that works, or a ValueError; and nothing on standard error."""
     try:
         tokenizer = load_tokenizer(str(specification))
@@ -204,7 +299,12 @@ def test_random_bytes_are_never_a_traceback(
 ) -> None:
     drawn = random.Random(1)
     content = (whole / file).read_bytes()
-    beside = {"tokenizer.json": [], "vocab.json": ["merges.txt"], "merges.txt": ["vocab.json"], "sp.model": []}
+    beside = {
+        "tokenizer.json": [],
+        "vocab.json": ["merges.txt"],
+        "merges.txt": ["vocab.json"],
+        "sp.model": [],
+    }
     for turn in range(60):
         folder = copied(whole, tmp_path / str(turn), *beside[file])
         damaged = bytearray(content)
@@ -219,4 +319,6 @@ def test_random_bytes_are_never_a_traceback(
         else:
             damaged[place:place] = drawn.randbytes(5)
         (folder / file).write_bytes(damaged)
-        require_message_or_tokenizer(folder / file if file == "sp.model" else folder, capfd, (turn, how, place))
+        require_message_or_tokenizer(
+            folder / file if file == "sp.model" else folder, capfd, (turn, how, place)
+        )

@@ -1,4 +1,6 @@
-"""Chats as people have them, from the file to the tokens that are learned: each beside a list that was made by hand."""
+"""Chats as people have them, from the file to the tokens that are learned: each beside a list that
+was made by hand.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,13 @@ LEARNED: dict[str, list[list[str]]] = {
 }
 """Of each record of a file what is learned, whichever of the two templates for Qwen3 writes it."""
 COUNTS = {"thoughts.jsonl": (1, 2, 0), "alpaca.json": (2, 0, 0), "trl.jsonl": (1, 0, 0)}
-"""Learned answers without a thought where a prompt opens one, with a real one, and right after the prompt."""
-WITH_IMAGES = {"llava.json": [["A red square.</s>"]], "openai_images.jsonl": [["A red square.</s>"], ["Red too.</s>"]]}
+"""Learned answers without a thought where a prompt opens one, with a real one, and right after the
+prompt.
+"""
+WITH_IMAGES = {
+    "llava.json": [["A red square.</s>"]],
+    "openai_images.jsonl": [["A red square.</s>"], ["Red too.</s>"]],
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +57,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(model: Path, output: Path, *paths: Path | str, **flags: Any) -> int:
     """The command, with `flags` as it has them."""
     given = {"tokenizer": model, "seq_length": 2048, "workers": 1, **flags}
-    named = [str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    named = [
+        str(part)
+        for name, value in given.items()
+        for part in (f"--{name.replace('_', '-')}", value)
+    ]
     return preprocess.main(["build", "--input", *map(str, paths), "--output", str(output), *named])
 
 
 def learned(dataset: Path) -> list[list[str]]:
     """The learned texts of each document, in the order of the input."""
-    packs, tokenizer = PackedDataset(dataset), load_tokenizer(str(dataset / "tokenizer" / "tokenizer.json"))
+    packs, tokenizer = (
+        PackedDataset(dataset),
+        load_tokenizer(str(dataset / "tokenizer" / "tokenizer.json")),
+    )
     found = {}
     for pack in map(packs.pack, range(len(packs))):
         for row, (here, _) in zip(pack.segments, pack_documents(pack), strict=True):
@@ -73,29 +87,57 @@ def learned(dataset: Path) -> list[list[str]]:
 def test_a_chat_is_learned_as_a_reader_would_mark_it(
     model: Path, tmp_path: Path, name: str, template: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Qwen3's own template has no generation blocks, and its answers end with a newline behind the end token."""
-    assert build(model, tmp_path / "d", CHATS / name, **({"chat_template": template} if template else {})) == 0
+    """Qwen3's own template has no generation blocks, and its answers end with a newline behind the
+    end token.
+    """
+    assert (
+        build(
+            model, tmp_path / "d", CHATS / name, **({"chat_template": template} if template else {})
+        )
+        == 0
+    )
     found = [[text.removesuffix("\n") for text in texts] for texts in learned(tmp_path / "d")]
     assert found == LEARNED[name]
     said, (empty, real, none) = capsys.readouterr().out, COUNTS.get(name, (1, 0, 1))
     assert ("2 answers not learned, but context" in said) == (name == "thoughts.jsonl")
-    told = f"learned answers: {empty} without a thought, {real} with one, {none} right after the prompt"
+    told = (
+        f"learned answers: {empty} without a thought, {real} with one, {none} right after the "
+        "prompt"
+    )
     # the line belongs to thoughts, and is not printed about ordinary chats
-    assert (told in said) == (name == "thoughts.jsonl") and "1 step of an epoch at --global-batch-size 8" in said
+    assert (told in said) == (
+        name == "thoughts.jsonl"
+    ) and "1 step of an epoch at --global-batch-size 8" in said
     kept = DatasetManifest.read(tmp_path / "d").chat_template
     assert (kept or {}).get("before_answers") == (EMPTY if empty else None)
 
 
-def test_answers_are_counted_in_parts_of_a_build_and_in_a_blend(model: Path, tmp_path: Path) -> None:
+def test_answers_are_counted_in_parts_of_a_build_and_in_a_blend(
+    model: Path, tmp_path: Path
+) -> None:
     for part in ({"units": "0/2"}, {"units": "1/2"}, {}):
-        assert build(model, tmp_path / "a", CHATS / "thoughts.jsonl", chat_template="auto", unit_bytes=100, **part) == 0
+        assert (
+            build(
+                model,
+                tmp_path / "a",
+                CHATS / "thoughts.jsonl",
+                chat_template="auto",
+                unit_bytes=100,
+                **part,
+            )
+            == 0
+        )
     assert build(model, tmp_path / "b", CHATS / "trl.jsonl", chat_template="auto") == 0
     blend = PackBlend([PackedDataset(tmp_path / name) for name in "ab"], [Fraction(1)] * 2)
-    assert thoughts_told(Sources(blend, None, "").chat_template).startswith("learned answers: 2 without a thought")
+    assert thoughts_told(Sources(blend, None, "").chat_template).startswith(
+        "learned answers: 2 without a thought"
+    )
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
-def test_a_chat_about_images_is_learned_as_a_reader_would_mark_it(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_chat_about_images_is_learned_as_a_reader_would_mark_it(
+    model: Path, tmp_path: Path, name: str
+) -> None:
     Image.new("RGB", (30, 20), "red").save(tmp_path / "photo.png")
     flags = {
         "chat_template": "ignore",
@@ -143,7 +185,9 @@ def test_what_is_wrong_with_an_array_is_told_with_its_line(
 
 def test_an_array_is_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
     records = [{"text": f"{i} " + "\u6f22" * (i % 900)} for i in range(5000)]
-    (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False, indent=1), encoding="utf-8")
+    (tmp_path / "a.json").write_text(
+        json.dumps(records, ensure_ascii=False, indent=1), encoding="utf-8"
+    )
     data, size = (tmp_path / "a.json").read_bytes(), (tmp_path / "a.json").stat().st_size
     found = list(read.read_extent(read.Extent(0, str(tmp_path / "a.json"), 0, size)))
     assert [item.value for item in found] == records
@@ -154,9 +198,15 @@ def test_an_array_is_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(data := data.replace('"4321 \u6f22'.encode(), b'"\\ud800 .'))
     units = read.plan_units([str(tmp_path / "a.json")], 1 << 20)
     extents, before = [extent for unit in units for extent in unit.extents], read.LinesBefore()
-    cut = [(before(extent) + item.line, item) for extent in extents for item in read.read_extent(extent)]
+    cut = [
+        (before(extent) + item.line, item)
+        for extent in extents
+        for item in read.read_extent(extent)
+    ]
     ((line, bad),) = ((line, item) for line, item in cut if isinstance(item, Refusal))
-    assert len(units) == -(-size >> 20) and [item.offset for _, item in cut] == [item.offset for item in found]
+    assert len(units) == -(-size >> 20) and [item.offset for _, item in cut] == [
+        item.offset for item in found
+    ]
     assert line == found[4321].line and "surrogate" in bad.reason
 
 
@@ -170,7 +220,11 @@ def test_a_share_of_the_records_is_kept_for_validation_and_stays_so(
         (tmp_path / f"{name}.jsonl").write_text("".join(lines[:count]))
         assert build(model, tmp_path / name, tmp_path / f"{name}.jsonl", valid_share=0.2) == 0
         packs, tokenizer = PackedDataset(tmp_path / name / part), load_tokenizer(str(model))
-        taken = (pack.tokens[here] for pack in map(packs.pack, range(len(packs))) for here, _ in pack_documents(pack))
+        taken = (
+            pack.tokens[here]
+            for pack in map(packs.pack, range(len(packs)))
+            for here, _ in pack_documents(pack)
+        )
         return [tokenizer.decode(tokens) for tokens in taken]
 
     train, valid = texts("a", ".", 200), texts("a", "valid", 200)

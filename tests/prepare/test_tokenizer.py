@@ -1,4 +1,6 @@
-"""Tokenizers: ids equal to each kind's reference, whatever the engine, and clear words for what cannot be loaded."""
+"""Tokenizers: ids equal to each kind's reference, whatever the engine, and clear words for what
+cannot be loaded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ sentencepiece = pytest.importorskip("sentencepiece")
 KINDS = ("byte", "sentencepiece", "huggingface", "gpt2")
 SOURCES = [Path(json.__file__), Path(np.__file__)]
 CORPUS = [path.read_text(encoding="utf-8") for path in SOURCES]
-AWKWARD = [*PROBE, "<s> <unk> </s> <0x41>", "<|endoftext|>x<|endoftext|>", "\U000323b0 x", "\U00011de0a1"]
+AWKWARD = [
+    *PROBE,
+    "<s> <unk> </s> <0x41>",
+    "<|endoftext|>x<|endoftext|>",
+    "\U000323b0 x",
+    "\U00011de0a1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bpe.decoder = tokenizers.decoders.ByteLevel()
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=600,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     bpe.train_from_iterator([*CORPUS, *PROBE], trainer)
     bpe.save(str(folder / "tokenizer.json"))
@@ -84,7 +95,9 @@ def test_the_fast_engine_is_used_where_it_is_installed(folder: Path, kind: str) 
 def differ(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
     """Texts whose ids are not those of the reference."""
     found = zip(texts, tokenizer.encode(texts), strict=True)
-    return [text for text, ids in found if not np.array_equal(ids, tokenizer.encode_reference(text))]
+    return [
+        text for text, ids in found if not np.array_equal(ids, tokenizer.encode_reference(text))
+    ]
 
 
 @pytest.mark.slow
@@ -102,7 +115,9 @@ _LOADED: dict[str, Tokenizer] = {}
 @pytest.mark.parametrize("kind", ["huggingface", "gpt2"])
 def test_many_texts_at_once_have_the_ids_of_each_alone(folder: Path, kind: str) -> None:
     tokenizer = load(kind, folder, "reference")
-    texts = [f"{number} {text}" if number % 7 else text for number, text in enumerate([*PROBE] * 12)]
+    texts = [
+        f"{number} {text}" if number % 7 else text for number, text in enumerate([*PROBE] * 12)
+    ]
     assert len(texts) > 128
     found = tokenizer.encode(texts)
     assert len(found) == len(texts) and {ids.dtype for ids in found} == {np.dtype(np.int32)}
@@ -133,7 +148,9 @@ def test_gpt2_ids_are_those_of_the_tokenizers_package(folder: Path) -> None:
 
 
 def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_path: Path) -> None:
-    """U+11DE0 became a digit in Unicode 17: a merge of "1" with its first byte applies where it is known to be one."""
+    """U+11DE0 became a digit in Unicode 17: a merge of "1" with its first byte applies where it is
+    known to be one.
+    """
     first = byte_characters()["\U00011de0".encode()[0]]
     ids = {token: i for i, token in enumerate([*byte_characters(), f"1{first}"])}
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
@@ -144,13 +161,21 @@ def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_pat
 
 
 def byte_characters() -> list[str]:
-    """The printable character that GPT-2's files write for each byte: itself in printable Latin-1, else from U+0100."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """The printable character that GPT-2's files write for each byte: itself in printable Latin-1,
+    else from U+0100.
+    """
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     moved = itertools.count(256)
     return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
 
 
-def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_disagrees_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gigatoken = pytest.importorskip("gigatoken")
     right = gigatoken.Tokenizer.from_json
 
@@ -160,14 +185,18 @@ def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.
         def encode(self, text: str) -> np.ndarray:
             return np.zeros(len(text), np.uint32)
 
-    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda text: type("T", (), {"backend": Wrong()})())
+    monkeypatch.setattr(
+        gigatoken.Tokenizer, "from_json", lambda text: type("T", (), {"backend": Wrong()})()
+    )
     assert load("huggingface", folder).engine == "reference"
     monkeypatch.setattr(gigatoken.Tokenizer, "from_json", right)
     assert load("huggingface", folder).engine == "gigatoken"
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
-def test_symbols_and_added_tokens_have_the_ids_of_the_reference(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_symbols_and_added_tokens_have_the_ids_of_the_reference(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
     if kind == "sentencepiece":
         path = tmp_path / "sp.model"
         train_sentencepiece(path, byte_fallback=True, user_defined_symbols=["<|user|>", "##"])
@@ -178,7 +207,13 @@ def test_symbols_and_added_tokens_have_the_ids_of_the_reference(folder: Path, tm
         bpe.add_tokens([greedy, tokenizers.AddedToken("<|user|>", single_word=True)])
         bpe.save(str(path))
     tokenizer = load_tokenizer(str(path))
-    texts = ["<|user|>\nwhat ## is\n<|user|>x", "a<|user|>b", " ##  ## ", "###", "nothing of the kind"]
+    texts = [
+        "<|user|>\nwhat ## is\n<|user|>x",
+        "a<|user|>b",
+        " ##  ## ",
+        "###",
+        "nothing of the kind",
+    ]
     assert differ(tokenizer, texts) == []
 
 
@@ -189,7 +224,9 @@ def test_special_ids_are_found(folder: Path) -> None:
     assert load("sentencepiece", folder).pad_id is None
 
 
-def test_tokenizer_config_and_eod_token_name_the_end_of_document(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_config_and_eod_token_name_the_end_of_document(
+    folder: Path, tmp_path: Path
+) -> None:
     config = json.loads((folder / "tokenizer.json").read_text())
     config["added_tokens"][0]["content"] = "<stop>"
     vocabulary = config["model"]["vocab"]
@@ -205,16 +242,22 @@ def test_tokenizer_config_and_eod_token_name_the_end_of_document(folder: Path, t
 
 
 def spelled(folder: Path, merged: bool, **added: bool) -> Path:
-    """Files of both kinds with `</s>`, `<s>` and `<pad>` in their vocabulary, results of merges or not.
+    """Files of both kinds with `</s>`, `<s>` and `<pad>` in their vocabulary, results of merges or
+    not.
 
-    added: which of them, by `eos`, `bos` and `pad`, tokenizer.json has as added tokens, and whether as special ones.
+    added: which of them, by `eos`, `bos` and `pad`, tokenizer.json has as added tokens, and whether
+    as special ones.
     """
     names = {"eos": "</s>", "bos": "<s>", "pad": "<pad>"}
     pieces, merges = list(byte_characters()), list[tuple[str, str]]()
     for name in names.values():
         parts = [name[: i + 1] for i in range(1, len(name))]
         pieces += [part for part in parts if merged and part not in pieces] or [name]
-        merges += [(part[:-1], part[-1]) for part in parts if merged and (part[:-1], part[-1]) not in merges]
+        merges += [
+            (part[:-1], part[-1])
+            for part in parts
+            if merged and (part[:-1], part[-1]) not in merges
+        ]
     ids = {piece: i for i, piece in enumerate(pieces)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -232,16 +275,24 @@ def special_ids(path: Path) -> tuple[int | None, int | None, int | None]:
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_word_of_the_vocabulary_is_no_special_token_by_its_spelling(merged: bool, tmp_path: Path) -> None:
+def test_a_word_of_the_vocabulary_is_no_special_token_by_its_spelling(
+    merged: bool, tmp_path: Path
+) -> None:
     """Qwen2's vocabulary has `<s>` as a word."""
     assert special_ids(spelled(tmp_path, merged)) == (None, None, None)
-    with pytest.raises(ValueError, match="--prepend-bos: .* does not say which token begins a document"):
+    with pytest.raises(
+        ValueError, match="--prepend-bos: .* does not say which token begins a document"
+    ):
         load_tokenizer(str(tmp_path / "tokenizer.json"), prepend_bos=True)
     path = spelled(tmp_path, merged, eos=True, bos=False, pad=True)
     ids = json.loads((tmp_path / "vocab.json").read_text())
-    assert special_ids(path) == (ids["</s>"], None, ids["<pad>"]), "an added token that is not special is none"
+    assert special_ids(path) == (ids["</s>"], None, ids["<pad>"]), (
+        "an added token that is not special is none"
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
-    assert special_ids(path) == (ids["</s>"], ids["<s>"], ids["<pad>"]), "a name in the settings counts as it is"
+    assert special_ids(path) == (ids["</s>"], ids["<s>"], ids["<pad>"]), (
+        "a name in the settings counts as it is"
+    )
 
 
 def test_a_null_in_the_settings_says_that_there_is_none(tmp_path: Path) -> None:
@@ -249,10 +300,14 @@ def test_a_null_in_the_settings_says_that_there_is_none(tmp_path: Path) -> None:
     assert None not in special_ids(path)
     for name in ("eos", "bos", "pad"):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({f"{name}_token": None}))
-        assert [i is None for i in special_ids(path)] == [name == other for other in ("eos", "bos", "pad")]
+        assert [i is None for i in special_ids(path)] == [
+            name == other for other in ("eos", "bos", "pad")
+        ]
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
     settings = BuildSettings(input=("a",), output="b", tokenizer=str(path), seq_length=8)
-    assert "name it with --eod-token, or give" in str(tokenizer_problem(settings, load_tokenizer(str(path))))
+    assert "name it with --eod-token, or give" in str(
+        tokenizer_problem(settings, load_tokenizer(str(path)))
+    )
     assert tokenizer_problem(settings, load_tokenizer(str(path), eod_token="</s>")) is None
 
 
@@ -263,12 +318,17 @@ def test_gpt2_files_end_documents_with_a_token_that_no_merge_makes(tmp_path: Pat
     spelled(tmp_path, False)
     assert load_tokenizer(names).eos_id == 256
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
-    assert load_tokenizer(names).eos_id is None and load_tokenizer(names, eod_token="</s>").eos_id == 256
+    assert (
+        load_tokenizer(names).eos_id is None
+        and load_tokenizer(names, eod_token="</s>").eos_id == 256
+    )
 
 
 def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -> None:
     """Pieces that are spelled like special tokens are none."""
-    train_sentencepiece(tmp_path / "sp.model", bos_id=-1, eos_id=-1, user_defined_symbols=["<s>", "</s>", "<pad>"])
+    train_sentencepiece(
+        tmp_path / "sp.model", bos_id=-1, eos_id=-1, user_defined_symbols=["<s>", "</s>", "<pad>"]
+    )
     assert special_ids(tmp_path / "sp.model") == (None, None, None)
 
 
@@ -285,9 +345,18 @@ def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -
         ("{folder}/vocab.json,{folder}/three.txt", "auto", "three.txt"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path, specification: str, engine: str, named: str) -> None:
-    (tmp_path / "vocab.json").write_text(json.dumps({c: i for i, c in enumerate(byte_characters())}))
-    files = {"a.model": "{}", "a.json": "{}", "merges.txt": "#version: 0.2\na b\n", "three.txt": "a b c\n"}
+def test_what_is_no_tokenizer_is_refused_by_name(
+    tmp_path: Path, specification: str, engine: str, named: str
+) -> None:
+    (tmp_path / "vocab.json").write_text(
+        json.dumps({c: i for i, c in enumerate(byte_characters())})
+    )
+    files = {
+        "a.model": "{}",
+        "a.json": "{}",
+        "merges.txt": "#version: 0.2\na b\n",
+        "three.txt": "a b c\n",
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=named):

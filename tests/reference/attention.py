@@ -1,4 +1,6 @@
-"""Slow twins of the mask, of masked attention and of rotary embedding, written one token and one head at a time."""
+"""Slow twins of the mask, of masked attention and of rotary embedding, written one token and one
+head at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,30 @@ def visible(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
                 continue
             on_path = k.order[j] <= q.order[i] < k.leave[j]
             back, (window, chunk) = q.depth[i] - k.depth[j], reach
-            near = (not window or back < window) and (not chunk or q.depth[i] // chunk == k.depth[j] // chunk)
+            near = (not window or back < window) and (
+                not chunk or q.depth[i] // chunk == k.depth[j] // chunk
+            )
             mask[i, j] = near and (on_path or q.span[i] == k.span[j] != 0)
     return mask
 
 
 def molmo2_visible(subsegment: np.ndarray, is_image: np.ndarray) -> np.ndarray:
-    """The published rule of Molmo2: a key is seen when its subsegment id is not below the query's, and it is not later
-    or both are image tokens of one example. It relies on branches after their prefix and examples in order.
+    """The published rule of Molmo2: a key is seen when its subsegment id is not below the query's,
+    and it is not later or both are image tokens of one example. It relies on branches after their
+    prefix and examples in order.
 
-    `subsegment = 100000 * example + (10000 for the shared prefix, else the branch number)`; a negative id is padding.
+    `subsegment = 100000 * example + (10000 for the shared prefix, else the branch number)`; a
+    negative id is padding.
     """
     place = np.arange(len(subsegment))
     example = subsegment // 100_000
     causal = place[None] <= place[:, None]
     both_image = is_image[:, None] & is_image[None] & (example[:, None] == example[None])
-    same = (subsegment[:, None] <= subsegment[None]) & (subsegment[None] >= 0) & (subsegment[:, None] >= 0)
+    same = (
+        (subsegment[:, None] <= subsegment[None])
+        & (subsegment[None] >= 0)
+        & (subsegment[:, None] >= 0)
+    )
     return same & (causal | both_image)
 
 
@@ -47,8 +57,8 @@ def attention(
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """`q[n, heads, d]`, `k, v[m, groups, d]`, `sinks[heads]`: one row and one head at a time; a row that sees nothing
-    is zero.
+    """`q[n, heads, d]`, `k, v[m, groups, d]`, `sinks[heads]`: one row and one head at a time; a row
+    that sees nothing is zero.
     """
     rows = []
     for i in range(q.shape[0]):
@@ -65,17 +75,26 @@ def attention(
 
 
 def rounding(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: np.ndarray, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    mask: np.ndarray,
+    scale: float,
 ) -> list[float]:
-    """Bounds on the errors of out, dq, dk and dv when every product and sum is rounded to float32, in any order.
+    """Bounds on the errors of out, dq, dk and dv when every product and sum is rounded to float32,
+    in any order.
 
-    A sum of n products is off by at most 4 sqrt(n) u times the sum of their sizes, u = 2^-24, but for one in 1,500
-    (Higham and Mary, 2019, theorem 2.8); errors of its terms add up in squares. Squares of errors are `e_`, in units
-    of u^2. What a row shares (lse, delta) stays apart from what is independent, which is summed over keys.
+    A sum of n products is off by at most 4 sqrt(n) u times the sum of their sizes, u = 2^-24, but
+    for one in 1,500 (Higham and Mary, 2019, theorem 2.8); errors of its terms add up in squares.
+    Squares of errors are `e_`, in units of u^2. What a row shares (lse, delta) stays apart from
+    what is independent, which is summed over keys.
     """
     (n, _, d), m, groups = q.shape, len(k), q.shape[1] // k.shape[1]
     q, dout = q.transpose(0, 1), dout.transpose(0, 1)  # [heads, n, d]
-    k, v = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))  # [m, groups, d] -> [heads, m, d]
+    k, v = (
+        x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v)
+    )  # [m, groups, d] -> [heads, m, d]
     seen = torch.from_numpy(mask)
     scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)  # [heads, n, m]
     lse = torch.logsumexp(scores, -1, keepdim=True).masked_fill(~seen.any(-1, keepdim=True), 0.0)
@@ -90,17 +109,26 @@ def rounding(
     dp, e_dp = dout @ v.mT, d * (dout.abs() @ v.abs().mT) ** 2
     p_scale, ds = p * scale, p * (dp - delta) * scale
     e_ds = ds**2 * (e_p + 2) + p_scale**2 * e_dp
-    e_dq = e_ds @ k**2 + (ds @ k) ** 2 * e_lse + (p_scale @ k) ** 2 * e_delta + m * (ds.abs() @ k.abs()) ** 2
+    e_dq = (
+        e_ds @ k**2
+        + (ds @ k) ** 2 * e_lse
+        + (p_scale @ k) ** 2 * e_delta
+        + m * (ds.abs() @ k.abs()) ** 2
+    )
     e_dk = (e_ds + ds**2 * e_lse + p_scale**2 * e_delta).mT @ q**2
     e_dv = (p**2 * (e_p + e_lse)).mT @ dout**2
     sizes_k, sizes_v = ds.abs().mT @ q.abs(), p.mT @ dout.abs()
-    shared = [x.unflatten(0, (-1, groups)).sum(1) for x in (e_dk, sizes_k, e_dv, sizes_v)]  # over a group's heads
+    shared = [
+        x.unflatten(0, (-1, groups)).sum(1) for x in (e_dk, sizes_k, e_dv, sizes_v)
+    ]  # over a group's heads
     e_dk, e_dv = (e + groups * n * size**2 for e, size in (shared[:2], shared[2:]))
     return [4 * 2.0**-24 * x.max().sqrt().item() for x in (e_out, e_dq, e_dk, e_dv)]
 
 
 def rotate(x: torch.Tensor, position: int, base: float) -> torch.Tensor:
-    """One head `[d]`: the pair (i, i + d/2) as a complex number, times exp(i * position * base^(-2i/d))."""
+    """One head `[d]`: the pair (i, i + d/2) as a complex number, times exp(i * position *
+    base^(-2i/d)).
+    """
     half = len(x) // 2
     out = torch.zeros_like(x)
     for i in range(half):

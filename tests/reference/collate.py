@@ -16,7 +16,9 @@ def collate(packs: list[list[Document]], attention_mask: str) -> dict[str, list[
     for pack in packs:
         in_pack = 0
         end_of_pack += sum(padded_length for _, _, padded_length, _ in pack)
-        following = [(tokens, weights, i) for tokens, weights, *_ in pack for i in range(len(tokens))]
+        following = [
+            (tokens, weights, i) for tokens, weights, *_ in pack for i in range(len(tokens))
+        ]
         for tokens, weights, padded_length, starts in pack:
             begin = len(rows["tokens"])
             for i, token in enumerate(tokens):
@@ -26,7 +28,11 @@ def collate(packs: list[list[Document]], attention_mask: str) -> dict[str, list[
                     place = (in_pack, end_of_pack)
                 else:
                     ends = i + 1 == len(tokens) or i + 1 in starts
-                    if starts and i + 1 == starts[0] and len({tokens[start] for start in starts}) == 1:
+                    if (
+                        starts
+                        and i + 1 == starts[0]
+                        and len({tokens[start] for start in starts}) == 1
+                    ):
                         ends = False  # all branches go on with the same token
                     after = None if ends else (tokens, weights, i + 1)
                     position = i if branch == 0 else starts[0] + i - starts[branch - 1]

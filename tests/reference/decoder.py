@@ -1,6 +1,8 @@
-"""A naive decoder and trainer in plain torch: a dict of global tensors, an explicit mask, autograd, torch's AdamW.
+"""A naive decoder and trainer in plain torch: a dict of global tensors, an explicit mask, autograd,
+torch's AdamW.
 
-It shares no code with megacp beyond the config's numbers; the rule of the mask is written out again.
+It shares no code with megacp beyond the config's numbers; the rule of the mask is written out
+again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from tests.reference import recurrence
 
 Weights = Mapping[str, Tensor]
 Seen = list[tuple[str, Any, Tensor, Tensor, Tensor]]
-"""Of each layer with experts and microbatch: name, batch, scores, probabilities `[T, E]`, and 1 where chosen."""
+"""Of each layer with experts and microbatch: name, batch, scores, probabilities `[T, E]`, and 1
+where chosen.
+"""
 
 
 def norm(x: Tensor, weight: Tensor, model: Any) -> Tensor:
@@ -31,10 +35,14 @@ def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
 
 
 def mask_of(batch: Any, window: int | None = None) -> Tensor:
-    """Bool `[T, T]` from the two integers of each token, and from positions where the layer has a window."""
+    """Bool `[T, T]` from the two integers of each token, and from positions where the layer has a
+    window.
+    """
     leave, span = torch.from_numpy(batch.leave), torch.from_numpy(batch.span)
     place = torch.arange(len(leave))
-    on_path = (place[None] <= place[:, None]) & (place[:, None] < leave[None]) & (leave > 0)[:, None]
+    on_path = (
+        (place[None] <= place[:, None]) & (place[:, None] < leave[None]) & (leave > 0)[:, None]
+    )
     seen = on_path | ((span[:, None] == span[None]) & (span != 0)[None])
     position = torch.from_numpy(batch.position_ids)
     return seen if window is None else seen & (position[:, None] - position[None] < window)
@@ -56,7 +64,9 @@ def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]
 
 
 def turn(x: Tensor, positions: Tensor, model: Any, near: bool) -> Tensor:
-    """Half-rotation of `x[T, heads, d]`, or of the first part of it; `near`: by the angles of layers with a window."""
+    """Half-rotation of `x[T, heads, d]`, or of the first part of it; `near`: by the angles of
+    layers with a window.
+    """
     dim, factor = int(x.shape[-1] * model.rotary_percent), 1.0
     x, rest = x[..., :dim], x[..., dim:]
     base = model.window_rotary_base if near else model.rotary_base
@@ -66,7 +76,9 @@ def turn(x: Tensor, positions: Tensor, model: Any, near: bool) -> Tensor:
     if model.rope_scaling == "yarn" and not near:
         speeds, factor = yarn(speeds, dim, model)
     angles = positions.double()[:, None] * torch.tensor(speeds, dtype=torch.float64)
-    cos, sin = (torch.cat([f(angles) * factor] * 2, -1)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
+    cos, sin = (
+        torch.cat([f(angles) * factor] * 2, -1)[:, None].to(x.dtype) for f in (torch.cos, torch.sin)
+    )
     first, second = x[..., : dim // 2], x[..., dim // 2 :]
     return torch.cat([x * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
@@ -81,22 +93,36 @@ def delta_net(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     v, z = (part[n].view(len(x), model.linear_num_value_heads, -1) for n in "vz")
     decay = -weights[f"{name}.A_log"].exp() * F.softplus(part["a"] + weights[f"{name}.dt_bias"])
     out = recurrence.gated_delta_rule(q, k, v, decay, torch.sigmoid(part["b"]), batch.leave)
-    out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + model.norm_epsilon) * weights[f"{name}.norm.weight"]
+    out = (
+        out
+        * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + model.norm_epsilon)
+        * weights[f"{name}.norm.weight"]
+    )
     return linear((out * F.silu(z)).flatten(1), weights, f"{name}.output")
 
 
 def mamba2(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
     """Mamba-2 token by token."""
-    own = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+    own = {
+        key.removeprefix(f"{name}."): value
+        for key, value in weights.items()
+        if key.startswith(f"{name}.")
+    }
     part = {n: linear(x, weights, f"{name}.{n}") for n in ("z", "x", "B", "C", "dt")}
     for n in "xBC":
-        convolved = recurrence.convolution(part[n], own[f"convolution_{n}.weight"].squeeze(1), batch.leave)
+        convolved = recurrence.convolution(
+            part[n], own[f"convolution_{n}.weight"].squeeze(1), batch.leave
+        )
         part[n] = F.silu(convolved + own[f"convolution_{n}.bias"])
     b, c = (part[n].view(len(x), model.linear_num_key_heads, -1) for n in "BC")
     v = part["x"].view(len(x), model.linear_num_value_heads, -1)
     step = F.softplus(part["dt"] + own["dt_bias"])
-    out = recurrence.state_space_dual(c, b, v * step[..., None], -own["A_log"].exp() * step, batch.leave)
-    out = ((out + own["D"][:, None] * v).flatten(1) * F.silu(part["z"])).view(len(x), model.linear_num_key_heads, -1)
+    out = recurrence.state_space_dual(
+        c, b, v * step[..., None], -own["A_log"].exp() * step, batch.leave
+    )
+    out = ((out + own["D"][:, None] * v).flatten(1) * F.silu(part["z"])).view(
+        len(x), model.linear_num_key_heads, -1
+    )
     out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + model.norm_epsilon)
     return linear(out.flatten(1) * own["norm.weight"], weights, f"{name}.output")
 
@@ -120,18 +146,24 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     layer, skipped = int(name.split(".")[1]), int(model.window_attn_skip_freq or 10**6)
     window = None if (layer + 1) % skipped == 0 else model.window_size
     if not (model.no_rope_freq and (layer + 1) % int(model.no_rope_freq) == 0):
-        q, k = (turn(x, positions, model, bool(window and model.window_rotary_base)) for x in (q, k))
+        q, k = (
+            turn(x, positions, model, bool(window and model.window_rotary_base)) for x in (q, k)
+        )
     mask, outs = mask_of(batch, window), []
     for head in range(heads):
         group = head // (heads // groups)
-        scores = (q[:, head] @ k[:, group].t() * (model.softmax_scale or dim**-0.5)).masked_fill(~mask, -torch.inf)
+        scores = (q[:, head] @ k[:, group].t() * (model.softmax_scale or dim**-0.5)).masked_fill(
+            ~mask, -torch.inf
+        )
         # a padding row sees nothing: softmax gives NaN there, which must not reach the gradient
         scores = torch.where(mask.any(1)[:, None], scores, torch.zeros_like(scores))
         if model.softmax_type == "learnable":
             scores = torch.cat([scores, weights[f"{name}.sinks"][head].expand(len(x), 1)], 1)
         outs.append(torch.softmax(scores, -1)[:, : len(x)] * mask.any(1)[:, None] @ v[:, group])
     out = torch.cat(outs, -1)
-    return linear(out * torch.sigmoid(gate) if model.attention_output_gate else out, weights, f"{name}.output")
+    return linear(
+        out * torch.sigmoid(gate) if model.attention_output_gate else out, weights, f"{name}.output"
+    )
 
 
 def mlp(x: Tensor, weights: Weights, name: str, model: Any) -> Tensor:
@@ -149,7 +181,9 @@ def best(values: list[float], count: int) -> list[int]:
 
 
 def chosen_for(row: list[float], model: Any) -> list[int]:
-    """Experts of one token: of its best groups, by the sums of their two best, those with the highest scores."""
+    """Experts of one token: of its best groups, by the sums of their two best, those with the
+    highest scores.
+    """
     size = len(row) // model.moe_router_num_groups
     groups = [row[first : first + size] for first in range(0, len(row), size)]
     if len(groups) > 1:
@@ -159,10 +193,14 @@ def chosen_for(row: list[float], model: Any) -> list[int]:
 
 
 def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any, seen: Seen) -> Tensor:
-    """Every expert over every token, times its share of the token: 0 unless it is chosen; padding has none."""
+    """Every expert over every token, times its share of the token: 0 unless it is chosen; padding
+    has none.
+    """
     scores, total = linear(x, weights, f"{name}.router"), torch.zeros_like(x)
     sigmoid, chosen = model.moe_router_score_function == "sigmoid", torch.zeros_like(scores)
-    powers = torch.sigmoid(scores) if sigmoid else (scores - scores.max(1, keepdim=True).values).exp()
+    powers = (
+        torch.sigmoid(scores) if sigmoid else (scores - scores.max(1, keepdim=True).values).exp()
+    )
     ranked = powers + weights[f"{name}.router.correction"] if sigmoid else scores
     for token, row in enumerate(ranked.tolist()):
         chosen[token, chosen_for(row, model) if batch.leave[token] else []] = 1
@@ -175,7 +213,9 @@ def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any, seen
         total = total + share[:, [expert]] * mlp(x, weights, f"{name}.experts.{expert}", model)
     if model.moe_shared_expert_intermediate_size is None:
         return total
-    opened = linear(x, weights, f"{name}.shared_gate").sigmoid() if model.moe_shared_expert_gate else 1
+    opened = (
+        linear(x, weights, f"{name}.shared_gate").sigmoid() if model.moe_shared_expert_gate else 1
+    )
     return total + opened * mlp(x, weights, f"{name}.shared", model)
 
 
@@ -184,13 +224,17 @@ def balance(seen: Seen, batches: Sequence[Any], model: Any, training: Any) -> li
     tokens = sum(batch.real_tokens for batch in batches)
     of_documents, z = torch.zeros(2, dtype=torch.float64).unbind()
     for _, batch, scores, probabilities, chosen in seen:
-        ends = torch.from_numpy(np.maximum.accumulate(batch.leave))  # nothing in a document ends later than its root
+        ends = torch.from_numpy(
+            np.maximum.accumulate(batch.leave)
+        )  # nothing in a document ends later than its root
         real = torch.from_numpy(batch.leave > 0)
         z = z + training.moe_z_loss_coeff / tokens * scores[real].logsumexp(1).square().sum()
         for end in ends[real].unique():
             inside = real & (ends == end)
             product = (chosen[inside].sum(0) * probabilities[inside].sum(0)).sum() / inside.sum()
-            scale = training.moe_aux_loss_coeff * model.num_experts / (model.moe_router_topk * tokens)
+            scale = (
+                training.moe_aux_loss_coeff * model.num_experts / (model.moe_router_topk * tokens)
+            )
             of_documents = of_documents + scale * product
     found = ((of_documents, training.moe_aux_loss_coeff), (z, training.moe_z_loss_coeff))
     return [term for term, coefficient in found if coefficient > 0]
@@ -226,7 +270,9 @@ def logits(weights: Weights, batch: Any, model: Any, seen: Seen) -> Tensor:
         else:
             h = mlp(h, weights, f"{name}.mlp", model)
         x = x + (norm(h, weights[f"{name}.mlp{out}_norm.weight"], model) if after else h)
-    head = weights["head.weight" if model.untie_embeddings_and_output_weights else "embedding.weight"]
+    head = weights[
+        "head.weight" if model.untie_embeddings_and_output_weights else "embedding.weight"
+    ]
     return norm(x, weights["final_norm.weight"], model) @ head.t()
 
 
@@ -234,7 +280,11 @@ def loss(weights: Weights, batches: Sequence[Any], model: Any, seen: Seen) -> Te
     """Weighted mean over all tokens of all batches."""
     total = sum(
         (
-            F.cross_entropy(logits(weights, batch, model, seen), torch.from_numpy(batch.labels), reduction="none")
+            F.cross_entropy(
+                logits(weights, batch, model, seen),
+                torch.from_numpy(batch.labels),
+                reduction="none",
+            )
             * torch.from_numpy(batch.loss_weights)
         ).sum()
         for batch in batches
@@ -245,16 +295,25 @@ def loss(weights: Weights, batches: Sequence[Any], model: Any, seen: Seen) -> Te
 def train(
     weights: Weights, steps: Sequence[Sequence[Any]], model: Any, training: Any
 ) -> tuple[list[tuple[float, ...]], dict[str, Tensor], dict[str, Tensor]]:
-    """Constant learning rate. Returns loss, gradient norm and figures of experts per step, the first step's gradients,
-    final weights.
+    """Constant learning rate. Returns loss, gradient norm and figures of experts per step, the
+    first step's gradients, final weights.
     """
-    fixed = {name: tensor.clone() for name, tensor in weights.items() if name.endswith("correction")}
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items() if name not in fixed}
+    fixed = {
+        name: tensor.clone() for name, tensor in weights.items() if name.endswith("correction")
+    }
+    leaves = {
+        name: tensor.clone().requires_grad_()
+        for name, tensor in weights.items()
+        if name not in fixed
+    }
     ends = (".bias", "dt_bias", "A_log", ".D", ".sinks")
     plain = [p for name, p in leaves.items() if name.endswith(ends) or "norm" in name]
     decayed = [p for p in leaves.values() if not any(p is q for q in plain)]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        [
+            {"params": decayed, "weight_decay": training.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ],
         lr=training.lr,
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_eps,
@@ -268,13 +327,19 @@ def train(
         terms = balance(seen, batches, model, training)
         (value + sum(terms)).backward()
         first = first or {name: p.grad.clone() for name, p in leaves.items() if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(leaves.values(), training.clip_grad or float("inf")).item()
+        norm = torch.nn.utils.clip_grad_norm_(
+            leaves.values(), training.clip_grad or float("inf")
+        ).item()
         given = loads(seen)
         load = max((float(count.max() / count.mean()) for count in given.values()), default=0)
-        reports.append((value.item(), norm, *((*(term.item() for term in terms), load, 0) if seen else ())))
+        reports.append(
+            (value.item(), norm, *((*(term.item() for term in terms), load, 0) if seen else ()))
+        )
         optimizer.step()
         for name, correction in fixed.items():
             count = given[name.removesuffix(".router.correction")]
-            step = (np.float32(training.moe_router_bias_update_rate) * (count.mean() - count).sign()).float()
+            step = (
+                np.float32(training.moe_router_bias_update_rate) * (count.mean() - count).sign()
+            ).float()
             fixed[name] = (correction.float() + step).to(correction.dtype)  # float32 in any model
     return reports, first, {**{name: p.detach() for name, p in leaves.items()}, **fixed}

@@ -1,4 +1,6 @@
-"""flash-linear-attention's `chunk_gated_delta_rule` token by token: its parameters, its refusals, autograd."""
+"""flash-linear-attention's `chunk_gated_delta_rule` token by token: its parameters, its refusals,
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,31 @@ def chunk_gated_delta_rule(
     cp_context: object = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`q, k[1, t, groups, K]`, `v[1, t, heads, V]`, rates `[1, t, heads]`; as release 0.6.0 declares it."""
-    assert not any([use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens_cpu, cp_context, kwargs])
+    """`q, k[1, t, groups, K]`, `v[1, t, heads, V]`, rates `[1, t, heads]`; as release 0.6.0
+    declares it.
+    """
+    assert not any(
+        [
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            state_v_first,
+            cu_seqlens_cpu,
+            cp_context,
+            kwargs,
+        ]
+    )
     assert cu_seqlens is not None and chunk_indices is not None
     bounds, share = cu_seqlens.tolist(), v.shape[2] // k.shape[2]
     lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    assert chunk_indices.tolist() == [[i, j] for i, n in enumerate(lengths) for j in range(-(-n // 64))]
-    assert len(q) == 1 and bounds[0] == 0 and bounds[-1] == q.shape[1] and bounds == sorted(set(bounds))
+    assert chunk_indices.tolist() == [
+        [i, j] for i, n in enumerate(lengths) for j in range(-(-n // 64))
+    ]
+    assert (
+        len(q) == 1
+        and bounds[0] == 0
+        and bounds[-1] == q.shape[1]
+        and bounds == sorted(set(bounds))
+    )
     shape = (len(bounds) - 1, v.shape[2], k.shape[3], v.shape[3])
     states = v.new_zeros(shape) if initial_state is None else initial_state
     assert states.shape == shape

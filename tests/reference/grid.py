@@ -1,7 +1,8 @@
 """Megatron's rank order from its documented rule, one group list at a time, as slowly as it reads.
 
-The rule: an order string names the axes fastest first; a rank's coordinates are the digits of the rank in that mixed
-radix; a group over some axes is all ranks whose other digits agree; groups are listed by their other digits.
+The rule: an order string names the axes fastest first; a rank's coordinates are the digits of the
+rank in that mixed radix; a group over some axes is all ranks whose other digits agree; groups are
+listed by their other digits.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ def digits(rank: int, sizes: Mapping[str, int], order: str = MEGATRON_ORDER) -> 
     return found
 
 
-def groups(sizes: Mapping[str, int], token: Sequence[str], order: str = MEGATRON_ORDER) -> list[tuple[int, ...]]:
-    """All groups over the axes of `token`, members ascending, in the order in which their first members appear."""
+def groups(
+    sizes: Mapping[str, int], token: Sequence[str], order: str = MEGATRON_ORDER
+) -> list[tuple[int, ...]]:
+    """All groups over the axes of `token`, members ascending, in the order in which their first
+    members appear.
+    """
     world = 1
     for size in sizes.values():
         world *= size

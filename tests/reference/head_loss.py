@@ -1,4 +1,6 @@
-"""The loss of a head in one process, by torch in float64, and the most memory that a piece of work holds."""
+"""The loss of a head in one process, by torch in float64, and the most memory that a piece of work
+holds.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,16 @@ from torch.profiler import ProfilerActivity, profile
 from megacp.distributed.large_blocks import BLOCKS
 
 
-def head_loss(x: Tensor, table: Tensor, labels: Tensor, weights: Tensor, denominator: float) -> Tensor:
-    """Scalar, of `x[t, h]`, `table[vocabulary, h]`. A token of weight 0 is left out, its label may be any number."""
+def head_loss(
+    x: Tensor, table: Tensor, labels: Tensor, weights: Tensor, denominator: float
+) -> Tensor:
+    """Scalar, of `x[t, h]`, `table[vocabulary, h]`. A token of weight 0 is left out, its label may
+    be any number.
+    """
     counted = weights != 0
-    terms = torch.nn.functional.cross_entropy(x[counted] @ table.t(), labels[counted], reduction="none")
+    terms = torch.nn.functional.cross_entropy(
+        x[counted] @ table.t(), labels[counted], reduction="none"
+    )
     return (terms * weights[counted].double()).sum() / denominator
 
 
@@ -29,14 +37,18 @@ def head_gradients(
 
 
 def peak_bytes_of(work: Callable[[], object]) -> int:
-    """Most bytes held at once over those held before; what operations make inside and let go counts too."""
+    """Most bytes held at once over those held before; what operations make inside and let go counts
+    too.
+    """
     with (
         mock.patch.object(BLOCKS, "active", False),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
     ):
         kept = work()
     del kept
-    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()

@@ -1,7 +1,7 @@
 """The image and video processors of the transformers library, without torchvision.
 
-They ask torchvision for three things only, given here by what it does for a float tensor on a CPU: `resize` without
-smoothing is torch's bilinear interpolation, `normalize` subtracts and divides.
+They ask torchvision for three things only, given here by what it does for a float tensor on a CPU:
+`resize` without smoothing is torch's bilinear interpolation, `normalize` subtracts and divides.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megacp.training.data.vision.molmo2 import Molmo2Rules
 
 @functools.cache
 def _library(kind: str, name: str) -> Any:
-    """A class of the library, from its own file: the package gives a stand-in. Imported where it is used, because that
-    takes a second, and every process that collects tests reads this file.
+    """A class of the library, from its own file: the package gives a stand-in. Imported where it is
+    used, because that takes a second, and every process that collects tests reads this file.
     """
     return getattr(importlib.import_module(f"transformers.models.molmo2.{kind}_molmo2"), name)
 
@@ -32,14 +32,25 @@ class _Backend:
         build = _library("image_processing", "Molmo2ImageProcessor")._build_overlapping_crops
         return build(self, *arguments, **options)
 
-    def resize(self, image: torch.Tensor, size: Any, resample: Any, antialias: bool) -> torch.Tensor:
+    def resize(
+        self, image: torch.Tensor, size: Any, resample: Any, antialias: bool
+    ) -> torch.Tensor:
         assert image.is_floating_point() and not antialias and int(resample) == 2, "bilinear"
         return torch.nn.functional.interpolate(
-            image, size=(size.height, size.width), mode="bilinear", align_corners=False, antialias=False
+            image,
+            size=(size.height, size.width),
+            mode="bilinear",
+            align_corners=False,
+            antialias=False,
         )
 
     def rescale_and_normalize(
-        self, images: torch.Tensor, do_rescale: bool, rescale_factor: float, do_normalize: bool, *mean_and_std: Any
+        self,
+        images: torch.Tensor,
+        do_rescale: bool,
+        rescale_factor: float,
+        do_normalize: bool,
+        *mean_and_std: Any,
     ) -> torch.Tensor:
         assert do_rescale and do_normalize
         mean, std = (torch.tensor(values) * (1.0 / rescale_factor) for values in mean_and_std)
@@ -59,11 +70,17 @@ def _settings(rules: Molmo2Rules) -> dict[str, Any]:
     }
 
 
-def process_image(pixels: np.ndarray, rules: Molmo2Rules) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """uint8 [h, w, 3] -> patches, pooling indices, [low rows, low columns, high rows, high columns]."""
+def process_image(
+    pixels: np.ndarray, rules: Molmo2Rules
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """uint8 [h, w, 3] -> patches, pooling indices, [low rows, low columns, high rows, high
+    columns].
+    """
     # a copy in channels-first order, as the library makes it from an array
     batch = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()[None]
-    grid, patches, pooling = _library("image_processing", "Molmo2ImageProcessor")._image_batch_to_patches_and_grids(
+    grid, patches, pooling = _library(
+        "image_processing", "Molmo2ImageProcessor"
+    )._image_batch_to_patches_and_grids(
         _Backend(),
         batch,
         max_crops=rules.max_crops,
@@ -75,10 +92,14 @@ def process_image(pixels: np.ndarray, rules: Molmo2Rules) -> tuple[np.ndarray, n
     return patches[0].numpy(), pooling[0].numpy(), grid[0].tolist()
 
 
-def process_video(frames: np.ndarray, rules: Molmo2Rules) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def process_video(
+    frames: np.ndarray, rules: Molmo2Rules
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """uint8 [t, h, w, 3] -> patches [t, N, d], pooling indices of one frame, [rows, columns]."""
     batch = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).contiguous()
-    grid, patches, pooling = _library("video_processing", "Molmo2VideoProcessor")._build_video_patches(
+    grid, patches, pooling = _library(
+        "video_processing", "Molmo2VideoProcessor"
+    )._build_video_patches(
         _Backend(),
         batch,
         image_pooling_h=rules.video_pooling[0],
@@ -108,10 +129,16 @@ def _texts(rules: Molmo2Rules) -> Any:
 
 
 def image_text(grid: list[int], rules: Molmo2Rules) -> str:
-    """The tokens of an image, by their texts, for [low rows, low columns, high rows, high columns]."""
-    return _library("processing", "Molmo2Processor").replace_image_token(_texts(rules), {"image_grids": [grid]}, 0)
+    """The tokens of an image, by their texts, for [low rows, low columns, high rows, high
+    columns].
+    """
+    return _library("processing", "Molmo2Processor").replace_image_token(
+        _texts(rules), {"image_grids": [grid]}, 0
+    )
 
 
 def video_text(grid: list[int], times: list[float], rules: Molmo2Rules) -> str:
     """The tokens of a video with the times between, by their texts, for [frames, rows, columns]."""
-    return _library("processing", "Molmo2Processor").get_video_string(_texts(rules), torch.tensor(grid), times)
+    return _library("processing", "Molmo2Processor").get_video_string(
+        _texts(rules), torch.tensor(grid), times
+    )

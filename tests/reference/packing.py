@@ -6,7 +6,9 @@ import itertools
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Item numbers of each pack: longest first, into the pack with the least free space that still fits."""
+    """Item numbers of each pack: longest first, into the pack with the least free space that still
+    fits.
+    """
     packs: list[list[int]] = []
     free: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -25,12 +27,17 @@ def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
 def first_fit(
     tokens: list[int], crops: list[int], token_capacity: int, crop_capacity: int, order: list[int]
 ) -> list[list[int]]:
-    """Item numbers of each pack: items in `order`, into the first pack with room in both budgets."""
+    """Item numbers of each pack: items in `order`, into the first pack with room in both
+    budgets.
+    """
     packs: list[list[int]] = []
     for item in order:
         for pack in packs:
             used_tokens, used_crops = sum(tokens[i] for i in pack), sum(crops[i] for i in pack)
-            if used_tokens + tokens[item] <= token_capacity and used_crops + crops[item] <= crop_capacity:
+            if (
+                used_tokens + tokens[item] <= token_capacity
+                and used_crops + crops[item] <= crop_capacity
+            ):
                 pack.append(item)
                 break
         else:
@@ -43,6 +50,8 @@ def least_largest_cost(costs: list[int], ranks: int) -> int:
     n = len(costs)
     partitions = itertools.combinations_with_replacement(range(n + 1), ranks - 1)
     return min(
-        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, n)))  # every choice of inner cuts
+        max(
+            sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, n))
+        )  # every choice of inner cuts
         for cuts in partitions
     )

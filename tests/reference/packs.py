@@ -1,4 +1,6 @@
-"""Random packs with everything a mask can hold: documents, branches, image spans, padding inside and at the end."""
+"""Random packs with everything a mask can hold: documents, branches, image spans, padding inside
+and at the end.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ def random_batch(
     weights: str = "some",
     number: int = 0,
 ) -> PackedBatch:
-    """A pack of `tokens` tokens. Branches come after their prefix, later documents after earlier ones.
+    """A pack of `tokens` tokens. Branches come after their prefix, later documents after earlier
+    ones.
 
-    No documents: padding alone. `depth`: branches above one another at the most. `weights`: `some` (about two thirds
-    are counted, with unequal weights) or `all` (1 everywhere).
+    No documents: padding alone. `depth`: branches above one another at the most. `weights`: `some`
+    (about two thirds are counted, with unequal weights) or `all` (1 everywhere).
     """
-    cuts = np.sort(rng.choice(np.arange(1, tokens), max(1, min(documents, tokens)) - 1, replace=False))
+    cuts = np.sort(
+        rng.choice(np.arange(1, tokens), max(1, min(documents, tokens)) - 1, replace=False)
+    )
     lengths = np.diff(np.concatenate([[0], cuts, [tokens]]))
     document, branch, span, position = (np.zeros(tokens, np.int64) for _ in range(4))
     start, next_span = 0, 1
@@ -49,7 +54,9 @@ def random_batch(
                 low = int(rng.integers(0, prefix - 1))
                 span[start + low : start + int(rng.integers(low + 1, prefix + 1))] = next_span
                 next_span += 0 if shared else 1
-            if prefix < length and rng.random() < 0.7:  # images inside of branches, of the document's span or their own
+            if (
+                prefix < length and rng.random() < 0.7
+            ):  # images inside of branches, of the document's span or their own
                 low = int(rng.integers(prefix, length))
                 span[start + low : start + int(rng.integers(low + 1, length + 1))] = next_span
             next_span += 1
@@ -62,7 +69,11 @@ def random_batch(
     meta = Metadata.of_documents(document, branch, span)
     if depth > 1:
         meta, position = _trees(rng, lengths, document >= 0, depth, images)
-    loss = (rng.random(tokens) < 0.7) * rng.integers(1, 4, tokens) / 2 if weights == "some" else np.ones(tokens)
+    loss = (
+        (rng.random(tokens) < 0.7) * rng.integers(1, 4, tokens) / 2
+        if weights == "some"
+        else np.ones(tokens)
+    )
     return PackedBatch(
         tokens=rng.integers(0, vocab_size, tokens),
         labels=rng.integers(0, vocab_size, tokens),
@@ -97,10 +108,16 @@ def _trees(
 
 
 def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) -> PackedBatch:
-    """One document: frames that all see each other, `text` causal tokens in front of each, `after` behind the last."""
+    """One document: frames that all see each other, `text` causal tokens in front of each, `after`
+    behind the last.
+    """
     one = [0] * text + [1] * tokens_of_frame
     span = np.array(one * frames + [0] * after, np.int32)
-    leave, numbers, ones = np.full(len(span), len(span), np.int32), np.arange(len(span)), np.ones(len(span), np.float32)
+    leave, numbers, ones = (
+        np.full(len(span), len(span), np.int32),
+        np.arange(len(span)),
+        np.ones(len(span), np.float32),
+    )
     return PackedBatch(numbers, 0 * numbers, ones, numbers, leave, span, pack_ids=(0,))
 
 

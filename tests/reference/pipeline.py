@@ -19,7 +19,9 @@ def every_partition(
     for inner in itertools.combinations(range(1, num_layers), num_virtual_stages - 1):
         cuts = [0, *inner, num_layers]
         ranges = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
-        costs = [sum((Fraction(layer_costs[layer]) for layer in part), Fraction(0)) for part in ranges]
+        costs = [
+            sum((Fraction(layer_costs[layer]) for layer in part), Fraction(0)) for part in ranges
+        ]
         costs[0] += Fraction(first_extra)
         costs[-1] += Fraction(last_extra)
         found.append((ranges, costs))
@@ -27,15 +29,21 @@ def every_partition(
 
 
 class Part(torch.nn.Module):
-    """One virtual stage of a tiny float64 model: x -> tanh(W x + b) + x, and a squared error at the end."""
+    """One virtual stage of a tiny float64 model: x -> tanh(W x + b) + x, and a squared error at the
+    end.
+    """
 
-    def __init__(self, virtual_stage: int, num_virtual_stages: int, width: int, denominator: float) -> None:
+    def __init__(
+        self, virtual_stage: int, num_virtual_stages: int, width: int, denominator: float
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(100 + virtual_stage)
         self.first = virtual_stage == 0
         self.last = virtual_stage == num_virtual_stages - 1
         self.denominator = denominator
-        self.weight = torch.nn.Parameter(torch.randn(width, width, generator=generator, dtype=torch.float64) / width)
+        self.weight = torch.nn.Parameter(
+            torch.randn(width, width, generator=generator, dtype=torch.float64) / width
+        )
         self.bias = torch.nn.Parameter(torch.randn(width, generator=generator, dtype=torch.float64))
 
     def forward(self, hidden: Tensor | None, batch: dict[str, Tensor]) -> Tensor:
@@ -52,7 +60,10 @@ def make_batches(lengths: Sequence[int], width: int, seed: int = 0) -> list[dict
     """One microbatch of random inputs and targets [t, width] float64 for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        {name: torch.randn(length, width, generator=generator, dtype=torch.float64) for name in ("input", "target")}
+        {
+            name: torch.randn(length, width, generator=generator, dtype=torch.float64)
+            for name in ("input", "target")
+        }
         for length in lengths
     ]
 
@@ -60,8 +71,12 @@ def make_batches(lengths: Sequence[int], width: int, seed: int = 0) -> list[dict
 def train_in_one_process(
     lengths: Sequence[int], width: int, num_virtual_stages: int
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Losses of the microbatches and the gradients of every virtual stage, with all of them in one graph."""
-    parts = [Part(v, num_virtual_stages, width, float(sum(lengths))) for v in range(num_virtual_stages)]
+    """Losses of the microbatches and the gradients of every virtual stage, with all of them in one
+    graph.
+    """
+    parts = [
+        Part(v, num_virtual_stages, width, float(sum(lengths))) for v in range(num_virtual_stages)
+    ]
     losses = []
     for batch in make_batches(lengths, width):
         x: Tensor | None = None
@@ -70,4 +85,7 @@ def train_in_one_process(
         assert x is not None
         x.backward()
         losses.append(x.item())
-    return losses, [{name: p.grad for name, p in part.named_parameters() if p.grad is not None} for part in parts]
+    return losses, [
+        {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
+        for part in parts
+    ]

@@ -1,4 +1,6 @@
-"""transformers in float64 throughout: it computes norms, softmax and rotary angles in float32 whatever the dtype."""
+"""transformers in float64 throughout: it computes norms, softmax and rotary angles in float32
+whatever the dtype.
+"""
 
 from __future__ import annotations
 

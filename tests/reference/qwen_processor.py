@@ -1,7 +1,7 @@
 """The Qwen3.5 processors and positions of the transformers library, without torchvision.
 
-What they ask of torchvision is given here by what it does on a CPU: `resize` of bytes is torch's own bicubic
-interpolation with smoothing, `normalize` subtracts and divides.
+What they ask of torchvision is given here by what it does on a CPU: `resize` of bytes is torch's
+own bicubic interpolation with smoothing, `normalize` subtracts and divides.
 """
 
 from __future__ import annotations
@@ -52,10 +52,16 @@ class _Frames:
     max_video_tokens = 768
 
     def __init__(self, rules: Qwen35Rules) -> None:
-        self.min_frames, self.max_frames, self.fps = rules.min_frames, rules.max_frames, rules.video_fps
+        self.min_frames, self.max_frames, self.fps = (
+            rules.min_frames,
+            rules.max_frames,
+            rules.video_fps,
+        )
         self._class = _library("qwen3_vl.video_processing_qwen3_vl", "Qwen3VLVideoProcessor")
 
-    def resize(self, videos: torch.Tensor, size: Any, factor: int, temporal_factor: int, **_: Any) -> torch.Tensor:
+    def resize(
+        self, videos: torch.Tensor, size: Any, factor: int, temporal_factor: int, **_: Any
+    ) -> torch.Tensor:
         fitting = _library("qwen3_vl.video_processing_qwen3_vl", "smart_resize")
         count, _, height, width = videos.shape[1:]
         edges = {"min_pixels": size.shortest_edge, "max_pixels": size.longest_edge}
@@ -63,7 +69,12 @@ class _Frames:
         return _interpolated(videos[0], new)[None]
 
     def rescale_and_normalize(
-        self, images: torch.Tensor, do_rescale: bool, factor: float, do_normalize: bool, *mean_and_std: Any
+        self,
+        images: torch.Tensor,
+        do_rescale: bool,
+        factor: float,
+        do_normalize: bool,
+        *mean_and_std: Any,
     ) -> torch.Tensor:
         assert do_rescale and do_normalize
         mean, std = (torch.tensor(values) * (1.0 / factor) for values in mean_and_std)
@@ -77,7 +88,10 @@ class _Frames:
             self,
             [torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).contiguous()],
             do_resize=True,
-            size=SimpleNamespace(shortest_edge=rules.video_resize_pixels[0], longest_edge=rules.video_resize_pixels[1]),
+            size=SimpleNamespace(
+                shortest_edge=rules.video_resize_pixels[0],
+                longest_edge=rules.video_resize_pixels[1],
+            ),
             resample=3,
             do_rescale=True,
             rescale_factor=1 / 255,
@@ -130,7 +144,9 @@ def image_text(grid: list[int], rules: Qwen35Rules) -> str:
 
 
 def video_text(grid: list[int], frames: list[int], fps: float, rules: Qwen35Rules) -> str:
-    """The text of a video with the times between, for [pairs, rows, columns] and the taken frames."""
+    """The text of a video with the times between, for [pairs, rows, columns] and the taken
+    frames.
+    """
     texts = _texts(rules)
     metadata = SimpleNamespace(frames_indices=[*frames], fps=fps)
     return texts.library.replace_video_token(
@@ -139,16 +155,23 @@ def video_text(grid: list[int], frames: list[int], fps: float, rules: Qwen35Rule
 
 
 def positions(
-    tokens: np.ndarray, image_grids: list[list[int]], video_grids: list[list[int]], rules: Qwen35Rules
+    tokens: np.ndarray,
+    image_grids: list[list[int]],
+    video_grids: list[list[int]],
+    rules: Qwen35Rules,
 ) -> np.ndarray:
     """int64 [n, 3] of one document: time, row and column of each token."""
     model = _library("qwen3_5.modeling_qwen3_5", "Qwen3_5Model")
     self = SimpleNamespace(
         config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=rules.merge_size)),
-        get_vision_position_ids=lambda *given, **named: model.get_vision_position_ids(None, *given, **named),
+        get_vision_position_ids=lambda *given, **named: model.get_vision_position_ids(
+            None, *given, **named
+        ),
     )
     ids = rules.token_ids
     kinds = (tokens == ids["image_patch"]) * 1 + (tokens == ids["video_patch"]) * 2
     grids = [torch.tensor(grid) if grid else None for grid in (image_grids, video_grids)]
-    found, _ = model.get_rope_index(self, torch.from_numpy(tokens)[None], torch.from_numpy(kinds)[None], *grids)
+    found, _ = model.get_rope_index(
+        self, torch.from_numpy(tokens)[None], torch.from_numpy(kinds)[None], *grids
+    )
     return found[:, 0].T.numpy()

@@ -1,4 +1,6 @@
-"""Rules of states token by token, and a convolution tap by tap, along the path of each token of a row."""
+"""Rules of states token by token, and a convolution tap by tap, along the path of each token of a
+row.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,27 @@ from torch import Tensor
 
 
 def before(leave: np.ndarray) -> list[int]:
-    """The token before each on its path: the nearest earlier one whose subtree holds it; -1: none."""
+    """The token before each on its path: the nearest earlier one whose subtree holds it; -1:
+    none.
+    """
     earlier = [[j for j in range(i) if leave[j] > i and leave[i] > 0] for i in range(len(leave))]
     return [tokens[-1] if tokens else -1 for tokens in earlier]
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, leave: np.ndarray) -> Tensor:
-    """`[T, heads, V]`; the state of each token starts from that of the token before it; padding gives 0."""
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, leave: np.ndarray
+) -> Tensor:
+    """`[T, heads, V]`; the state of each token starts from that of the token before it; padding
+    gives 0.
+    """
     share, states, outs = v.shape[1] // k.shape[1], dict[int, Tensor](), []
     for i, past in enumerate(before(leave)):
         rows = []
         for head in range(v.shape[1]):
-            a, b = (x[i, head // share] / torch.sqrt((x[i, head // share] ** 2).sum() + 1e-6) for x in (q, k))
+            a, b = (
+                x[i, head // share] / torch.sqrt((x[i, head // share] ** 2).sum() + 1e-6)
+                for x in (q, k)
+            )
             state = states[past][head] if past >= 0 else q.new_zeros(q.shape[-1], v.shape[-1])
             state = log_decay[i, head].exp() * state
             rows.append(state + beta[i, head] * torch.outer(b, v[i, head] - b @ state))
@@ -28,7 +39,9 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
     return torch.stack(outs).unflatten(0, (len(q), -1))
 
 
-def state_space_dual(c: Tensor, b: Tensor, x: Tensor, log_decay: Tensor, leave: np.ndarray) -> Tensor:
+def state_space_dual(
+    c: Tensor, b: Tensor, x: Tensor, log_decay: Tensor, leave: np.ndarray
+) -> Tensor:
     """`[T, heads, V]`, likewise."""
     share, states, outs = x.shape[1] // b.shape[1], dict[int, Tensor](), []
     c, b = (each.repeat_interleave(share, 1) for each in (c, b))
@@ -40,7 +53,9 @@ def state_space_dual(c: Tensor, b: Tensor, x: Tensor, log_decay: Tensor, leave: 
 
 
 def convolution(x: Tensor, weight: Tensor, leave: np.ndarray) -> Tensor:
-    """`x[T, c]`, `weight[c, taps]`, the last tap for the token itself; padding sees itself alone."""
+    """`x[T, c]`, `weight[c, taps]`, the last tap for the token itself; padding sees itself
+    alone.
+    """
     past, rows = before(leave), []
     for i in range(len(x)):
         total, j = torch.zeros_like(x[i]), i

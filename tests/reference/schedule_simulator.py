@@ -1,8 +1,9 @@
 """Executes the action lists of all stages on paper: proves that a schedule ends, and measures it.
 
-The rules are those of the runtime: a send never waits (unless a send window is given), a receive waits for its message,
-a compute takes its time. Messages of a channel arrive in the order sent. A message that its receive does not expect is
-an error, since real ranks would take it for the other one.
+The rules are those of the runtime: a send never waits (unless a send window is given), a receive
+waits for its message, a compute takes its time. Messages of a channel arrive in the order sent. A
+message that its receive does not expect is an error, since real ranks would take it for the other
+one.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 @dataclass(frozen=True)
 class Simulation:
-    """What an execution of the lists gave; times in the unit of the given durations, lists indexed by stage."""
+    """What an execution of the lists gave; times in the unit of the given durations, lists indexed
+    by stage.
+    """
 
     makespan: float
     busy: tuple[float, ...]  # time spent in forwards and backwards
-    peak_in_flight: tuple[int, ...]  # most (microbatch, chunk) forwarded and not yet backwarded at once
+    peak_in_flight: tuple[
+        int, ...
+    ]  # most (microbatch, chunk) forwarded and not yet backwarded at once
     peak_put_off: tuple[int, ...]  # most whose weight gradients wait for an action of their own
 
     @property
     def bubble(self) -> float:
-        """Idle time of the busiest stage relative to its busy time, the ideal: 0.0 is a perfect pipeline."""
+        """Idle time of the busiest stage relative to its busy time, the ideal: 0.0 is a perfect
+        pipeline.
+        """
         return self.makespan / max(self.busy) - 1.0
 
 
@@ -48,7 +55,9 @@ class _Stage:
     peak: int = 0
     peak_put_off: int = 0
     held: set[tuple[int, int]] = field(default_factory=set)  # forwards whose backward has not run
-    deferred: set[tuple[int, int]] = field(default_factory=set)  # backwards whose weight gradients have not run
+    deferred: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # backwards whose weight gradients have not run
     done: set[Action] = field(default_factory=set)
 
     def compute(self, action: Action, duration: float, puts_off: bool) -> None:
@@ -68,7 +77,9 @@ class _Stage:
 
 
 def in_flight_bound(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-    """Most (microbatch, chunk) activations that a stage holds at once in training: its warm-up, and one more."""
+    """Most (microbatch, chunk) activations that a stage holds at once in training: its warm-up, and
+    one more.
+    """
     after = num_stages - stage - 1
     warmup = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * num_stages
     return min(warmup + 1, num_microbatches * num_chunks)
@@ -86,18 +97,22 @@ def simulate(
 ) -> Simulation:
     """Execute the lists of all stages (`stages[i]` is stage i's list) until they end.
 
-    `backward_time` is without weight gradients where these have actions of their own on some stage, `weights_time`
-    each; a backward of such lists without that action takes both. `send_window` is the most messages of a channel sent
-    and not yet received before the next send waits. Virtual stages before `first_trained` have no backward and hold
-    nothing for it.
+    `backward_time` is without weight gradients where these have actions of their own on some stage,
+    `weights_time` each; a backward of such lists without that action takes both. `send_window` is
+    the most messages of a channel sent and not yet received before the next send waits. Virtual
+    stages before `first_trained` have no backward and hold nothing for it.
 
-    An assertion fails when no stage can continue, and when a message meets the wrong receive, is never received, or an
-    action runs twice or before the actions that it needs.
+    An assertion fails when no stage can continue, and when a message meets the wrong receive, is
+    never received, or an action runs twice or before the actions that it needs.
     """
     times = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time, Kind.WEIGHTS: weights_time}
     runs, count = [_Stage(actions) for actions in stages], len(stages)
-    puts_off = [{(a.microbatch, a.chunk) for a in actions if a.kind is Kind.WEIGHTS} for actions in stages]
-    sent: dict[Channel, list[tuple[int, int, float]]] = defaultdict(list)  # microbatch, virtual stage of sender, time
+    puts_off = [
+        {(a.microbatch, a.chunk) for a in actions if a.kind is Kind.WEIGHTS} for actions in stages
+    ]
+    sent: dict[Channel, list[tuple[int, int, float]]] = defaultdict(
+        list
+    )  # microbatch, virtual stage of sender, time
     taken: dict[Channel, list[float]] = defaultdict(list)
 
     def goes_on(stage: int) -> bool:
@@ -112,7 +127,9 @@ def simulate(
             both = action.kind is Kind.BACKWARD and not deferred and any(puts_off)
             run.compute(action, times[action.kind] + (weights_time if both else 0.0), deferred)
             if place < first_trained:
-                assert action.kind is Kind.FORWARD, f"stage {stage} trains nothing and runs: {action}"
+                assert action.kind is Kind.FORWARD, (
+                    f"stage {stage} trains nothing and runs: {action}"
+                )
                 run.held.discard((action.microbatch, action.chunk))
         else:
             channel = channel_of(action, stage, count)
@@ -128,13 +145,17 @@ def simulate(
             else:
                 microbatch, sender, arrival = out[len(back)]
                 source = place - 1 if action.kind is Kind.RECV_FORWARD else place + 1
-                assert (microbatch, sender) == (action.microbatch, source), f"the {channel} brings another message"
+                assert (microbatch, sender) == (action.microbatch, source), (
+                    f"the {channel} brings another message"
+                )
                 run.clock = max(run.clock, arrival)
                 back.append(run.clock)
         assert action not in run.done, f"stage {stage} runs twice: {action}"
         for needed in _needs(action.kind, place > 0, place < count * num_chunks - 1):
             before = Action(needed, action.microbatch, action.chunk)
-            assert before in run.done, f"stage {stage} runs {action} without an earlier {needed.value}"
+            assert before in run.done, (
+                f"stage {stage} runs {action} without an earlier {needed.value}"
+            )
         run.done.add(action)
         return True
 
@@ -142,8 +163,14 @@ def simulate(
         pass
     for run in runs:
         assert len(run.done) == len(run.actions), f"a deadlock before {run.actions[len(run.done)]}"
-        assert not run.held and not run.deferred or not any(a.kind is Kind.BACKWARD for a in run.actions)
-    assert all(len(taken[channel]) == len(out) for channel, out in sent.items()), "a message nobody receives"
+        assert (
+            not run.held
+            and not run.deferred
+            or not any(a.kind is Kind.BACKWARD for a in run.actions)
+        )
+    assert all(len(taken[channel]) == len(out) for channel, out in sent.items()), (
+        "a message nobody receives"
+    )
     return Simulation(
         makespan=max(run.clock for run in runs),
         busy=tuple(run.busy for run in runs),
@@ -153,7 +180,9 @@ def simulate(
 
 
 def _needs(kind: Kind, has_before: bool, has_after: bool) -> list[Kind]:
-    """What a stage must have done for the same (microbatch, chunk) before; whether there are stages on either side."""
+    """What a stage must have done for the same (microbatch, chunk) before; whether there are stages
+    on either side.
+    """
     return {
         Kind.FORWARD: [Kind.RECV_FORWARD] * has_before,
         Kind.BACKWARD: [Kind.FORWARD] + [Kind.RECV_BACKWARD] * has_after,
@@ -165,10 +194,12 @@ def _needs(kind: Kind, has_before: bool, has_after: bool) -> list[Kind]:
 
 
 def hangs_where_computes_wait(stages: Sequence[Sequence[Action]]) -> list[Action]:
-    """What stages stand before for ever when every compute waits for the whole device; [] when all end.
+    """What stages stand before for ever when every compute waits for the whole device; [] when all
+    end.
 
-    On NCCL a message is a kernel on both sides: a compute that waits for its device waits for every message that its
-    stage has sent or asked for, until the other side has come. A receive is asked for right before it is needed.
+    On NCCL a message is a kernel on both sides: a compute that waits for its device waits for every
+    message that its stage has sent or asked for, until the other side has come. A receive is asked
+    for right before it is needed.
     """
     at, sent, asked = [0] * len(stages), Counter[Channel](), Counter[Channel]()
 
@@ -177,8 +208,14 @@ def hangs_where_computes_wait(stages: Sequence[Sequence[Action]]) -> list[Action
         if action is None:
             return False
         if action.kind in COMPUTE:
-            mine = [channel for channel in sent | asked if stage in (channel.source, channel.destination)]
-            late = [c for c in mine if (sent[c] > asked[c] if c.source == stage else asked[c] > sent[c])]
+            mine = [
+                channel
+                for channel in sent | asked
+                if stage in (channel.source, channel.destination)
+            ]
+            late = [
+                c for c in mine if (sent[c] > asked[c] if c.source == stage else asked[c] > sent[c])
+            ]
             if late:
                 return False
         elif action.kind in SENDS | {Kind.RECV_FORWARD, Kind.RECV_BACKWARD}:
@@ -188,4 +225,6 @@ def hangs_where_computes_wait(stages: Sequence[Sequence[Action]]) -> list[Action
 
     while any([goes_on(stage) for stage in range(len(stages))]):
         pass
-    return [actions[place] for actions, place in zip(stages, at, strict=True) if place < len(actions)]
+    return [
+        actions[place] for actions, place in zip(stages, at, strict=True) if place < len(actions)
+    ]

@@ -1,8 +1,9 @@
 """A model of parameters only, cut like a transformer over tp and pp.
 
-Its loss is `sum(p * c + p * p / 2)` with given coefficients c per data-parallel rank and step, so the true gradient is
-known without a forward pass. It has every kind of parameter: cut by rows, by columns, three pieces fused in one, a
-padded vocabulary tied between first and last stage, replicated vectors and one with three dimensions.
+Its loss is `sum(p * c + p * p / 2)` with given coefficients c per data-parallel rank and step, so
+the true gradient is known without a forward pass. It has every kind of parameter: cut by rows, by
+columns, three pieces fused in one, a padded vocabulary tied between first and last stage,
+replicated vectors and one with three dimensions.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ FUSED = {
     "norm": (["norm.weight"], None),
     "filter": (["filter.weight"], None),
 }
-"""Local parameters of a layer: what stands in them one after the other, and the dimension cut over tp."""
+"""Local parameters of a layer: what stands in them one after the other, and the dimension cut over
+tp.
+"""
 
 
 def global_shapes() -> dict[str, tuple[int, ...]]:
     """Global shape of every parameter by name."""
-    layers = {f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in LAYER_SHAPES.items()}
+    layers = {
+        f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in LAYER_SHAPES.items()
+    }
     return {"embedding.weight": (VOCABULARY, HIDDEN), **layers}
 
 
@@ -51,7 +56,10 @@ def decayed(name: str) -> bool:
 
 def values(salt: object, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     """Random global tensors, a function of name and salt only."""
-    seeds = {name: torch.Generator().manual_seed(zlib.crc32(f"{name}/{salt}".encode())) for name in global_shapes()}
+    seeds = {
+        name: torch.Generator().manual_seed(zlib.crc32(f"{name}/{salt}".encode()))
+        for name in global_shapes()
+    }
     return {
         name: torch.randn(shape, generator=seeds[name], dtype=torch.float64).to(dtype)
         for name, shape in global_shapes().items()
@@ -59,7 +67,9 @@ def values(salt: object, dtype: torch.dtype = torch.float64) -> dict[str, torch.
 
 
 class Toy(nn.Module):
-    """The parameters of one (tp rank, stage); `of(rank)` in the order in which a model would construct them."""
+    """The parameters of one (tp rank, stage); `of(rank)` in the order in which a model would
+    construct them.
+    """
 
     def __init__(self, tp: int, tp_rank: int, stages: int, stage: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -105,11 +115,15 @@ class Toy(nn.Module):
         self.register_parameter(attribute, attach(nn.Parameter(local), spec))
 
     def loss(self, coefficients: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's part of the loss: parameters with a partial gradient share it with their copies."""
+        """This rank's part of the loss: parameters with a partial gradient share it with their
+        copies.
+        """
         total = torch.zeros((), dtype=self.dtype)
         for parameter in self.parameters():
             partial = spec_of(parameter).partial_over
-            share = (1 / self.tp if "tp" in partial else 1.0) * (0.5 if "embedding" in partial else 1.0)
+            share = (1 / self.tp if "tp" in partial else 1.0) * (
+                0.5 if "embedding" in partial else 1.0
+            )
             c = local_of(parameter, coefficients)
             total = total + (share * (parameter * c + 0.5 * parameter * parameter)).sum()
         return total
@@ -126,4 +140,9 @@ def local_of(parameter: nn.Parameter, whole: Mapping[str, torch.Tensor]) -> torc
 
 def group_of(x: torch.Tensor, weight_decay: float, lr_multiplier: float = 1.0) -> Group:
     """A slice alone, before AdamW's first update."""
-    return Group(weight_decay, lr_multiplier, [x], [{kind: torch.zeros_like(x) for kind in STATE_KINDS["adamw"]}])
+    return Group(
+        weight_decay,
+        lr_multiplier,
+        [x],
+        [{kind: torch.zeros_like(x) for kind in STATE_KINDS["adamw"]}],
+    )

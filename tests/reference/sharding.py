@@ -1,4 +1,6 @@
-"""Reading sharded tensors and parameters back into global ones, for tests that compare with one process."""
+"""Reading sharded tensors and parameters back into global ones, for tests that compare with one
+process.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,19 @@ Pieces = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
 def pieces_of(module: nn.Module, values: Mapping[nn.Parameter, torch.Tensor]) -> Pieces:
     """What this rank holds of each global tensor, from values shaped like its local parameters."""
     return {
-        (piece.name, piece.offsets): (piece.global_shape, piece.of(values[parameter]).detach().clone().numpy())
+        (piece.name, piece.offsets): (
+            piece.global_shape,
+            piece.of(values[parameter]).detach().clone().numpy(),
+        )
         for parameter in module.parameters()
         for piece in spec_of(parameter).pieces
     }
 
 
 def assemble(parts: Iterable[Pieces]) -> dict[str, np.ndarray]:
-    """Global tensors by name. NaN marks elements that a rank does not hold; every element must be held by some rank,
-    and with the same bits by all that hold it (replicated weights, the two copies of a tied embedding).
+    """Global tensors by name. NaN marks elements that a rank does not hold; every element must be
+    held by some rank, and with the same bits by all that hold it (replicated weights, the two
+    copies of a tied embedding).
     """
     whole: dict[str, np.ndarray] = {}
     for pieces in parts:
@@ -42,10 +48,14 @@ def assemble(parts: Iterable[Pieces]) -> dict[str, np.ndarray]:
 
 
 def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's part of the global tensors into a module; rows of no piece get a value that would show."""
+    """Copy this rank's part of the global tensors into a module; rows of no piece get a value that
+    would show.
+    """
     with torch.no_grad():
         for parameter in (*module.parameters(), *module.buffers()):
             parameter.fill_(1e3)
             for piece in spec_of(parameter).pieces:
-                box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
+                box = tuple(
+                    slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True)
+                )
                 piece.of(parameter).copy_(tensors[piece.name][box])

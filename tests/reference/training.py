@@ -34,8 +34,9 @@ SMALL: Values = {
     "adam_eps": 1e-4,
     "clip_grad": 0.5,
 }
-"""A model small enough for every grid. AdamW's epsilon is large: with 1e-8 a gradient near 0 has a sign, not a size,
-and the last bit of a sum would turn into a whole step. The gradients are above the clipping norm.
+"""A model small enough for every grid. AdamW's epsilon is large: with 1e-8 a gradient near 0 has a
+sign, not a size, and the last bit of a sum would turn into a whole step. The gradients are above
+the clipping norm.
 """
 
 GEMMA: Values = {
@@ -72,13 +73,30 @@ MAMBA2: Values = {
     "linear_attention_rule": "mamba2",
 }
 
-MOE: Values = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "moe_layer_freq": "[1,1,0]"}
+MOE: Values = {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 20,
+    "moe_layer_freq": "[1,1,0]",
+}
 """Experts in two layers of three."""
 GPT_OSS: Values = {
-    **{"mlp_activation": "clamped_swiglu", "softmax_type": "learnable", "window_size": 9, "window_attn_skip_freq": "2"},
-    **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias", "moe_router_bias"), True),
+    **{
+        "mlp_activation": "clamped_swiglu",
+        "softmax_type": "learnable",
+        "window_size": 9,
+        "window_attn_skip_freq": "2",
+    },
+    **dict.fromkeys(
+        ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias", "moe_router_bias"), True
+    ),
     **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_positions": 4000},
-    **{**MOE, "moe_layer_freq": "1", "yarn_correction_range_round_to_int": False, "init_method_std": 0.4},
+    **{
+        **MOE,
+        "moe_layer_freq": "1",
+        "yarn_correction_range_round_to_int": False,
+        "init_method_std": 0.4,
+    },
 }
 SIGMOID: Values = {
     **{"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5},
@@ -100,8 +118,11 @@ def config_of(values: Mapping[str, Any], shape: Mapping[str, int]) -> RunConfig:
     return with_values(RunConfig(), {**SMALL, **values, **axes})
 
 
-def step_batches(count: int, seed: int, vocab_size: int = 53, tokens: int = 48) -> list[PackedBatch]:
-    """Packs of different lengths with documents, branches, spans, padding and partial, unequal loss weights.
+def step_batches(
+    count: int, seed: int, vocab_size: int = 53, tokens: int = 48
+) -> list[PackedBatch]:
+    """Packs of different lengths with documents, branches, spans, padding and partial, unequal loss
+    weights.
 
     The fourth of an even seed is padding alone.
     """
@@ -121,23 +142,31 @@ def step_batches(count: int, seed: int, vocab_size: int = 53, tokens: int = 48) 
 
 
 def pieces_of_slices(slices: Iterable[ParameterSlice]) -> Pieces:
-    """Flat slices of local parameters as pieces of global tensors, NaN where this rank's slices hold nothing.
+    """Flat slices of local parameters as pieces of global tensors, NaN where this rank's slices
+    hold nothing.
 
     Padding rows of the vocabulary are in no piece.
     """
     whole: dict[int, tuple[ParameterSlice, torch.Tensor]] = {}
     for part in slices:
-        first, flat = whole.setdefault(id(part.spec), (part, torch.full((math.prod(part.shape),), torch.nan).double()))
+        first, flat = whole.setdefault(
+            id(part.spec), (part, torch.full((math.prod(part.shape),), torch.nan).double())
+        )
         flat[part.start : part.start + part.values.numel()] = part.values
     return {
-        (piece.name, piece.offsets): (piece.global_shape, piece.of(flat.view(part.shape)).numpy().copy())
+        (piece.name, piece.offsets): (
+            piece.global_shape,
+            piece.of(flat.view(part.shape)).numpy().copy(),
+        )
         for part, flat in whole.values()
         for piece in part.spec.pieces
     }
 
 
 def gradient_pieces(model: ParallelModel) -> Pieces:
-    """The summed gradients that this rank's optimizer would use; the ranks of dp x cp hold different ones."""
+    """The summed gradients that this rank's optimizer would use; the ranks of dp x cp hold
+    different ones.
+    """
     return pieces_of_slices(model.parameters.gradient_slices())
 
 
@@ -149,8 +178,8 @@ def parameter_pieces(model: ParallelModel) -> Pieces:
 def train(
     grid: ProcessGrid, config: RunConfig, steps: Sequence[Sequence[PackedBatch]]
 ) -> tuple[list[tuple[float, ...]], list[Pieces], Pieces, float]:
-    """Loss, gradient norm and figures of experts per step, gradients per step, final weights, and the validation loss
-    after the first step.
+    """Loss, gradient norm and figures of experts per step, gradients per step, final weights, and
+    the validation loss after the first step.
 
     What follows it would show old weights in it, and what it leaves behind.
     """

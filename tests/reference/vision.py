@@ -1,4 +1,6 @@
-"""A tiny Molmo2 with its random images: our flags, transformers' native model, and the names of one for the other."""
+"""A tiny Molmo2 with its random images: our flags, transformers' native model, and the names of one
+for the other.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,22 @@ VALUES = flatten(config_of(TINY, {}))
 
 
 def their_model(layers: Sequence[int] = (-1, -3)) -> Any:
-    """transformers' Molmo2 of the sizes of SMALL | TINY, random, with every weight far from its initial value."""
+    """transformers' Molmo2 of the sizes of SMALL | TINY, random, with every weight far from its
+    initial value.
+    """
     import transformers
 
     content = MOLMO2.config({**VALUES, "vision_feature_layers": tuple(layers)})
-    ids = {"image_start_token_id": IMAGE_START, "image_patch_id": IMAGE_PATCH, "image_end_token_id": IMAGE_END}
+    ids = {
+        "image_start_token_id": IMAGE_START,
+        "image_patch_id": IMAGE_PATCH,
+        "image_end_token_id": IMAGE_END,
+    }
     config = transformers.Molmo2Config(**content, **ids)
     torch.manual_seed(0)
-    model = transformers.Molmo2ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+    model = transformers.Molmo2ForConditionalGeneration._from_config(
+        config, attn_implementation="sdpa"
+    )
     with torch.no_grad():  # norms away from 1, biases and positions away from 0, scores away from 0
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
@@ -60,8 +70,8 @@ THEIRS = {link.ours[0].name: link.theirs[0].name for link in MOLMO2.links(VALUES
 def random_units(
     rng: np.random.Generator, crops: Sequence[int], pooled: Sequence[int], window: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Patches `[sum of crops, 16, 48]` float32 and pooling `[sum of pooled, window]`: each unit pools its own patches,
-    some slots are outside, none of the windows is.
+    """Patches `[sum of crops, 16, 48]` float32 and pooling `[sum of pooled, window]`: each unit
+    pools its own patches, some slots are outside, none of the windows is.
     """
     patches = rng.standard_normal((sum(crops), PATCHES, PATCH_DIM)).astype(np.float32)
     parts, first = [], 0
@@ -77,7 +87,9 @@ def random_units(
 def document_with_images(
     crops: Sequence[int] = (3, 1), pooled: Sequence[int] = (5, 4), window: int = 4, seed: int = 0
 ) -> PackedBatch:
-    """One unpacked document: text, and each unit's tokens between a start and an end; they all share one span."""
+    """One unpacked document: text, and each unit's tokens between a start and an end; they all
+    share one span.
+    """
     rng = np.random.default_rng(seed)
     patches, pooling = random_units(rng, crops, pooled, window)
     tokens, seen = [], []

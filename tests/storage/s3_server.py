@@ -32,21 +32,28 @@ class QuietHandler(WSGIRequestHandler):
 
 @dataclass
 class FaultyServer:
-    """An application before which `share` of the requests are refused, cut, or left without an answer."""
+    """An application before which `share` of the requests are refused, cut, or left without an
+    answer.
+    """
 
     application: Callable[..., Iterable[bytes]]
     share: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     faults: Counter[str] = field(default_factory=Counter)
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
         kind = "sound"
         if self.rng.random() < self.share:
             kind = self.rng.choice(["busy", "cut", "gone"])
         self.faults[kind] += 1
         if kind == "busy":
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(_BUSY)))])
+            start_response(
+                "503 Slow Down",
+                [("Content-Type", "application/xml"), ("Content-Length", str(len(_BUSY)))],
+            )
             return [] if environ["REQUEST_METHOD"] == "HEAD" else [_BUSY]
         if kind == "gone":
             environ["werkzeug.socket"].shutdown(2)
@@ -63,7 +70,9 @@ class FaultyServer:
 
 @dataclass
 class S3Server:
-    """A running server: its faults, an empty bucket, and what a client of it has in its environment."""
+    """A running server: its faults, an empty bucket, and what a client of it has in its
+    environment.
+    """
 
     faults: FaultyServer
     bucket: Url
@@ -72,7 +81,9 @@ class S3Server:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """A server with one bucket; this process's clients, and those it starts, find it by botocore's own variables."""
+    """A server with one bucket; this process's clients, and those it starts, find it by botocore's
+    own variables.
+    """
     faults = FaultyServer(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, faults, threaded=True, request_handler=QuietHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -28,7 +28,9 @@ class Busy(OSError):
 
 
 class FlakyStore(MemoryFileSystem):
-    """The same memory under `flaky://`: a share of requests fails, and a share of reads comes short."""
+    """The same memory under `flaky://`: a share of requests fails, and a share of reads comes
+    short.
+    """
 
     protocol = "flaky"
     cachable = False
@@ -78,7 +80,9 @@ fsspec.register_implementation("flaky", FlakyStore, clobber=True)
 
 @contextmanager
 def flaky(share: float, seed: int = 0) -> Iterator[type[FlakyStore]]:
-    """`flaky://` fails that share of its requests meanwhile, and nobody waits before trying again."""
+    """`flaky://` fails that share of its requests meanwhile, and nobody waits before trying
+    again.
+    """
     FlakyStore.share, FlakyStore.rng = share, random.Random(seed)
     FlakyStore.asked.clear()
     FlakyStore.failed.clear()

@@ -1,4 +1,6 @@
-"""The cache of folders: a copy is used while each of its files has its hash, and made again otherwise."""
+"""The cache of folders: a copy is used while each of its files has its hash, and made again
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_folder_is_made_once_and_then_taken_from_the_cache(root: Path) -> None:
@@ -88,7 +94,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no hashes": lambda kept: (kept / "sha256.json").unlink(),
     "hashes of nothing": lambda kept: (kept / "sha256.json").write_text("{}"),
     "hashes are no object": lambda kept: (kept / "sha256.json").write_text("[1"),
-    "an older cache": lambda kept: [shutil.rmtree(kept), kept.mkdir(), (kept / "a.json").write_text("{}")],
+    "an older cache": lambda kept: [
+        shutil.rmtree(kept),
+        kept.mkdir(),
+        (kept / "a.json").write_text("{}"),
+    ],
     "an empty folder": _replaced(Path.mkdir),
     "a file in its place": _replaced(Path.touch),
     "a dead link in its place": _replaced(lambda kept: kept.symlink_to("nowhere")),
@@ -128,7 +138,9 @@ def test_a_folder_that_cannot_be_made_is_not_kept(root: Path) -> None:
     assert list((root / "folders").iterdir()) == []
 
 
-def test_files_are_on_disk_before_the_folder_gets_its_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_on_disk_before_the_folder_gets_its_name(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -165,5 +177,7 @@ def test_processes_that_make_a_folder_at_once_all_get_it(root: Path) -> None:
     for thread in threads:
         thread.join(20)
     assert found == [CONTENT] * 4
-    assert json.loads((root / "folders" / "key" / "sha256.json").read_text()).keys() == CONTENT.keys()
+    assert (
+        json.loads((root / "folders" / "key" / "sha256.json").read_text()).keys() == CONTENT.keys()
+    )
     assert [path.name for path in (root / "folders").iterdir()] == ["key"]

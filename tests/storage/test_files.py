@@ -1,4 +1,6 @@
-"""Files that are none, links, sizes, JSON without an end, and locks: every one has an answer at once."""
+"""Files that are none, links, sizes, JSON without an end, and locks: every one has an answer at
+once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def odd_file(kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a directory", "a device"])
-def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(
+    tmp_path: Path, kind: str
+) -> None:
     odd_file(kind, tmp_path / "x")
     for read in (files.open_regular, files.read_regular, files.read_json, files.sha256_of):
         with pytest.raises(ValueError, match=f"x is {kind}, no regular file"):
@@ -62,7 +66,9 @@ def test_a_file_of_another_machine_may_be_seen_late_but_not_forever(tmp_path: Pa
         files.seen(lambda: files.read_json(tmp_path / "never"), seconds=0.2)
 
 
-def test_an_atomic_write_never_shows_or_leaves_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_atomic_write_never_shows_or_leaves_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "m.json"
     files.write_atomically(path, b"older")
     with open(path, "rb") as reader:  # a file rewritten in place would change under a reader

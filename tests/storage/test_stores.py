@@ -1,4 +1,6 @@
-"""Servers on this machine: what is read and written there, what is tried again, and what cannot be read."""
+"""Servers on this machine: what is read and written there, what is tried again, and what cannot be
+read.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_a_store_that_fails_every_third_request_gives_the_same_bytes() -> None:
     assert (url / "3").content(1 << 20) == data
 
 
-@pytest.mark.parametrize(("error", "times"), [(PermissionError("no"), 1), (ConnectionResetError("cut"), 6)])
+@pytest.mark.parametrize(
+    ("error", "times"), [(PermissionError("no"), 1), (ConnectionResetError("cut"), 6)]
+)
 def test_what_passes_is_tried_six_times_and_all_else_once(
     monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
 ) -> None:
@@ -69,7 +73,9 @@ def test_what_passes_is_tried_six_times_and_all_else_once(
 
 
 @pytest.mark.slow
-def test_a_store_that_accepts_and_closes_connections_ends_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_accepts_and_closes_connections_ends_within_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def close_all() -> None:
@@ -126,19 +132,27 @@ def web(tmp_path: Path) -> Iterator[tuple[Url, FaultyServer]]:
 def test_a_file_is_read_by_ranges(web: tuple[Url, FaultyServer], tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(DATA)
     url = web[0] / "ranges" / "a.bin"
-    assert (url.size(), url.read(1000, 300), url.content(1 << 20)) == (len(DATA), DATA[1000:1300], DATA)
+    assert (url.size(), url.read(1000, 300), url.content(1 << 20)) == (
+        len(DATA),
+        DATA[1000:1300],
+        DATA,
+    )
     assert "ETag" in url.version() or "mtime" in url.version() or url.version() == ""
     with open_stream(url) as stream:
         stream.seek(-3, 2)
         assert stream.read() == DATA[-3:]
 
 
-def test_a_dataset_is_read_from_a_failing_web_server(web: tuple[Url, FaultyServer], tmp_path: Path) -> None:
+def test_a_dataset_is_read_from_a_failing_web_server(
+    web: tuple[Url, FaultyServer], tmp_path: Path
+) -> None:
     write_dataset(tmp_path / "data", [random_packs(np.random.default_rng(0), 12)])
     web[1].share = 0.05
     there = PackedDataset(web[0] / "ranges" / "data", DataCache(tmp_path / "cache"))
     here = PackedDataset(tmp_path / "data")
-    assert [there.pack(i).tokens.tolist() for i in range(12)] == [here.pack(i).tokens.tolist() for i in range(12)]
+    assert [there.pack(i).tokens.tolist() for i in range(12)] == [
+        here.pack(i).tokens.tolist() for i in range(12)
+    ]
 
 
 def test_what_is_not_there_and_what_has_no_ranges_or_sizes_is_told(
@@ -207,7 +221,10 @@ def test_a_server_that_fails_one_request_in_twenty_and_cuts_connections_gives_th
     def round_trip(number: int) -> bool:
         url = folder / f"{number}"
         url.upload(tmp_path / "a")
-        return url.content(1 << 20) == LARGE[:100_000] and url.read(50_000, 1000) == LARGE[50_000:51_000]
+        return (
+            url.content(1 << 20) == LARGE[:100_000]
+            and url.read(50_000, 1000) == LARGE[50_000:51_000]
+        )
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(round_trip, range(80)))
@@ -245,7 +262,9 @@ def test_what_is_written_at_a_place_is_read_back(place) -> None:
 
 
 def test_a_stream_states_its_size_and_hash(place) -> None:
-    stated = write_stream(place / "a", lambda out: [out.write(SMALL[:1000]), out.write(SMALL[1000:])] and None)
+    stated = write_stream(
+        place / "a", lambda out: [out.write(SMALL[:1000]), out.write(SMALL[1000:])] and None
+    )
     assert stated == digest_of(place / "a") == (len(SMALL), hashlib.sha256(SMALL).hexdigest())
 
 
@@ -279,7 +298,11 @@ def test_patterns_name_the_files_that_fit(place) -> None:
 
 @pytest.mark.parametrize(
     ("path", "suffix"),
-    [("a/b.jsonl.gz", ".gz"), ("s3://b/c.tar", ".tar"), ("https://h/x.parquet?download=true", ".parquet")],
+    [
+        ("a/b.jsonl.gz", ".gz"),
+        ("s3://b/c.tar", ".tar"),
+        ("https://h/x.parquet?download=true", ".parquet"),
+    ],
 )
 def test_a_query_is_no_part_of_a_suffix(path: str, suffix: str) -> None:
     assert suffix_of(path) == suffix
@@ -296,7 +319,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="gs://b/c: .*gcsfs"):
         Url("gs://b/c").info()
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ValueError, match=r"URLs need the package fsspec: pip install 'megacp\[store\]'"):
+    with pytest.raises(
+        ValueError, match=r"URLs need the package fsspec: pip install 'megacp\[store\]'"
+    ):
         Url("s3://b/c").info()
 
 

@@ -41,7 +41,9 @@ def test_a_server_that_sends_a_byte_at_a_time_is_left(
 ) -> None:
     begin = time.monotonic()
     reading = READS[read] if name == "drip" else lambda url: url.content(1 << 41)
-    with pytest.raises(UnreachableError, match=rf"/{name}: \d+ bytes came in \d s, which is too slow"):
+    with pytest.raises(
+        UnreachableError, match=rf"/{name}: \d+ bytes came in \d s, which is too slow"
+    ):
         reading(Url(f"{server.url}/{name}"))
     assert time.monotonic() - begin < 3
 
@@ -68,18 +70,24 @@ def test_a_fast_answer_may_take_longer_than_the_bound(
 @pytest.mark.parametrize("read", READS)
 def test_a_body_without_an_end_is_left_at_its_bound(server: Server, name: str, read: str) -> None:
     before = server.sent
-    with pytest.raises(ValueError, match=r"has more than 1,048,576 bytes|bytes where 1048576 were asked for"):
+    with pytest.raises(
+        ValueError, match=r"has more than 1,048,576 bytes|bytes where 1048576 were asked for"
+    ):
         READS[read](Url(f"{server.url}/{name}"))
     assert server.sent - before < 64 << 20  # what the sockets hold, too
 
 
-def test_an_index_page_without_an_end_is_left_at_its_bound(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_page_without_an_end_is_left_at_its_bound(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(url_module, "_PAGE_BYTES", 1 << 20)
     with pytest.raises(ValueError, match="has more than 1,048,576 bytes, the most of such a page"):
         expanded(f"{server.url}/index/*.jsonl")
 
 
-def test_a_store_that_does_not_answer_is_left(half_a_second: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_left(
+    half_a_second: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = under_flaky(memory()) / "a"
     place.write(b"12345")
     begin = time.monotonic()

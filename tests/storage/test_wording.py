@@ -25,7 +25,10 @@ STEERING = "\x1b[2J\x07\x08\r\x9b31m\x7f\x00\u202e\u2066\u2028"
 
 def steers(text: str) -> bool:
     """Whether a text holds a character that a terminal acts on, beyond newline and tab."""
-    return any(ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2066\u2028" for c in text)
+    return any(
+        ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2066\u2028"
+        for c in text
+    )
 
 
 def test_what_steers_a_terminal_is_shown_escaped() -> None:
@@ -35,7 +38,8 @@ def test_what_steers_a_terminal_is_shown_escaped() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["数据/模型.json", "émile 👩‍👩‍👧 🏴󠁧󠁢󠁥󠁮󠁧󠁿", "שלום עולם", "مرحبا", "two\nlines\tand a tab", r"C:\new"]
+    "text",
+    ["数据/模型.json", "émile 👩‍👩‍👧 🏴󠁧󠁢󠁥󠁮󠁧󠁿", "שלום עולם", "مرحبا", "two\nlines\tand a tab", r"C:\new"],
 )
 def test_every_language_and_new_lines_stay(text: str) -> None:
     assert escaped(text) == for_terminal(text) == text
@@ -44,7 +48,11 @@ def test_every_language_and_new_lines_stay(text: str) -> None:
 def test_a_long_name_is_cut_in_its_middle() -> None:
     name = "model." + "a" * 10_000_000 + ".weight"
     shown = for_terminal(f"error: {name} is missing")
-    assert len(shown) < 1000 and shown.startswith("error: model.aaa") and shown.endswith("a.weight is missing")
+    assert (
+        len(shown) < 1000
+        and shown.startswith("error: model.aaa")
+        and shown.endswith("a.weight is missing")
+    )
     assert "(10,000,013 characters)" in shown
     assert len(for_terminal("a b " * 1_000_000)) < 9000, "a name with blanks is a long line"
     assert len(for_terminal("line\n" * 1_000_000)) < 100_000
@@ -65,7 +73,12 @@ def test_errors_lines_and_results_are_escaped(capsys: pytest.CaptureFixture[str]
 def tensors(folder: Path) -> list[str]:
     """A folder of a model whose tensors have such names."""
     folder.mkdir()
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8}
     (folder / "config.json").write_text(json.dumps({**kind, **sizes, "max_position_embeddings": 8}))
     names = (f"model.{STEERING}", "model." + "a" * 2_000_000)
@@ -91,14 +104,22 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], Callable[[Path], list[str]
     "a flag": (preprocess.main, lambda folder: ["build", *BUILD, f"--{NAMED}"]),
     "verify": (preprocess.main, lambda folder: ["verify", str(folder / NAMED)]),
     "converter": (convert_command.main, lambda folder: tensors(folder / "hf")),
-    "generate": (generate_command.main, lambda folder: ["--checkpoint", str(folder / NAMED), "--prompt", "a"]),
-    "plot": (plot.main, lambda folder: ["--log", str(folder / NAMED), "--output", str(folder / "a.png")]),
+    "generate": (
+        generate_command.main,
+        lambda folder: ["--checkpoint", str(folder / NAMED), "--prompt", "a"],
+    ),
+    "plot": (
+        plot.main,
+        lambda folder: ["--log", str(folder / NAMED), "--output", str(folder / "a.png")],
+    ),
     "parity": (parity.main, lambda folder: ["--world-size", "2", "--config", str(folder / NAMED)]),
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_prints_what_steers_a_terminal(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_what_steers_a_terminal(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run, flags = COMMANDS[name]
     try:
         assert run(flags(tmp_path)) in (1, 2)
@@ -110,18 +131,25 @@ def test_no_command_prints_what_steers_a_terminal(name: str, tmp_path: Path, cap
     assert r"\x1b[2J" in said and "Traceback" not in said
 
 
-def test_a_record_cannot_steer_the_terminal_of_a_build(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_record_cannot_steer_the_terminal_of_a_build(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     key = f"{STEERING}{'k' * 1_000_000}"
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", key: 1}) + "\n")
     flags = ["--tokenizer", "byte", "--seq-length", "8", "--workers", "1"]
     assert (
-        preprocess.main(["build", "--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "d"), *flags]) == 2
+        preprocess.main(
+            ["build", "--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "d"), *flags]
+        )
+        == 2
     )
     err = capfd.readouterr().err
     assert r"\x1b[2J" in err and not steers(err) and len(err) < 10_000
 
 
-def test_a_file_name_that_is_no_text_is_shown(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_name_that_is_no_text_is_shown(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     name = os.fsdecode(b"caf\xe9.png")
     assert plot.main(["--log", str(tmp_path / name), "--output", str(tmp_path / "a.png")]) == 2
     assert r"caf\udce9.png" in capfd.readouterr().err

@@ -14,7 +14,9 @@ PLAIN = b'{"text": "a word"}\n'
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by the last part of the path: `plain`, `drip`, `slow_headers`, `index`; else without an end."""
+    """Answers by the last part of the path: `plain`, `drip`, `slow_headers`, `index`; else without
+    an end.
+    """
 
     server: Server
 

@@ -1,4 +1,6 @@
-"""A trainer that computes nothing: it speaks the protocol of tools/peers/stepping.py, and fails where it is told to."""
+"""A trainer that computes nothing: it speaks the protocol of tools/peers/stepping.py, and fails
+where it is told to.
+"""
 
 from __future__ import annotations
 
@@ -37,4 +39,6 @@ for line in sys.stdin:
     if options.get("fails") == "hang":
         time.sleep(600)
     loss = None if arguments.rank == 0 and work["world_size"] > 1 else 5.0 - step
-    answer(wall=1.0 + arguments.rank, cpu=0.5, tokens=int(tokens[step].size), loss=loss, memory=1 << 20)
+    answer(
+        wall=1.0 + arguments.rank, cpu=0.5, tokens=int(tokens[step].size), loss=loss, memory=1 << 20
+    )

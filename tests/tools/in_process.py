@@ -1,4 +1,6 @@
-"""A command in the process of its test: what a subprocess would answer, without the seconds that one needs to start."""
+"""A command in the process of its test: what a subprocess would answer, without the seconds that
+one needs to start.
+"""
 
 from __future__ import annotations
 

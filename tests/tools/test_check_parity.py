@@ -28,9 +28,20 @@ from megacp.verify.gpu_report import Finding
 from megacp.verify.parity import Box, StepTrace, compare, largest_difference, train_rank
 
 ROOT = Path(__file__).resolve().parents[2]
-TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"
+TP, CP, PP = (
+    "--tensor-model-parallel-size",
+    "--context-parallel-size",
+    "--pipeline-model-parallel-size",
+)
 SMALL = ["--num-layers", "2", "--steps", "2", "--seq-length", "32", "--timeout", "120"]
-EXPERTS = ["--model", "tiny_moe", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.3"]
+EXPERTS = [
+    "--model",
+    "tiny_moe",
+    "--expert-model-parallel-size",
+    "2",
+    "--moe-aux-loss-coeff",
+    "0.3",
+]
 DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-layout", "balanced"]
 
 
@@ -44,15 +55,30 @@ DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-
         ["--nproc", "4", PP, "2", "--mask", "image", *DYNAMIC],
         [TP, "2", CP, "2", PP, "2", "--mask", "branches", "--model", "tiny_llama"],
         [CP, "2", "--cp-comm-type", "auto", "--cp-layout", "auto"],
-        [CP, "2", "--mask", "tree", "--model", "tiny_gemma3", "--window-size", "7", "--window-attn-skip-freq", "2"],
+        [
+            CP,
+            "2",
+            "--mask",
+            "tree",
+            "--model",
+            "tiny_gemma3",
+            "--window-size",
+            "7",
+            "--window-attn-skip-freq",
+            "2",
+        ],
     ],
     ids=" ".join,
 )
 def test_grids_are_the_same_as_one_process(flags: list[str], capsys: pytest.CaptureFixture) -> None:
-    """Every mask and what the golden gradients leave out: rows of several packs and degrees that change."""
+    """Every mask and what the golden gradients leave out: rows of several packs and degrees that
+    change.
+    """
     assert tool.main([*SMALL, *flags]) == 0
     out = capsys.readouterr().out
-    assert "THE SAME: within 1e-10 (float64" in out and ("context parallelism: " in out) == ("auto" in flags)
+    assert "THE SAME: within 1e-10 (float64" in out and ("context parallelism: " in out) == (
+        "auto" in flags
+    )
 
 
 def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
@@ -73,7 +99,12 @@ def raises(rank: int, world_size: int, *args: Any) -> None:
 @pytest.mark.parametrize(
     ("faulty", "flags", "status", "words"),
     [
-        (lost_norm_gradient, [TP, "2", "--steps", "1"], 1, ["DIFFERENT", "step 1: the gradient of", "norm.weight"]),
+        (
+            lost_norm_gradient,
+            [TP, "2", "--steps", "1"],
+            1,
+            ["DIFFERENT", "step 1: the gradient of", "norm.weight"],
+        ),
         (raises, [TP, "2"], 3, ["rank 1 failed:\nTraceback (most recent call last)"]),
     ],
 )
@@ -85,10 +116,16 @@ def test_a_fault_in_the_ranks_is_found_and_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """A tool that always says yes, and a parent that waits for ever or hides the first traceback."""
+    """A tool that always says yes, and a parent that waits for ever or hides the first
+    traceback.
+    """
 
-    def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float) -> list[Any]:
-        return spawn.run_ranks(faulty if world_size > 1 else function, world_size, *args, timeout=timeout)
+    def run_ranks(
+        function: Callable[..., Any], world_size: int, *args: Any, timeout: float
+    ) -> list[Any]:
+        return spawn.run_ranks(
+            faulty if world_size > 1 else function, world_size, *args, timeout=timeout
+        )
 
     monkeypatch.setattr(tool, "run_ranks", run_ranks)
     assert tool.main([*SMALL, *flags]) == status
@@ -102,7 +139,10 @@ def test_a_fault_in_the_ranks_is_found_and_told(
         ([TP, "3", "--num-attention-heads", "8"], "--num-attention-heads 8"),
         (["--nproc", "3", TP, "2"], "a world of 3 ranks"),
         (["--hidden-sise", "32"], "did you mean --hidden-size?"),
-        (["--num-layers", "4", "--hidden-size", "1024", "--vocab-size", "50000"], "--model tiny_llm"),
+        (
+            ["--num-layers", "4", "--hidden-size", "1024", "--vocab-size", "50000"],
+            "--model tiny_llm",
+        ),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml"),
         (["--data-path", "/no/such/folder"], "--data-path /no/such/folder"),
         (["--data-path", "/no/such/folder", "--mask", "mixed"], "--data-path and --mask mixed"),
@@ -127,7 +167,12 @@ def test_a_config_of_a_user_keeps_its_layout_and_tells_what_was_made_smaller(
     assert tool.main(["--config", str(path), "--steps", "1", "--seq-length", "64"]) == 0
     out = capsys.readouterr().out
     for text in (
-        *("cp 2", "contiguous", "not those of --data-path /data/on/the/cluster", "--vocab-size 211"),
+        *(
+            "cp 2",
+            "contiguous",
+            "not those of --data-path /data/on/the/cluster",
+            "--vocab-size 211",
+        ),
         *("--dtype float64 instead of bfloat16", "--global-batch-size 2 instead of 64"),
     ):
         assert text in out
@@ -135,7 +180,9 @@ def test_a_config_of_a_user_keeps_its_layout_and_tells_what_was_made_smaller(
 
 
 @pytest.mark.slow
-def test_stored_packs_are_taken_when_they_are_named(packed_dataset: Path, capsys: pytest.CaptureFixture) -> None:
+def test_stored_packs_are_taken_when_they_are_named(
+    packed_dataset: Path, capsys: pytest.CaptureFixture
+) -> None:
     data = ["--data-path", str(packed_dataset), "--seq-length", "64"]
     assert tool.main(["--num-layers", "2", "--steps", "1", CP, "2", *data]) == 0
     assert f"packs of {packed_dataset}" in capsys.readouterr().out
@@ -144,8 +191,12 @@ def test_stored_packs_are_taken_when_they_are_named(packed_dataset: Path, capsys
 def test_a_fault_of_the_update_is_found_whatever_the_schedule(tmp_path: Path) -> None:
     """Beside the parameters an update during the warm-up is less than rounding."""
     path = tmp_path / "run.yaml"
-    path.write_text("lr: 2.0e-5\nlr_warmup_iters: 200\ntrain_iters: 10000\nvision_lr_multiplier: 0.5\n")
-    own, rest = tool._arguments(["--config", str(path), "--model", "tiny_vlm", "--seq-length", "32", "--lr", "2e-5"])
+    path.write_text(
+        "lr: 2.0e-5\nlr_warmup_iters: 200\ntrain_iters: 10000\nvision_lr_multiplier: 0.5\n"
+    )
+    own, rest = tool._arguments(
+        ["--config", str(path), "--model", "tiny_vlm", "--seq-length", "32", "--lr", "2e-5"]
+    )
     setup = tool.setup_of(own, rest)
     assert "--lr-warmup-iters 0 instead of 200" in setup.notes
     right = train_rank(0, 1, setup.reference, setup.rules, 1)
@@ -163,7 +214,13 @@ def test_a_fault_of_the_update_is_found_whatever_the_schedule(tmp_path: Path) ->
 
 
 def test_a_changed_missing_or_unknown_element_is_a_difference() -> None:
-    sizes = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "vocab_size": 31, "num_attention_heads": 2}
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "ffn_hidden_size": 16,
+        "vocab_size": 31,
+        "num_attention_heads": 2,
+    }
     config = with_values(RunConfig(), {**sizes, "seq_length": 16, "global_batch_size": 2})
     (trace,) = train_rank(0, 1, config, MockRules(31, 16, ragged=True), 1)
     assert set(compare([trace], [[trace]])[0].differences.values()) == {0.0}
@@ -173,7 +230,9 @@ def test_a_changed_missing_or_unknown_element_is_a_difference() -> None:
     changed.reshape(-1)[-1] += 1e-3 * float(np.abs(first.values).max())
 
     def difference(values: np.ndarray) -> tuple[str, float]:
-        return largest_difference(full, [[Box(first.name, first.global_shape, first.offsets, values), *rest]])
+        return largest_difference(
+            full, [[Box(first.name, first.global_shape, first.offsets, values), *rest]]
+        )
 
     assert difference(changed) == (first.name, pytest.approx(1e-3, rel=1e-3))
     assert difference(np.full_like(changed, np.nan))[1] == math.inf
@@ -192,7 +251,9 @@ def test_a_dry_run_names_every_part_and_measures_nothing(
     monkeypatch.setattr(gpu_report, "run_part", None)
     assert main(["--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("float64", "8192", "32768", "Transformer Engine", "2, 4 ranks"))
+    assert all(
+        word in text for word in ("float64", "8192", "32768", "Transformer Engine", "2, 4 ranks")
+    )
 
 
 def test_a_torch_that_cannot_compile_the_backward_of_attention_is_refused_on_cuda(
@@ -233,7 +294,9 @@ def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tmp_path: Path) 
     assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert len(report["parts"]) == 8 and all(part["results"] and not part["error"] for part in report["parts"])
+    assert len(report["parts"]) == 8 and all(
+        part["results"] and not part["error"] for part in report["parts"]
+    )
     text = (tmp_path / "report.md").read_text()
     assert "tokens/s" in text and text.count("| ok |") == 7 and text.count("| skipped |") == 9
 
@@ -248,18 +311,26 @@ def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_
         raise SystemExit("the machine ends the command")
 
     good = Finding("good", 0.0, 1.0, "exact")
-    monkeypatch.setattr(gpu_report, "parts", lambda device: {"one": broken, "two": lambda: [good], "three": ended})
+    monkeypatch.setattr(
+        gpu_report, "parts", lambda device: {"one": broken, "two": lambda: [good], "three": ended}
+    )
     with pytest.raises(SystemExit):
         main(["--device", "cpu", "--output", str(tmp_path)])
     assert len(json.loads((tmp_path / "report.json").read_text())["parts"]) == 2
     text = (tmp_path / "report.md").read_text()
-    assert "| one | OutOfMemoryError: too large | | not finished |" in text and "| good | 0.00e+00 |" in text
-    assert main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "-1", "--overwrite"]) == 1
+    assert (
+        "| one | OutOfMemoryError: too large | | not finished |" in text
+        and "| good | 0.00e+00 |" in text
+    )
+    assert (
+        main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "-1", "--overwrite"]) == 1
+    )
     assert (tmp_path / "report.md").read_text().count("left out") == 3
 
 
 @pytest.mark.parametrize(
-    ("difference", "verdict"), [(None, "skipped"), (0.1, "FAILED"), (0.01, "ok"), (math.nan, "FAILED")]
+    ("difference", "verdict"),
+    [(None, "skipped"), (0.1, "FAILED"), (0.01, "ok"), (math.nan, "FAILED")],
 )
 def test_a_difference_is_judged_by_what_is_allowed(difference: float | None, verdict: str) -> None:
     assert Finding("x", difference, 0.05, "").verdict == verdict

@@ -1,4 +1,6 @@
-"""--verify sees one flipped bit; what surrounds the weights comes back; what is refused leaves nothing."""
+"""--verify sees one flipped bit; what surrounds the weights comes back; what is refused leaves
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ pytest.importorskip("safetensors", reason="safetensors is not installed (extra: 
 FLIPPED = {
     "llama 2": ("embed_tokens.weight", 96, "embedding.weight has other bits"),
     "qwen3": ("2.self_attn.q_norm.weight", 3, "layers.2.attention.q_norm.weight has other bits"),
-    "molmo2 native": ("positional_embedding", 15, "vision.position_embedding.weight has other bits"),
+    "molmo2 native": (
+        "positional_embedding",
+        15,
+        "vision.position_embedding.weight has other bits",
+    ),
 }
 
 
@@ -57,7 +63,9 @@ def test_verify_sees_one_flipped_bit_and_keeps_no_folder(
 
 
 @pytest.mark.slow
-def test_an_export_keeps_the_length_that_the_model_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_keeps_the_length_that_the_model_is_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Not the length of the rows that it was tuned on, unless nothing says another."""
     from megacp.train import main as train
 
@@ -65,14 +73,28 @@ def test_an_export_keeps_the_length_that_the_model_is_for(tmp_path: Path, capsys
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
     base = read_checkpoint(tmp_path / "b", single_axis("world"))
     assert base.config.model.max_position_embeddings == 256
-    given, config = ["--config", str(base.folder / "config.yaml")], (base.folder / "config.yaml").read_text()
-    flags = ["--global-batch-size", "1", "--train-iters", "1", "--seq-length", "32", "--load", str(tmp_path / "b")]
+    given, config = (
+        ["--config", str(base.folder / "config.yaml")],
+        (base.folder / "config.yaml").read_text(),
+    )
+    flags = [
+        "--global-batch-size",
+        "1",
+        "--train-iters",
+        "1",
+        "--seq-length",
+        "32",
+        "--load",
+        str(tmp_path / "b"),
+    ]
     flags += ["--lr", "0.001", "--finetune"]
     assert train([*given, *flags, "--save", str(tmp_path / "run")]) == 0
     assert convert("megacp", "hf", tmp_path / "run", tmp_path / "c", "--verify") == 0
     assert read(tmp_path / "c" / "config.json")["max_position_embeddings"] == 256
     given[1] = str(tmp_path / "without.yaml")
-    Path(given[1]).write_text(config.replace("max_position_embeddings: 256", "max_position_embeddings: null"))
+    Path(given[1]).write_text(
+        config.replace("max_position_embeddings: 256", "max_position_embeddings: null")
+    )
     assert train([*given, *flags, "--save", str(tmp_path / "lost")]) == 2
     assert "--max-position-embeddings" in capsys.readouterr().err
     saved_on_grid(0, 1, {}, {"dtype": "float32", "seq_length": 96}, str(tmp_path / "rows"), None)
@@ -80,14 +102,22 @@ def test_an_export_keeps_the_length_that_the_model_is_for(tmp_path: Path, capsys
     assert read(tmp_path / "d" / "config.json")["max_position_embeddings"] == 96
 
 
-GENERATION = {"bos_token_id": 0, "eos_token_id": [1, 2], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+GENERATION = {
+    "bos_token_id": 0,
+    "eos_token_id": [1, 2],
+    "temperature": 0.6,
+    "top_p": 0.9,
+    "do_sample": True,
+}
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama 2", "qwen3", "molmo2 released"])
 @pytest.mark.parametrize("there", [True, False])
-def test_generation_settings_and_special_ids_come_back(name: str, there: bool, tmp_path: Path) -> None:
+def test_generation_settings_and_special_ids_come_back(
+    name: str, there: bool, tmp_path: Path
+) -> None:
     model = save(name, tmp_path / "a")
     config = read(tmp_path / "a" / "config.json")
     if "molmo2" not in name:
@@ -103,7 +133,11 @@ def test_generation_settings_and_special_ids_come_back(name: str, there: bool, t
     known = {key: config[key] for key in SPECIAL if config.get(key) is not None}
     assert {key: read(tmp_path / "c" / "config.json")[key] for key in known} == known
     generation = read(tmp_path / "c" / "generation_config.json")
-    assert generation == {**GENERATION, "pad_token_id": 5} if there else known.items() <= generation.items()
+    assert (
+        generation == {**GENERATION, "pad_token_id": 5}
+        if there
+        else known.items() <= generation.items()
+    )
     loaded = type(model).from_pretrained(tmp_path / "c")
     assert not there or loaded.generation_config.eos_token_id == [1, 2]
 
@@ -112,7 +146,13 @@ def test_stale_weights_of_other_formats_are_not_copied(tmp_path: Path) -> None:
     """A library may prefer the weights of the model before to those that were written."""
     save("llama 2", tmp_path / "a")
     (tmp_path / "a" / "generation_config.json").unlink()
-    for name in ("tf_model.h5", "model.onnx", "last.ckpt", "other.safetensors.index.json", "LICENSE"):
+    for name in (
+        "tf_model.h5",
+        "model.onnx",
+        "last.ckpt",
+        "other.safetensors.index.json",
+        "LICENSE",
+    ):
         (tmp_path / "a" / name).write_text("")
     assert convert("hf", "hf", tmp_path / "a", tmp_path / "b") == 0
     names = {"LICENSE", "config.json", "generation_config.json", "model.safetensors"}
@@ -124,7 +164,9 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`theirs`, a Hugging Face folder, `ours`, what it became, `cut`, a checkpoint without its end, and others."""
+    """`theirs`, a Hugging Face folder, `ours`, what it became, `cut`, a checkpoint without its end,
+    and others.
+    """
     folder = tmp_path_factory.mktemp("refusals")
     save("llama 2", folder / "theirs")
     assert convert("hf", "megacp", folder / "theirs", folder / "ours") == 0
@@ -165,7 +207,11 @@ def test_an_input_of_another_kind_is_named_with_its_flag(
 ) -> None:
     given = next(folders.glob(path), folders / path)
     error = refusal(capsys, source, "hf", given, tmp_path / "x")
-    assert error.startswith(f"error: --input {given}: ") and hint in error and list(tmp_path.iterdir()) == []
+    assert (
+        error.startswith(f"error: --input {given}: ")
+        and hint in error
+        and list(tmp_path.iterdir()) == []
+    )
 
 
 @pytest.mark.parametrize("flags", [("--layout", "released")])
@@ -176,8 +222,12 @@ def test_flags_that_do_not_fit_the_input_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("output", ["theirs", "file", "link", "file/x", "file/y/x", "/proc/nowhere/x", "x" * 300])
-def test_an_output_that_cannot_be_is_named_with_its_flag(output: str, folders: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    "output", ["theirs", "file", "link", "file/x", "file/y/x", "/proc/nowhere/x", "x" * 300]
+)
+def test_an_output_that_cannot_be_is_named_with_its_flag(
+    output: str, folders: Path, capsys: Capture
+) -> None:
     before = sorted(path.name for path in folders.iterdir())
     error = refusal(capsys, "hf", "hf", folders / "theirs", folders / output)
     assert error.startswith(f"error: --output {folders / output} ")

@@ -17,7 +17,9 @@ from megacp.train import main as train
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.packs.builds import run as build
 
-SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 256 "
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 256 "
+)
 SIZES += "--global-batch-size 1 --train-iters 1 "
 VISION = "--untie-embeddings-and-output-weights --additional-vocab-size 8 --vision-num-layers 2 "
 VISION += "--vision-hidden-size 16 --vision-ffn-hidden-size 24 --vision-num-attention-heads 2 --vision-patch-size 4 "
@@ -25,7 +27,10 @@ VISION += "--vision-image-size 16 --vision-feature-layers -1 -2 "
 
 
 def question(file: str, answer: str) -> dict[str, Any]:
-    user = {"role": "user", "content": [{"type": "image", "path": file}, {"type": "text", "text": "what?"}]}
+    user = {
+        "role": "user",
+        "content": [{"type": "image", "path": file}, {"type": "text", "text": "what?"}],
+    }
     return {"id": file, "messages": [user, {"role": "assistant", "content": answer}]}
 
 
@@ -37,22 +42,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.png").write_bytes(encoded(noise(16, 16, ord(name))))
     lines = [json.dumps(question(f"{name}.png", f"it is {name}")) + "\n" for name in ("a", "b")]
     (folder / "records.jsonl").write_text("".join(lines))
-    build([folder / "records.jsonl"], folder / "packed", image_rules=TINY, image_root=str(folder), seq_length=256)
+    build(
+        [folder / "records.jsonl"],
+        folder / "packed",
+        image_rules=TINY,
+        image_root=str(folder),
+        seq_length=256,
+    )
     (folder / "text.jsonl").write_text('{"text": "some words"}\n')
     build([folder / "text.jsonl"], folder / "text", seq_length=256)
     for name, data, more in (("seeing", "packed", VISION), ("reading", "text", "")):
-        assert train(f"{SIZES} {more} --data-path {folder / data} --save {folder / name}".split()) == 0
+        assert (
+            train(f"{SIZES} {more} --data-path {folder / data} --save {folder / name}".split()) == 0
+        )
     return folder
 
 
 def asked(folder: Path, checkpoint: str, *more: object) -> int:
-    words = ("--checkpoint", folder / checkpoint, "--tokenizer", "byte", "--max-new-tokens", 3, *more)
+    words = (
+        "--checkpoint",
+        folder / checkpoint,
+        "--tokenizer",
+        "byte",
+        "--max-new-tokens",
+        3,
+        *more,
+    )
     return generate.main(list(map(str, words)))
 
 
 @pytest.mark.slow
 def test_prompts_are_continued_behind_images_and_videos_in_the_order_of_their_flags(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[list[int]] = []
     answer = Generator.answer
@@ -70,7 +94,9 @@ def test_prompts_are_continued_behind_images_and_videos_in_the_order_of_their_fl
         assert asked(folder, "seeing", *texts, *media) == 0
     said = capsys.readouterr().out
     assert said.count("after step 1\n--- 'one'\n") == said.count("--- 'two'\n") == 4
-    assert said.count("--- 'one'\none") == 1  # what learned texts continues it, what learned messages answers it
+    assert (
+        said.count("--- 'one'\none") == 1
+    )  # what learned texts continues it, what learned messages answers it
     media = ([], [-1, -1], [*range(8), -1], [-1, *range(8)])
     assert seen == [frames for frames in media for _ in texts[::2]]
 
@@ -78,7 +104,9 @@ def test_prompts_are_continued_behind_images_and_videos_in_the_order_of_their_fl
 def test_records_are_answered_in_their_order_beside_what_was_expected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A byte order mark may stand before them, and a record without an `id` has its line's number."""
+    """A byte order mark may stand before them, and a record without an `id` has its line's
+    number.
+    """
     out = tmp_path / "new" / "answers.jsonl"
     more = ["--output", out, "--image-root", folder]
     assert asked(folder, "seeing", "--input", folder / "records.jsonl", *more) == 0
@@ -86,11 +114,16 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
     assert [(line["id"], line["images"], line["expected"]) for line in lines] == [
         (f"{name}.png", [f"{name}.png"], f"it is {name}") for name in ("a", "b")
     ]
-    assert lines[0]["prompt"] == "<|user|>\nwhat?\n<|assistant|>\n" and "it is" not in lines[0]["answer"]
+    assert (
+        lines[0]["prompt"] == "<|user|>\nwhat?\n<|assistant|>\n"
+        and "it is" not in lines[0]["answer"]
+    )
     assert "2 answers, 0 of 2 as expected" in capsys.readouterr().out
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     numbered = [{**record, "id": name} for record, name in zip(records, (None, 0), strict=True)]
-    (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in numbered), encoding="utf-8-sig")
+    (tmp_path / "r.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in numbered), encoding="utf-8-sig"
+    )
     assert asked(folder, "seeing", "--input", tmp_path / "r.jsonl", *more, "--overwrite") == 0
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["1", "0"]
 
@@ -107,8 +140,19 @@ def test_a_terminal_that_is_closed_or_a_reader_that_goes_ends_it_in_silence(
 
     monkeypatch.setattr(Generator, "answer", noted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
-    records = ["--input", folder / "records.jsonl", "--output", tmp_path / "o.jsonl", "--image-root", folder]
-    for checkpoint, *flags in (("reading", "--chat"), ("reading", "--prompt", "a"), ("seeing", *records)):
+    records = [
+        "--input",
+        folder / "records.jsonl",
+        "--output",
+        tmp_path / "o.jsonl",
+        "--image-root",
+        folder,
+    ]
+    for checkpoint, *flags in (
+        ("reading", "--chat"),
+        ("reading", "--prompt", "a"),
+        ("seeing", *records),
+    ):
         assert asked(folder, checkpoint, *flags) == 0
     assert ends == [True, True, False]
     monkeypatch.setattr(sys, "stdin", None)
@@ -134,7 +178,9 @@ def test_what_cannot_be_answered_ends_with_one_message(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps(question("a.png", "yes")) + "\n" + json.dumps(question("c.png", "!")) + "\n")
+    bad.write_text(
+        json.dumps(question("a.png", "yes")) + "\n" + json.dumps(question("c.png", "!")) + "\n"
+    )
     more_of_input = ["--image-root", folder, "--output", tmp_path / "o.jsonl"]
     (tmp_path / "broken.png").write_bytes(b"nothing")
     (tmp_path / "empty").write_text("\n")
@@ -149,9 +195,17 @@ def test_what_cannot_be_answered_ends_with_one_message(
         (str(tmp_path), ["--prompt", "a"], f"--from hf --to megacp --input {tmp_path} "),
         ("none", ["--prompt", "a"], f"--checkpoint {folder / 'none'}: "),
         ("seeing", ["--prompt", ""], "--prompt '': "),
-        ("seeing", ["--prompt", "a", "--image", tmp_path / "none.png"], f"--image {tmp_path}/none.png: "),
+        (
+            "seeing",
+            ["--prompt", "a", "--image", tmp_path / "none.png"],
+            f"--image {tmp_path}/none.png: ",
+        ),
         ("seeing", ["--prompt", "a", "--image", "/dev/zero"], "--image /dev/zero "),
-        ("seeing", ["--prompt", "a", "--image", tmp_path / "broken.png"], f"--image {tmp_path}/broken.png`: "),
+        (
+            "seeing",
+            ["--prompt", "a", "--image", tmp_path / "broken.png"],
+            f"--image {tmp_path}/broken.png`: ",
+        ),
         ("seeing", ["--prompt", "a" * 300, "--image", folder / "a.png"], "aaa': 3"),
     ]:
         more = more + more_of_input if more[0] == "--input" else more

@@ -1,4 +1,6 @@
-"""Other trainers beside ours: the protocol of their processes, the table of who can do what, and the comparison."""
+"""Other trainers beside ours: the protocol of their processes, the table of who can do what, and
+the comparison.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def work(tmp_path: Path) -> dict[str, Any]:
 
 
 def fake(work: dict[str, Any], folder: Path, ranks: int, **options: str) -> PeerRanks:
-    return PeerRanks([sys.executable, str(HERE / "fake_peer.py")], ranks, {**work, "options": options}, folder)
+    return PeerRanks(
+        [sys.executable, str(HERE / "fake_peer.py")], ranks, {**work, "options": options}, folder
+    )
 
 
 def test_ranks_of_a_peer_train_step_by_step(work: dict[str, Any], tmp_path: Path) -> None:
@@ -55,7 +59,9 @@ FAILURES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", FAILURES)
-def test_a_peer_that_fails_says_what_it_printed(fails: str, work: dict[str, Any], tmp_path: Path) -> None:
+def test_a_peer_that_fails_says_what_it_printed(
+    fails: str, work: dict[str, Any], tmp_path: Path
+) -> None:
     with fake(work, tmp_path / "a", 1 if fails == "build" else 2, fails=fails) as ranks:
         with pytest.raises(PeerFailure, match=FAILURES[fails]):
             ranks.ready()
@@ -87,12 +93,18 @@ def row(speed: float, losses: list[float]) -> dict[str, Any]:
 
 
 def test_ratios_are_over_the_fastest_peer_and_other_losses_are_told() -> None:
-    found = {"a": row(10.0, [4.0, 3.0]), "b": row(40.0, [4.00004, 3.1]), "megacp": row(60.0, [4.00001, 3.0])}
+    found = {
+        "a": row(10.0, [4.0, 3.0]),
+        "b": row(40.0, [4.00004, 3.1]),
+        "megacp": row(60.0, [4.00001, 3.0]),
+    }
     assert over_best(found) == (1.5, "b")
     assert over_best({"megacp": found["megacp"]}) is None
     assert other_losses(found, 4) == ["last loss of b 3.1000, ours 3.0000"]
     shown = speed_table({"dp 2": found, "one process": {"megacp": found["megacp"]}})
-    assert [line.split()[-2:] for line in shown.splitlines() if line.startswith("  over")] == [["1.50", "-"]]
+    assert [line.split()[-2:] for line in shown.splitlines() if line.startswith("  over")] == [
+        ["1.50", "-"]
+    ]
 
 
 @pytest.mark.slow
@@ -122,7 +134,9 @@ def write(path: Path) -> None:
     log.validation(1, 2.5)
     log.close()
     with path.open("a") as file:
-        file.write('{"kind": "train", "step": 1, "loss": 3.0}\n{"kind": "train", "step": 2, "loss": "nan"}\n')
+        file.write(
+            '{"kind": "train", "step": 1, "loss": 3.0}\n{"kind": "train", "step": 2, "loss": "nan"}\n'
+        )
 
 
 def test_a_running_mean_is_of_the_last_twenty_losses() -> None:
@@ -135,16 +149,40 @@ def test_a_running_mean_is_of_the_last_twenty_losses() -> None:
 def test_a_log_with_notes_has_its_curves(tmp_path: Path) -> None:
     write(tmp_path / "log.jsonl")
     curves = read_curves(tmp_path / "log.jsonl")
-    assert list(curves["train"]) == [1, 2] and curves["train"][1] == 3.0 and curves["valid"] == {1: 2.5}
-    assert main(["--log", str(tmp_path / "log.jsonl"), "--output", str(tmp_path / "loss.png"), "--mark", "2"]) == 0
+    assert (
+        list(curves["train"]) == [1, 2]
+        and curves["train"][1] == 3.0
+        and curves["valid"] == {1: 2.5}
+    )
+    assert (
+        main(
+            [
+                "--log",
+                str(tmp_path / "log.jsonl"),
+                "--output",
+                str(tmp_path / "loss.png"),
+                "--mark",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("{", "log.jsonl:1"), ("3", "log.jsonl:1"), ("{}", "log.jsonl:1"), ("", "no training step"), (None, "log.jsonl")],
+    [
+        ("{", "log.jsonl:1"),
+        ("3", "log.jsonl:1"),
+        ("{}", "log.jsonl:1"),
+        ("", "no training step"),
+        (None, "log.jsonl"),
+    ],
 )
-def test_another_file_is_named(text: str | None, named: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_another_file_is_named(
+    text: str | None, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     if text is not None:
         (tmp_path / "log.jsonl").write_text(text)
     assert main(["--log", str(tmp_path / "log.jsonl"), "--output", str(tmp_path / "loss.png")]) == 2

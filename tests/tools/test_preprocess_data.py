@@ -29,13 +29,26 @@ def environment() -> dict[str, str]:
 
 
 def build_args(path: Path, output: Path, *more: object) -> list[object]:
-    return ["build", "--input", path, "--output", output, "--tokenizer", "byte", "--seq-length", 512, *more]
+    return [
+        "build",
+        "--input",
+        path,
+        "--output",
+        output,
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        512,
+        *more,
+    ]
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": f"document {i} " * (i % 20 + 1)}) + "\n" for i in range(300)))
+    path.write_text(
+        "".join(json.dumps({"text": f"document {i} " * (i % 20 + 1)}) + "\n" for i in range(300))
+    )
     return path
 
 
@@ -45,7 +58,9 @@ def assert_one_line_error(result: subprocess.CompletedProcess[str], code: int = 
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"], None])
-def test_neither_help_nor_a_tiny_build_imports_torch(corpus: Path, tmp_path: Path, arguments: list[str] | None) -> None:
+def test_neither_help_nor_a_tiny_build_imports_torch(
+    corpus: Path, tmp_path: Path, arguments: list[str] | None
+) -> None:
     argv = arguments or [str(a) for a in build_args(corpus, tmp_path / "d", "--workers", 1)]
     program = (
         "import runpy, sys\n"
@@ -57,18 +72,33 @@ def test_neither_help_nor_a_tiny_build_imports_torch(corpus: Path, tmp_path: Pat
         "assert 'torch' not in sys.modules\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment(), check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
+        check=False,
     )
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow
-def test_build_ends_with_one_summary_and_a_second_run_says_complete(corpus: Path, tmp_path: Path) -> None:
+def test_build_ends_with_one_summary_and_a_second_run_says_complete(
+    corpus: Path, tmp_path: Path
+) -> None:
     first = tool(*build_args(corpus, tmp_path / "d", "--workers", 2, "--unit-bytes", 5000))
     assert first.returncode == 0, first.stderr
-    assert first.stdout.count("\n") == 1 and "300 documents" in first.stdout and "tokenizer byte" in first.stdout
+    assert (
+        first.stdout.count("\n") == 1
+        and "300 documents" in first.stdout
+        and "tokenizer byte" in first.stdout
+    )
     second = tool(*build_args(corpus, tmp_path / "d", "--unit-bytes", 5000))
-    assert second.returncode == 0 and "already complete" in second.stdout and "note" not in second.stderr
+    assert (
+        second.returncode == 0
+        and "already complete" in second.stdout
+        and "note" not in second.stderr
+    )
 
 
 def test_inspect_stats_and_verify(corpus: Path, tmp_path: Path) -> None:
@@ -120,7 +150,9 @@ def children(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and (entry / "stat").read_text().rsplit(") ", 1)[1].split()[1] == str(pid):
+            if entry.name.isdigit() and (entry / "stat").read_text().rsplit(") ", 1)[1].split()[
+                1
+            ] == str(pid):
                 if "spawn_main" in (entry / "cmdline").read_text():
                     found.append(int(entry.name))
         except OSError:
@@ -146,7 +178,16 @@ def started(args: list[object], output: Path) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_a_build_that_is_killed_or_loses_a_worker_ends_and_can_be_continued(tmp_path: Path) -> None:
     corpus = big_corpus(tmp_path / "corpus.jsonl")
-    size = ["--oversize", "split", "--unit-bytes", 300_000, "--seq-length", 64, "--tokenizer-engine", "reference"]
+    size = [
+        "--oversize",
+        "split",
+        "--unit-bytes",
+        300_000,
+        "--seq-length",
+        64,
+        "--tokenizer-engine",
+        "reference",
+    ]
     output = tmp_path / "d"
     args = build_args(corpus, output, "--workers", 2, *size)
 
@@ -159,7 +200,10 @@ def test_a_build_that_is_killed_or_loses_a_worker_ends_and_can_be_continued(tmp_
     process = started(args, output)
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130 and "run the same command again to continue" in stderr, (stdout, stderr)
+    assert process.returncode == 130 and "run the same command again to continue" in stderr, (
+        stdout,
+        stderr,
+    )
 
     process = started(args, output)
     process.kill()

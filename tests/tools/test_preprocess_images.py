@@ -1,4 +1,6 @@
-"""tools/preprocess_data.py with images as a user types it: flags, rules from a file, kills at any moment."""
+"""tools/preprocess_data.py with images as a user types it: flags, rules from a file, kills at any
+moment.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def corpus(tmp_path: Path) -> Path:
     for i in range(80):
         width, height = (int(side) for side in rng.integers(5, 90, 2))
         (tmp_path / f"images/{i}.png").write_bytes(encoded(noise(width, height, i)))
-        question = {"role": "user", "content": [{"type": "image", "path": f"{i}.png"}, {"type": "text", "text": "?"}]}
+        question = {
+            "role": "user",
+            "content": [{"type": "image", "path": f"{i}.png"}, {"type": "text", "text": "?"}],
+        }
         branches = [{"messages": [{"role": "assistant", "content": f"{i} {k}"}]} for k in range(3)]
         lines.append(json.dumps({"messages": [question], "branches": branches}) + "\n")
     (tmp_path / "c.jsonl").write_text("".join(lines))
@@ -31,7 +36,17 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def arguments(corpus: Path, output: Path, *more: object) -> list[object]:
-    basic = ["build", "--input", corpus, "--output", output, "--tokenizer", "byte", "--seq-length", 512]
+    basic = [
+        "build",
+        "--input",
+        corpus,
+        "--output",
+        output,
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        512,
+    ]
     return [*basic, "--image-root", corpus.parent / "images", "--workers", 1, *more]
 
 
@@ -44,7 +59,11 @@ def test_rules_come_from_flags(corpus: Path, tmp_path: Path) -> None:
     shards = {path.name for path in (tmp_path / "flags/shard_00000").glob("shards_*")}
     assert shards == {"shards_cp1.npy", "shards_cp2.npy"}
     shown = tool("inspect", tmp_path / "flags")
-    assert shown.returncode == 0 and "image: tokens" in shown.stdout and "  cp 2: crops 0-" in shown.stdout
+    assert (
+        shown.returncode == 0
+        and "image: tokens" in shown.stdout
+        and "  cp 2: crops 0-" in shown.stdout
+    )
     assert f"{'images':<24}80\n" in tool("stats", tmp_path / "flags").stdout
     assert tool("verify", tmp_path / "flags").returncode == 0
 
@@ -59,6 +78,16 @@ def test_wrong_image_flags_are_one_line_with_all_reasons(corpus: Path, tmp_path:
         assert_one_line_error(bad)
         assert all(part in bad.stderr for part in named), bad.stderr
     assert not (tmp_path / "d").exists()
-    text = ["build", "--input", corpus, "--output", tmp_path / "d", "--tokenizer", "byte", "--seq-length", 512]
+    text = [
+        "build",
+        "--input",
+        corpus,
+        "--output",
+        tmp_path / "d",
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        512,
+    ]
     assert_one_line_error(refused := tool(*text))
     assert "--image-root" in refused.stderr

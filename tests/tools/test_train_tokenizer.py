@@ -21,20 +21,30 @@ sys.exit(code)
 
 
 def train(*args: object) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\n" + CHECK]
-    return subprocess.run([*program, *map(str, args)], capture_output=True, text=True, timeout=60, check=False)
+    program = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\n" + CHECK,
+    ]
+    return subprocess.run(
+        [*program, *map(str, args)], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[Path]:
     text = Path(json.__file__).read_text(encoding="utf-8")
     (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text.splitlines() if line))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines() if line)
+    )
     return [tmp_path / "a.txt", tmp_path / "b.jsonl"]
 
 
 @pytest.mark.slow
-def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(corpus: list[Path], tmp_path: Path) -> None:
+def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(
+    corpus: list[Path], tmp_path: Path
+) -> None:
     name = "tokenizer.json"
     for folder in ("one", "two"):
         done = train("--input", *corpus, "--output", tmp_path / folder / name, "--vocab-size", 400)
@@ -49,8 +59,16 @@ def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(corpus: 
 
 def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_path: Path) -> None:
     name = "tokenizer.json"
-    content = [{"type": "image", "path": "no/such/file.png"}, {"type": "text", "text": "which digits are these then?"}]
-    record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "seven and two"}]}
+    content = [
+        {"type": "image", "path": "no/such/file.png"},
+        {"type": "text", "text": "which digits are these then?"},
+    ]
+    record = {
+        "messages": [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": "seven and two"},
+        ]
+    }
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     symbols = ["<|user|>", "<|assistant|>"]
     more = ["--vocab-size", 290, "--symbols", *symbols]
@@ -66,7 +84,12 @@ def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_
 @pytest.mark.slow
 def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_path: Path) -> None:
     record = json.dumps({"text": "seven and two " * 20, "strange": "lost"}) + "\n"
-    for name, text in (("kept.json", "mine"), ("bad.jsonl", "{\n"), ("empty.txt", ""), ("odd.JSON", record)):
+    for name, text in (
+        ("kept.json", "mine"),
+        ("bad.jsonl", "{\n"),
+        ("empty.txt", ""),
+        ("odd.JSON", record),
+    ):
         (tmp_path / name).write_text(text)
     for named, source, output, size in (
         ("kept.json", "a.txt", "kept.json", 300),
@@ -76,10 +99,23 @@ def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_
         ("bad.jsonl:1", "bad.jsonl", "x.json", 300),
         ("--input", "empty.txt", "x.json", 300),
     ):
-        failed = train("--input", tmp_path / source, "--output", tmp_path / output, "--vocab-size", size)
-        assert failed.returncode == 2 and named in failed.stderr and failed.stderr.count("\n") == 1, failed.stderr
+        failed = train(
+            "--input", tmp_path / source, "--output", tmp_path / output, "--vocab-size", size
+        )
+        assert (
+            failed.returncode == 2 and named in failed.stderr and failed.stderr.count("\n") == 1
+        ), failed.stderr
         assert not (tmp_path / "x.json").exists()
     assert (tmp_path / "kept.json").read_text() == "mine"
-    arguments = ["--input", tmp_path / "odd.JSON", "--output", tmp_path / "t.json", "--vocab-size", 280]
+    arguments = [
+        "--input",
+        tmp_path / "odd.JSON",
+        "--output",
+        tmp_path / "t.json",
+        "--vocab-size",
+        280,
+    ]
     assert train(*arguments).returncode == 0
-    assert load_tokenizer(str(tmp_path / "t.json")).token_id('":') is None, "JSON's own marks are tokens"
+    assert load_tokenizer(str(tmp_path / "t.json")).token_id('":') is None, (
+        "JSON's own marks are tokens"
+    )

@@ -1,7 +1,9 @@
-"""`megacp.train` with a fault in one rank: `torchrun ... -m tests.training.faulty_rank FAULT RANK STEP FLAGS...`.
+"""`megacp.train` with a fault in one rank: `torchrun ... -m tests.training.faulty_rank FAULT RANK
+STEP FLAGS...`.
 
-Key property: the fault happens in the real program at a known place, once; after a restart by torchrun it does not
-come back. Rejected: killing from outside after some seconds, which hits another place each time.
+Key property: the fault happens in the real program at a known place, once; after a restart by
+torchrun it does not come back. Rejected: killing from outside after some seconds, which hits
+another place each time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Tiny training runs for the tests of the loop, of saving and of faults: flags, ranks, and what a run has logged."""
+"""Tiny training runs for the tests of the loop, of saving and of faults: flags, ranks, and what a
+run has logged.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,38 @@ from megacp.training.start.launch import run_store
 from tests.ranks import grid, run_ranks
 
 TINY = [
-    *("--num-layers", "4", "--hidden-size", "32", "--ffn-hidden-size", "48", "--num-attention-heads", "4"),
-    *("--num-query-groups", "2", "--vocab-size", "61", "--seq-length", "64", "--global-batch-size", "4"),
-    *("--train-iters", "4", "--lr", "0.01", "--lr-warmup-iters", "2", "--dtype", "float64", "--hidden-dropout", "0.1"),
+    *(
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "32",
+        "--ffn-hidden-size",
+        "48",
+        "--num-attention-heads",
+        "4",
+    ),
+    *(
+        "--num-query-groups",
+        "2",
+        "--vocab-size",
+        "61",
+        "--seq-length",
+        "64",
+        "--global-batch-size",
+        "4",
+    ),
+    *(
+        "--train-iters",
+        "4",
+        "--lr",
+        "0.01",
+        "--lr-warmup-iters",
+        "2",
+        "--dtype",
+        "float64",
+        "--hidden-dropout",
+        "0.1",
+    ),
 ]
 AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "ep": "expert_model"}
 
@@ -26,7 +57,9 @@ AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "ep": "ex
 def grid_flags(**sizes: int) -> list[str]:
     """`tp=2` to `--tensor-model-parallel-size 2`."""
     return [
-        text for axis, size in sizes.items() for text in (f"--{AXES[axis]}-parallel-size".replace("_", "-"), str(size))
+        text
+        for axis, size in sizes.items()
+        for text in (f"--{AXES[axis]}-parallel-size".replace("_", "-"), str(size))
     ]
 
 
@@ -37,13 +70,16 @@ def losses(folder: Path, name: str = "loss") -> dict[int, float]:
 
 
 def train_on_rank(rank: int, world_size: int, asked: Sequence[str] | RunConfig) -> int:
-    """Run `main`'s work on the pool's process group, whose store may hold the last words of an earlier test.
+    """Run `main`'s work on the pool's process group, whose store may hold the last words of an
+    earlier test.
 
     `asked` is flags, or what they say: to read them costs each rank as much as a tiny step.
     """
     if world_size > 1:
         run_store().delete_key(f"megacp_failure/{rank}")
-    config, sources = prepare_run(asked if isinstance(asked, RunConfig) else parse(asked), world_size)
+    config, sources = prepare_run(
+        asked if isinstance(asked, RunConfig) else parse(asked), world_size
+    )
     shape = config.grid_shape(world_size)
     place = grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp, ep=shape.ep)
     return Trainer(config, place, sources).run()
@@ -51,10 +87,14 @@ def train_on_rank(rank: int, world_size: int, asked: Sequence[str] | RunConfig) 
 
 def run(world_size: int, flags: Sequence[str]) -> None:
     """Train on `world_size` ranks; every rank must finish."""
-    results = run_ranks(train_on_rank, world_size, parse(flags)) if world_size > 1 else [main(flags)]
+    results = (
+        run_ranks(train_on_rank, world_size, parse(flags)) if world_size > 1 else [main(flags)]
+    )
     assert results == [0] * world_size
 
 
 def save(model: ParallelModel, progress: RunState, config: RunConfig) -> Path:
-    """Commit a checkpoint of the run below `--save`; returns its directory. Collective over all ranks."""
+    """Commit a checkpoint of the run below `--save`; returns its directory. Collective over all
+    ranks.
+    """
     return begin_save(model, progress, config, background=False).commit(config.checkpoint.keep_last)

@@ -1,4 +1,6 @@
-"""Runs on a blend and on an S3 server: what they say, how they resume, what they refuse before they start."""
+"""Runs on a blend and on an S3 server: what they say, how they resume, what they refuse before they
+start.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,35 @@ SIZES = {"captions": 9, "pointing": 4, "text": 30}
 FLAGS = [*TINY, "--vocab-size", "100", "--seq-length", "32"]
 
 
-def blend_flags(folder: Path, flag: str = "--data-path", weights: tuple[str, ...] = ("0.6", "0.3", "0.1")) -> list[str]:
+def blend_flags(
+    folder: Path, flag: str = "--data-path", weights: tuple[str, ...] = ("0.6", "0.3", "0.1")
+) -> list[str]:
     """Flags of a blend of three datasets, made where they are not there."""
     for number, (name, count) in enumerate(SIZES.items()):
         if not (folder / name).exists():
             write_dataset(folder / name, [random_packs(np.random.default_rng(number), count)])
-    return [flag, *(text for pair in zip(weights, map(str, map(folder.joinpath, SIZES)), strict=True) for text in pair)]
+    return [
+        flag,
+        *(
+            text
+            for pair in zip(weights, map(str, map(folder.joinpath, SIZES)), strict=True)
+            for text in pair
+        ),
+    ]
 
 
 def lines(folder: Path, kind: str) -> list[dict]:
     """Lines of one kind of a run's log."""
-    return [row for row in map(json.loads, (folder / "log.jsonl").read_text().splitlines()) if row["kind"] == kind]
+    return [
+        row
+        for row in map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+        if row["kind"] == kind
+    ]
 
 
-def test_a_run_tells_the_shares_and_epochs_of_its_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_tells_the_shares_and_epochs_of_its_datasets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     run(1, [*FLAGS, *blend_flags(tmp_path), "--save", str(out), "--train-iters", "5"])
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("blend: ")]
@@ -64,8 +81,14 @@ def test_a_run_tells_the_shares_and_epochs_of_its_datasets(tmp_path: Path, capsy
 
 
 @pytest.mark.slow
-def test_a_resumed_blend_repeats_the_uninterrupted_one_and_dp_changes_nothing(tmp_path: Path) -> None:
-    flags = [*FLAGS, *blend_flags(tmp_path), *blend_flags(tmp_path, "--valid-data-path", ("1", "0", "1"))]
+def test_a_resumed_blend_repeats_the_uninterrupted_one_and_dp_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    flags = [
+        *FLAGS,
+        *blend_flags(tmp_path),
+        *blend_flags(tmp_path, "--valid-data-path", ("1", "0", "1")),
+    ]
     flags += ["--eval-interval", "2", "--eval-iters", "3", "--lr-decay-iters", "5"]
     run(1, [*flags, "--save", str(tmp_path / "whole"), "--train-iters", "5"])
     halved = [*flags, "--save", str(tmp_path / "halved")]
@@ -79,11 +102,15 @@ def test_a_resumed_blend_repeats_the_uninterrupted_one_and_dp_changes_nothing(tm
 
 
 @pytest.mark.slow
-def test_other_weights_than_the_checkpoints_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_weights_than_the_checkpoints_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(1, [*FLAGS, *blend_flags(tmp_path), "--save", str(tmp_path / "out"), "--train-iters", "2"])
     load = ["--load", str(tmp_path / "out")]
     assert main([*FLAGS, *blend_flags(tmp_path, weights=("0.5", "0.4", "0.1")), *load]) == 2
-    assert "was trained on other datasets or weights than --data-path 0.5 " in capsys.readouterr().err
+    assert (
+        "was trained on other datasets or weights than --data-path 0.5 " in capsys.readouterr().err
+    )
 
 
 def test_what_is_wrong_with_the_datasets_of_a_blend_is_told_before_the_run(tmp_path: Path) -> None:
@@ -96,20 +123,31 @@ def test_what_is_wrong_with_the_datasets_of_a_blend_is_told_before_the_run(tmp_p
     assert not isinstance(open_sources(one)[1].train, PackBlend)
     with pytest.raises(ValueError) as error:
         open_sources(with_values(RunConfig(), {**base, "seq_length": 16}))
-    assert [line.split(" was ")[0].split("/")[-1] for line in str(error.value).splitlines()] == list(SIZES)
+    assert [
+        line.split(" was ")[0].split("/")[-1] for line in str(error.value).splitlines()
+    ] == list(SIZES)
     (tmp_path / "captions/manifest.json").unlink()
     shutil.rmtree(tmp_path / "pointing")
-    write_dataset(tmp_path / "pointing", [random_packs(np.random.default_rng(1), 4)], pad_multiple=4)
+    write_dataset(
+        tmp_path / "pointing", [random_packs(np.random.default_rng(1), 4)], pad_multiple=4
+    )
     with pytest.raises(ValueError, match="--data-path .*captions: .*manifest.json: no such file"):
         open_sources(with_values(RunConfig(), base))
     (tmp_path / "chats.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"--data-path .*preprocess_data.py build --input .*chats\.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"--data-path .*preprocess_data.py build --input .*chats\.jsonl"
+    ):
         open_sources(with_values(RunConfig(), {**base, "data_path": str(tmp_path / "chats.jsonl")}))
-    with pytest.raises(ValueError, match=r"--data-path: .*text was built with another --pad-multiple than .* \(1, not"):
+    with pytest.raises(
+        ValueError,
+        match=r"--data-path: .*text was built with another --pad-multiple than .* \(1, not",
+    ):
         open_sources(with_values(RunConfig(), {**base, "data_path": words[2:]}))
 
 
-def test_a_dry_run_reads_all_datasets_of_a_blend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_reads_all_datasets_of_a_blend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*FLAGS, *blend_flags(tmp_path), "--dry-run", "--world-size", "2"]) == 0
     assert main([*FLAGS, *blend_flags(tmp_path), "--dry-run", "--seq-length", "16"]) == 2
     assert capsys.readouterr().err.count("was packed for rows of 32 tokens") == 3
@@ -127,10 +165,14 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def data(server: S3Server, packed_dataset: Path) -> tuple[Path, Url]:
-    """One dataset built by two workers from an object of a failing store: in a folder, and copied into objects."""
+    """One dataset built by two workers from an object of a failing store: in a folder, and copied
+    into objects.
+    """
     root = packed_dataset.parent
     (server.bucket / "raw" / "text.jsonl").write((root / "text.jsonl").read_bytes())
-    flags = "--tokenizer byte --seq-length 64 --oversize split --workers 2 --unit-bytes 1500".split()
+    flags = (
+        "--tokenizer byte --seq-length 64 --oversize split --workers 2 --unit-bytes 1500".split()
+    )
     build = ["build", "--input", f"{server.bucket}/raw/*.jsonl", *flags]
     here, there = root / "here", server.bucket / "packs"
     server.faults.share = 0.05
@@ -172,9 +214,16 @@ def test_a_build_into_a_failing_store_has_the_files_of_a_disk(data: tuple[Path, 
 def test_a_run_on_a_failing_store_is_that_on_a_disk_on_any_grid(
     server: S3Server, data: tuple[Path, Url], run_flags: list[str], tmp_path: Path
 ) -> None:
-    """Saved by 2 tp ranks, in the background; gone on with by 2 dp ranks, then sampled from: the same losses."""
+    """Saved by 2 tp ranks, in the background; gone on with by 2 dp ranks, then sampled from: the
+    same losses.
+    """
     disk = tmp_path / "disk"
-    assert main([*STORE_FLAGS, "--data-path", str(data[0]), "--save", str(disk), "--save-interval", "3"]) == 0
+    assert (
+        main(
+            [*STORE_FLAGS, "--data-path", str(data[0]), "--save", str(disk), "--save-interval", "3"]
+        )
+        == 0
+    )
     save = server.bucket / "run"
     server.faults.share = 0.1
     server.faults.faults.clear()
@@ -185,9 +234,16 @@ def test_a_run_on_a_failing_store_is_that_on_a_disk_on_any_grid(
         train(server, 2, [*saved, "--auto-resume"])
     finally:
         server.faults.share = 0.0
-    assert server.faults.faults["busy"] and server.faults.faults["cut"] and server.faults.faults["gone"]
+    assert (
+        server.faults.faults["busy"]
+        and server.faults.faults["cut"]
+        and server.faults.faults["gone"]
+    )
     assert losses(tmp_path) == pytest.approx(losses(disk), rel=1e-9)
     assert [folder.name for folder in committed(save)] == ["step_0000006"]
     there, here = (dict(load_checkpoint(place, WORLD).whole_tensors()) for place in (save, disk))
-    assert all(there[name].allclose(here[name], rtol=1e-9, atol=1e-12) for name in here) and there.keys() == here.keys()
+    assert (
+        all(there[name].allclose(here[name], rtol=1e-9, atol=1e-12) for name in here)
+        and there.keys() == here.keys()
+    )
     assert Generator(str(save)).step == 6

@@ -1,5 +1,5 @@
-"""The same training step on a GPU. Run with `pytest -m gpu` on a machine that has one; skipped with the reason
-elsewhere.
+"""The same training step on a GPU. Run with `pytest -m gpu` on a machine that has one; skipped with
+the reason elsewhere.
 """
 
 from __future__ import annotations
@@ -27,35 +27,49 @@ SIZES = {
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
+    ),
     pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
 ]
 
 
 def train(device: str, **settings: object) -> tuple[list[float], list[np.ndarray]]:
     """Losses and parameters of two steps on mixed masks."""
-    model = ParallelModel(with_values(RunConfig(), {**SIZES, **settings}), build_grid(GridShape(), 0, device))
+    model = ParallelModel(
+        with_values(RunConfig(), {**SIZES, **settings}), build_grid(GridShape(), 0, device)
+    )
     rules = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed", ragged=True)
     losses = []
     for step in (1, 2):
         batches = [mock_batch([2 * step], rules), mock_batch([2 * step + 1], rules)]
-        losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches), 0).loss)
-    return losses, [p.detach().float().cpu().numpy() for chunk in model.chunks for p in chunk.parameters()]
+        losses.append(
+            model.train(batches, step, sum(batch.weight_sum for batch in batches), 0).loss
+        )
+    return losses, [
+        p.detach().float().cpu().numpy() for chunk in model.chunks for p in chunk.parameters()
+    ]
 
 
 @pytest.mark.parametrize(("recompute", "tile"), [("none", 48), ("selective", 0), ("full", 0)])
 def test_a_gpu_trains_like_the_cpu_in_float64(recompute: str, tile: int) -> None:
     """Also an MLP over tiles as one over the whole row."""
-    losses, parameters = train("cuda", dtype="float64", recompute_granularity=recompute, mlp_chunk_tokens=tile)
+    losses, parameters = train(
+        "cuda", dtype="float64", recompute_granularity=recompute, mlp_chunk_tokens=tile
+    )
     expected_losses, expected = train("cpu", dtype="float64", recompute_granularity=recompute)
     assert losses == pytest.approx(expected_losses, rel=1e-10)
     for actual, reference in zip(parameters, expected, strict=True):
-        np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-7)  # compared after rounding to float32
+        np.testing.assert_allclose(
+            actual, reference, rtol=1e-5, atol=1e-7
+        )  # compared after rounding to float32
 
 
 @pytest.mark.parametrize("chunk", [0, 32])
 def test_bfloat16_on_a_gpu_stays_near_float64(chunk: int) -> None:
-    """Also where weight gradients are added to wide totals by the product itself, the head's and those of linears."""
+    """Also where weight gradients are added to wide totals by the product itself, the head's and
+    those of linears.
+    """
     fused = {"cross_entropy_chunk_tokens": chunk, "gradient_accumulation_fusion": chunk > 0}
     losses, _ = train("cuda", dtype="bfloat16", **fused)
     expected, _ = train("cpu", dtype="float64")

@@ -1,4 +1,6 @@
-"""Token-exact loss normalisation, agreement on the packs of a step, and the traps of loss and tied weights."""
+"""Token-exact loss normalisation, agreement on the packs of a step, and the traps of loss and tied
+weights.
+"""
 
 from __future__ import annotations
 
@@ -46,29 +48,45 @@ def eight_tokens() -> PackedBatch:
     return PackedBatch(np.arange(8), np.arange(8), weights, np.arange(8), leave, 0 * leave, (0,))
 
 
-def gradient_of_eight_tokens(rank: int, world_size: int, shape: dict[str, int], layout: str) -> tuple[float, float]:
-    """d/dw of the mean of `w * (place + 1)` over the counted tokens, and the same by averaging means of ranks."""
+def gradient_of_eight_tokens(
+    rank: int, world_size: int, shape: dict[str, int], layout: str
+) -> tuple[float, float]:
+    """d/dw of the mean of `w * (place + 1)` over the counted tokens, and the same by averaging
+    means of ranks.
+    """
     mine = grid(**shape)
     batch = eight_tokens()
     local = shard_batch(batch, mine.cp, LAYOUTS[layout])
     values = local.token_names.double() + 1
     w = torch.ones((), dtype=torch.float64, requires_grad=True)
-    weighted_loss(w * values, local.loss_weights, agree_on_step([batch], mine).denominator).backward()
+    weighted_loss(
+        w * values, local.loss_weights, agree_on_step([batch], mine).denominator
+    ).backward()
     over = mine.over("dp", "cp")
     counted = local.loss_weights.sum().item()
-    trap = (values * local.loss_weights).sum() / counted if counted else torch.zeros((), dtype=torch.float64)
+    trap = (
+        (values * local.loss_weights).sum() / counted
+        if counted
+        else torch.zeros((), dtype=torch.float64)
+    )
     return all_reduce(w.grad, over).item(), all_reduce(trap, over).item() / mine.cp.size
 
 
 @pytest.mark.parametrize(("cp", "trap"), [(2, 6.75), (4, 5.25)])
 def test_the_last_three_of_eight_tokens_give_exactly_seven(cp: int, trap: float) -> None:
-    """The mean of 6, 7 and 8. Dividing by the tokens of each rank and averaging gives the other number."""
+    """The mean of 6, 7 and 8. Dividing by the tokens of each rank and averaging gives the other
+    number.
+    """
     assert run_ranks(gradient_of_eight_tokens, cp, {"cp": cp}, "zigzag") == [(7.0, trap)] * cp
-    assert {found for found, _ in run_ranks(gradient_of_eight_tokens, cp, {"cp": cp}, "contiguous")} == {7.0}
+    assert {
+        found for found, _ in run_ranks(gradient_of_eight_tokens, cp, {"cp": cp}, "contiguous")
+    } == {7.0}
     assert gradient_of_eight_tokens(0, 1, {}, "zigzag")[0] == 7.0
 
 
-def agreement(rank: int, world_size: int, shape: dict[str, int], wrong: int | None, stopper: int | None) -> object:
+def agreement(
+    rank: int, world_size: int, shape: dict[str, int], wrong: int | None, stopper: int | None
+) -> object:
     mine = grid(**shape)
     batches = step_batches(4, 1)[mine.dp.rank :: mine.dp.size]
     if rank == wrong:
@@ -89,7 +107,9 @@ def agreement(rank: int, world_size: int, shape: dict[str, int], wrong: int | No
     return found.denominator, found.tokens, found.report
 
 
-@pytest.mark.parametrize("shape", [{"tp": 4}, {"dp": 2, "cp": 2}, {"pp": 2, "tp": 2}, {"dp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{"tp": 4}, {"dp": 2, "cp": 2}, {"pp": 2, "tp": 2}, {"dp": 4}], ids=str
+)
 def test_all_ranks_know_the_tokens_and_news_of_the_whole_step(shape: dict[str, int]) -> None:
     batches = step_batches(4, 1)
     weight = sum(batch.weight_sum for batch in batches)
@@ -97,15 +117,22 @@ def test_all_ranks_know_the_tokens_and_news_of_the_whole_step(shape: dict[str, i
     assert tokens < sum(len(batch) for batch in batches), "padding belongs to the test"
     for stopper in (None, 2):
         report = RankReport(
-            stop_reason=stopper is not None, flops=10.0 * shape.get("dp", 1), peak_bytes=100, data_wait=0.75
+            stop_reason=stopper is not None,
+            flops=10.0 * shape.get("dp", 1),
+            peak_bytes=100,
+            data_wait=0.75,
         )
         assert run_ranks(agreement, 4, shape, None, stopper) == [(weight, tokens, report)] * 4
 
 
 @pytest.mark.parametrize(
-    ("shape", "wrong", "pair"), [({"tp": 2, "pp": 2}, 3, "0 and 3"), ({"dp": 2, "cp": 2}, 3, "2 and 3")], ids=str
+    ("shape", "wrong", "pair"),
+    [({"tp": 2, "pp": 2}, 3, "0 and 3"), ({"dp": 2, "cp": 2}, 3, "2 and 3")],
+    ids=str,
 )
-def test_every_rank_raises_when_peers_read_different_packs(shape: dict[str, int], wrong: int, pair: str) -> None:
+def test_every_rank_raises_when_peers_read_different_packs(
+    shape: dict[str, int], wrong: int, pair: str
+) -> None:
     """One token of one pack differs on one rank; nobody may go on alone into a collective."""
     messages = run_ranks(agreement, 4, shape, wrong, None)
     assert len(set(messages)) == 1
@@ -116,10 +143,14 @@ def test_every_rank_raises_when_peers_read_different_packs(shape: dict[str, int]
 def test_data_parallel_ranks_may_read_different_packs_and_order_matters_to_peers() -> None:
     assert isinstance(run_ranks(agreement, 4, {"dp": 4}, 2, None)[0], tuple)
     one, two = step_batches(2, 1)
-    assert agree_on_step([one, two], grid()) == agree_on_step([two, one], grid())  # alone, any order is right
+    assert agree_on_step([one, two], grid()) == agree_on_step(
+        [two, one], grid()
+    )  # alone, any order is right
 
 
-def step_of_nothing(rank: int, world_size: int, shape: dict[str, int], values: Values) -> list[object]:
+def step_of_nothing(
+    rank: int, world_size: int, shape: dict[str, int], values: Values
+) -> list[object]:
     """Of a row whose tokens have no weight, and of one of padding alone."""
     mine, found = grid(**shape), []
     model = ParallelModel(config_of({"vocab_size": 8, **values}, shape), mine)
@@ -133,22 +164,32 @@ def step_of_nothing(rank: int, world_size: int, shape: dict[str, int], values: V
 
 @pytest.mark.parametrize("shape", [{}, {"cp": 2}, {"dp": 2}], ids=str)
 @pytest.mark.parametrize("values", [{}, QWEN3_5], ids=["plain", "states"])
-def test_a_step_without_counted_tokens_divides_by_one(shape: dict[str, int], values: Values) -> None:
+def test_a_step_without_counted_tokens_divides_by_one(
+    shape: dict[str, int], values: Values
+) -> None:
     ranks = max(shape.values(), default=1)
     assert run_ranks(step_of_nothing, ranks, shape, values) == [[(1.0, 0.0, 0.0, True)] * 2] * ranks
 
 
 def cp_masks(rank: int, world_size: int) -> tuple[int, list[int], bytes]:
-    model = ParallelModel(config_of({"hidden_dropout": 0.5}, {"cp": world_size}), grid(cp=world_size))
+    model = ParallelModel(
+        config_of({"hidden_dropout": 0.5}, {"cp": world_size}), grid(cp=world_size)
+    )
     local = model.shard(step_batches(1, 1)[0], 1)
-    return local.key, local.token_names.tolist(), keep_mask(local.key, local.token_names, 32, 0.5).numpy().tobytes()
+    return (
+        local.key,
+        local.token_names.tolist(),
+        keep_mask(local.key, local.token_names, 32, 0.5).numpy().tobytes(),
+    )
 
 
 def test_context_parallel_peers_share_the_key_but_no_dropout_mask() -> None:
     results = run_ranks(cp_masks, 4)
     assert len({key for key, _, _ in results}) == 1
     assert len({mask for _, _, mask in results}) == 4
-    assert len({place for _, places, _ in results for place in places}) == sum(len(places) for _, places, _ in results)
+    assert len({place for _, places, _ in results for place in places}) == sum(
+        len(places) for _, places, _ in results
+    )
 
 
 def test_dropout_is_keyed_by_seed_step_pack_and_place() -> None:
@@ -159,18 +200,29 @@ def test_dropout_is_keyed_by_seed_step_pack_and_place() -> None:
         return local.key, tuple(local.token_names.tolist())
 
     other = dataclasses.replace(batch, pack_ids=(7,))
-    assert len({names(1), names(2), names(1, seed=5), names(1, other)}) == 4 and names(1) == names(1)
+    assert len({names(1), names(2), names(1, seed=5), names(1, other)}) == 4 and names(1) == names(
+        1
+    )
     assert names(1)[0] == names(1, other)[0], "the key does not know which packs share a row"
 
 
-def ends_of_a_tied_model(rank: int, world_size: int, shape: dict[str, int], values: Values) -> list[bytes]:
+def ends_of_a_tied_model(
+    rank: int, world_size: int, shape: dict[str, int], values: Values
+) -> list[bytes]:
     """The bits of this rank's copies of the embedding table after three steps."""
     mine = grid(**shape)
     model = ParallelModel(config_of(values, shape), mine)
     for number in (1, 2, 3):
         batches = step_batches(4, number)
-        model.train(batches[mine.dp.rank :: mine.dp.size], number, sum(b.weight_sum for b in batches), 0)
-    tables = [p for c in model.chunks for p in c.parameters() if spec_of(p).pieces[0].name == "embedding.weight"]
+        model.train(
+            batches[mine.dp.rank :: mine.dp.size], number, sum(b.weight_sum for b in batches), 0
+        )
+    tables = [
+        p
+        for c in model.chunks
+        for p in c.parameters()
+        if spec_of(p).pieces[0].name == "embedding.weight"
+    ]
     return [table.detach().float().numpy().tobytes() for table in tables]
 
 
@@ -185,7 +237,9 @@ def ends_of_a_tied_model(rank: int, world_size: int, shape: dict[str, int], valu
     ],
     ids=str,
 )
-def test_tied_tables_of_first_and_last_stage_stay_bitwise_equal(shape: dict[str, int], values: Values) -> None:
+def test_tied_tables_of_first_and_last_stage_stay_bitwise_equal(
+    shape: dict[str, int], values: Values
+) -> None:
     found = run_ranks(ends_of_a_tied_model, 4, shape, {"vocab_size": 2048, "lr": 1e-2, **values})
     stages = shape["pp"]
     per_stage = [found[i * (4 // stages) : (i + 1) * (4 // stages)] for i in range(stages)]
@@ -222,12 +276,18 @@ def test_a_step_is_judged_by_loss_and_norm_and_validation_drops_nothing() -> Non
 GRIDS: dict[str, dict[str, Any]] = {
     "one process": {},
     "full recomputation": {"recompute_granularity": "full"},
-    "pp 2, two chunks": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
+    "pp 2, two chunks": {
+        "pipeline_model_parallel_size": 2,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "num_layers": 4,
+    },
 }
 
 
 def _arrived(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[int], int]:
-    """Rows of earlier microbatches on the device as each of four arrives, and how many are left after the step."""
+    """Rows of earlier microbatches on the device as each of four arrives, and how many are left
+    after the step.
+    """
     model = ParallelModel(with_values(RunConfig(), {**SIZES, **values}), grid(pp=world_size))
     rules, here, alive = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed"), [], []
     move = LocalBatch.to
@@ -266,24 +326,37 @@ def _met(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "connect", connect)
         cp = values["context_parallel_size"]
-        ParallelModel(with_values(RunConfig(), {**SIZES, **values}), grid(cp=cp, dp=world_size // cp))
+        ParallelModel(
+            with_values(RunConfig(), {**SIZES, **values}), grid(cp=cp, dp=world_size // cp)
+        )
     return met
 
 
 def _packs(rank: int, world_size: int, dynamic: bool) -> tuple[int, int, int]:
-    rows = step.rows_of(with_values(RunConfig(), {"dynamic_context_parallel": dynamic}), grid(dp=world_size))
+    rows = step.rows_of(
+        with_values(RunConfig(), {"dynamic_context_parallel": dynamic}), grid(dp=world_size)
+    )
     return rows.packs, rows.axis.size, rows.data_rank.size
 
 
 def test_a_row_of_dynamic_context_parallelism_has_the_packs_of_all_its_ranks() -> None:
-    assert run_ranks(_packs, 2, True) == [(2, 2, 1)] * 2 and run_ranks(_packs, 2, False) == [(1, 1, 2)] * 2
+    assert (
+        run_ranks(_packs, 2, True) == [(2, 2, 1)] * 2
+        and run_ranks(_packs, 2, False) == [(1, 1, 2)] * 2
+    )
 
 
 def test_ranks_of_split_axes_meet_before_the_first_step() -> None:
-    split = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}
+    split = {
+        "context_parallel_size": 4,
+        "cp_comm_type": "a2a+p2p",
+        "hierarchical_context_parallel_sizes": (2, 2),
+    }
     for met in run_ranks(_met, 4, split):
         assert met == [("cp_inner", 2), ("cp_outer", 2)]
-    for met in run_ranks(_met, 4, {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}):
+    for met in run_ranks(
+        _met, 4, {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}
+    ):
         assert len(met) == 2 and [size for _, size in met] == [2, 2]
 
 
@@ -294,18 +367,24 @@ class Groups(TorchDispatchMode):
         super().__init__()
         self.seen: set[tuple[int, ...]] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         call = recorded(function, args, kwargs or {})
         if call is not None and call.peer < 0:
             self.seen.add(call.ranks)
         return function(*args, **(kwargs or {}))
 
 
-def _strangers(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list[tuple[int, ...]]]:
+def _strangers(
+    rank: int, world_size: int, values: dict[str, Any]
+) -> tuple[int, list[tuple[int, ...]]]:
     """Groups of a step's collectives, and those among them that did not meet before."""
     config = with_values(RunConfig(), {**SIZES, **values})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grid_file, "_near", lambda rank: None)  # neighbours would go from memory to memory
+        patch.setattr(
+            grid_file, "_near", lambda rank: None
+        )  # neighbours would go from memory to memory
         here = build_grid(config.grid_shape(world_size), rank)
     model, groups = ParallelModel(config, here), Groups()
     row = mock_batch([0], MockRules(config.model.vocab_size, config.data.seq_length))
@@ -346,7 +425,9 @@ def own_frames() -> list[str]:
     return names[names.index("Trainer.run") :]
 
 
-def test_few_frames_lie_between_the_loop_and_the_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_frames_lie_between_the_loop_and_the_attention_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found: list[list[str]] = []
     real = TileKernel.attend
 

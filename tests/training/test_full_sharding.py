@@ -1,6 +1,8 @@
-"""Sharded gradients and parameters: what travels and what stays, and the same bits in checkpoints as under ZeRO-1.
+"""Sharded gradients and parameters: what travels and what stays, and the same bits in checkpoints
+as under ZeRO-1.
 
-That every grid trains like one process under every strategy stands in `test_golden_gradients` and `test_vision_parity`.
+That every grid trains like one process under every strategy stands in `test_golden_gradients` and
+`test_vision_parity`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def sharded(strategy: str, **values: Any) -> Values:
     return {"data_parallel_sharding_strategy": strategy, **values}
 
 
-def _calls(rank: int, world_size: int, shape: dict[str, int], values: Values, packs: int) -> dict[str, int]:
+def _calls(
+    rank: int, world_size: int, shape: dict[str, int], values: Values, packs: int
+) -> dict[str, int]:
     """Collectives over dp x cp in the second step, after everything has been made once."""
     place = grid(**shape)
     model = ParallelModel(config_of(values, shape), place)
@@ -69,8 +73,13 @@ def test_a_block_is_gathered_twice_a_microbatch_and_summed_once() -> None:
     for granularity in ("none", "full"):
         options = sharded("optim_grads_params", **UNTIED, recompute_granularity=granularity)
         calls = run_ranks(_calls, 2, {"dp": 2}, options, 2 * microbatches)
-        gathers = microbatches * (2 * LAYERS + 2)  # the embedding in forward, the head with its norm for both
-        assert calls == [{"gather_into": gathers, "reduce_scatter_into": microbatches * (LAYERS + 2)}] * 2
+        gathers = microbatches * (
+            2 * LAYERS + 2
+        )  # the embedding in forward, the head with its norm for both
+        assert (
+            calls
+            == [{"gather_into": gathers, "reduce_scatter_into": microbatches * (LAYERS + 2)}] * 2
+        )
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -95,7 +104,9 @@ def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int) -> None:
 
 
 def _state_bytes(model: ParallelModel) -> int:
-    """Bytes of parameters, moments, master weights and gradients that this rank keeps; each storage once."""
+    """Bytes of parameters, moments, master weights and gradients that this rank keeps; each storage
+    once.
+    """
     shards = model.parameters.shards
     kept = [s.values for s in shards] + [
         part.values for parts in model.optimizer.state_slices().values() for part in parts
@@ -106,7 +117,8 @@ def _state_bytes(model: ParallelModel) -> int:
 
 def _bytes(rank: int, world_size: int, dtype: str) -> tuple[int, int]:
     model = ParallelModel(
-        config_of(sharded("optim_grads_params", dtype=dtype, hidden_size=192), {}), grid(dp=world_size)
+        config_of(sharded("optim_grads_params", dtype=dtype, hidden_size=192), {}),
+        grid(dp=world_size),
     )
     whole = sum(int(np.prod(part.shape)) for part in model.parameters.parameters_held())
     return _state_bytes(model), whole
@@ -131,21 +143,29 @@ def _drawn(rank: int, world_size: int, values: Values) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(init.DRAWS, "normal", counted)
         model = ParallelModel(config_of(values, {}), grid(dp=world_size))
-    assert all(x.equal(x.bfloat16().float()) for x in model.optimizer.slices), "masters are the rounded weights"
-    return sum(counts), sum(p.values.numel() for p in model.parameters.parameter_slices() if p.spec.init == "normal")
+    assert all(x.equal(x.bfloat16().float()) for x in model.optimizer.slices), (
+        "masters are the rounded weights"
+    )
+    return sum(counts), sum(
+        p.values.numel() for p in model.parameters.parameter_slices() if p.spec.init == "normal"
+    )
 
 
 def test_a_rank_draws_the_rows_that_it_keeps() -> None:
     """Every matrix has a multiple of 128 rows, and 64 are drawn from one seed."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 128, "vocab_size": 128, "num_layers": 1}
-    for drawn, kept in run_ranks(_drawn, 2, sharded("optim_grads_params", dtype="bfloat16", **sizes)):
+    for drawn, kept in run_ranks(
+        _drawn, 2, sharded("optim_grads_params", dtype="bfloat16", **sizes)
+    ):
         assert drawn == kept > 0
 
 
 WORLD = single_axis("world")
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.master")
 TWO_CHUNKS = ["--num-virtual-stages-per-pipeline-rank", "2"]
-GRADIENTS, FULL = (["--data-parallel-sharding-strategy", s] for s in ("optim_grads", "optim_grads_params"))
+GRADIENTS, FULL = (
+    ["--data-parallel-sharding-strategy", s] for s in ("optim_grads", "optim_grads_params")
+)
 INSTANCES = ["--num-distributed-optimizer-instances", "2"]
 Case = tuple[dict[str, int], list[str]]
 
@@ -163,9 +183,14 @@ GRIDS: list[Case] = [
 ]
 """Worlds of 1, 2, 4 and 8 ranks and all sharding strategies. The first is a single process."""
 
-TABLE = [(GRIDS[0], place) for place in GRIDS[1:]] + [(place, GRIDS[(i + 4) % 10]) for i, place in enumerate(GRIDS[1:])]
+TABLE = [(GRIDS[0], place) for place in GRIDS[1:]] + [
+    (place, GRIDS[(i + 4) % 10]) for i, place in enumerate(GRIDS[1:])
+]
 """Every grid reads a checkpoint of one process, and is read by another grid."""
-STAGES = [({"dp": ranks}, ["--dtype", "bfloat16", *more]) for ranks, more in ((2, []), (4, GRADIENTS), (2, FULL))]
+STAGES = [
+    ({"dp": ranks}, ["--dtype", "bfloat16", *more])
+    for ranks, more in ((2, []), (4, GRADIENTS), (2, FULL))
+]
 HALVES = list(zip(STAGES, STAGES[1:] + STAGES[:1], strict=True))
 """Each strategy reads the bfloat16 model of another, with its master weights."""
 
@@ -175,7 +200,11 @@ def ranks(case: Case) -> int:
 
 
 def flags_of(case: Case) -> list[str]:
-    return [*TINY, *grid_flags(**{axis: size for axis, size in case[0].items() if axis != "dp"}), *case[1]]
+    return [
+        *TINY,
+        *grid_flags(**{axis: size for axis, size in case[0].items() if axis != "dp"}),
+        *case[1],
+    ]
 
 
 def _read_and_write_again(rank: int, world_size: int, asked: RunConfig, target: str) -> int:
@@ -193,7 +222,9 @@ def _read_and_write_again(rank: int, world_size: int, asked: RunConfig, target: 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
     loaded = load_checkpoint(folder, WORLD)
-    return {f"{kind}.{name}": tensor for kind in KINDS for name, tensor in loaded.whole_tensors(kind)}
+    return {
+        f"{kind}.{name}": tensor for kind in KINDS for name, tensor in loaded.whole_tensors(kind)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +237,15 @@ def checkpoint_of(case: Case, made: dict[str, Path]) -> Path:
     name = str(case)
     if name not in made:
         made[name] = made["root"] / f"grid_{len(made)}"
-        flags = [*flags_of(case), "--save", str(made[name]), "--train-iters", "2", "--lr-decay-iters", "4"]
+        flags = [
+            *flags_of(case),
+            "--save",
+            str(made[name]),
+            "--train-iters",
+            "2",
+            "--lr-decay-iters",
+            "4",
+        ]
         run(ranks(case), flags)
     return made[name]
 
@@ -220,7 +259,9 @@ def test_state_is_equal_bit_for_bit_after_any_change_of_grid(
     arguments = (parse([*flags_of(after), "--load", str(source)]), str(target))
     world = ranks(after)
     updates = (
-        run_ranks(_read_and_write_again, world, *arguments) if world > 1 else [_read_and_write_again(0, 1, *arguments)]
+        run_ranks(_read_and_write_again, world, *arguments)
+        if world > 1
+        else [_read_and_write_again(0, 1, *arguments)]
     )
     assert updates == [2] * world
     expected, found = state(source), state(target)
@@ -244,7 +285,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), TABLE[9::4], ids=str)
 def test_the_next_losses_are_those_of_the_uninterrupted_run(
-    tmp_path: Path, checkpoints: dict[str, Path], uninterrupted: dict[int, float], before: Case, after: Case
+    tmp_path: Path,
+    checkpoints: dict[str, Path],
+    uninterrupted: dict[int, float],
+    before: Case,
+    after: Case,
 ) -> None:
     source = checkpoint_of(before, checkpoints)
     run(ranks(after), [*flags_of(after), "--load", str(source), "--save", str(tmp_path)])

@@ -1,10 +1,13 @@
-"""Golden gradients: in float64 any grid, with any options, equals one process that uses an explicit dense mask.
+"""Golden gradients: in float64 any grid, with any options, equals one process that uses an explicit
+dense mask.
 
-Loss, gradient norm, every gradient of two steps, every weight after them and the validation loss, to 1e-10 relative:
-sums in another order move the last bits of float64 (1e-16), depth and AdamW leave about 1e-12. A lost, doubled or
-misplaced gradient differs by far more. Copies (replicated weights, tied embeddings) must have the same bits anywhere.
+Loss, gradient norm, every gradient of two steps, every weight after them and the validation loss,
+to 1e-10 relative: sums in another order move the last bits of float64 (1e-16), depth and AdamW
+leave about 1e-12. A lost, doubled or misplaced gradient differs by far more. Copies (replicated
+weights, tied embeddings) must have the same bits anywhere.
 
-The options are dealt to the grids by a fixed covering design: every option meets every axis, not every other option.
+The options are dealt to the grids by a fixed covering design: every option meets every axis, not
+every other option.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ import pytest
 from megacp.engine.models.costs import first_trained_stage
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import GEMMA, MAMBA2, MOE, QWEN3_5, Values, config_of, step_batches, train
+from tests.reference.training import (
+    GEMMA,
+    MAMBA2,
+    MOE,
+    QWEN3_5,
+    Values,
+    config_of,
+    step_batches,
+    train,
+)
 
 TOLERANCE = 1e-10
 
@@ -54,7 +66,9 @@ HYBRIDS: dict[str, Values] = {
     "pairs on both ends": {**_HYBRID, "linear_attention_freq": "[0,1,1,0]", "hidden_dropout": 0.15},
     "pairs on the last layer, experts": {**_HYBRID, **MOE, "linear_attention_freq": "[1,1,1,0]"},
 }
-"""Low-rank pairs on q and v, which Mamba-2 layers do not have: stages of only such layers train nothing."""
+"""Low-rank pairs on q and v, which Mamba-2 layers do not have: stages of only such layers train
+nothing.
+"""
 Shape = dict[str, int]
 
 
@@ -83,7 +97,9 @@ def context_options(number: int, cp: int) -> Values:
 
 
 def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
-    """`count` cases for a grid: (model, what the reference needs too, options of the grid alone)."""
+    """`count` cases for a grid: (model, what the reference needs too, options of the grid
+    alone).
+    """
     start = [s for n in (1, 2, 4, 8) for s in shapes(n)].index(shape)
     cases = []
     for number in range(start, start + count):
@@ -105,17 +121,27 @@ def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
             "activation_offload": (0.5, 0.0, 1.0)[(number // 2 + start) % 3],
             "mlp_chunk_tokens": (7, 0, 100)[(number + start // 3) % 3],
         }
-        cases.append((name, {"num_layers": layers, "num_query_groups": groups, "num_attention_heads": 8}, options))
+        cases.append(
+            (
+                name,
+                {"num_layers": layers, "num_query_groups": groups, "num_attention_heads": 8},
+                options,
+            )
+        )
     return cases
 
 
 def microbatches(shape: Shape) -> int:
-    """Packs of a step, as many on each replica: each of the four kinds, at least one for each replica and stage."""
+    """Packs of a step, as many on each replica: each of the four kinds, at least one for each
+    replica and stage.
+    """
     return shape["dp"] * max(-(-4 // shape["dp"]), shape["pp"])
 
 
 def steps(count: int) -> list[list[Any]]:
-    """Two steps of packs that differ in length, documents, branches, spans, padding and loss weights."""
+    """Two steps of packs that differ in length, documents, branches, spans, padding and loss
+    weights.
+    """
     return [step_batches(count, seed) for seed in (1, 2)]
 
 
@@ -126,8 +152,13 @@ def one_process(name: str, sizes: tuple[tuple[str, int], ...], count: int) -> tu
     return reports, [assemble([pieces]) for pieces in gradients], assemble([weights]), validation
 
 
-def on_ranks(rank: int, world_size: int, shape: Shape, cases: list[tuple[str, Values, Values]]) -> list[Any]:
-    configs = [config_of({**(MODELS | HYBRIDS)[name], **sizes, **options}, shape) for name, sizes, options in cases]
+def on_ranks(
+    rank: int, world_size: int, shape: Shape, cases: list[tuple[str, Values, Values]]
+) -> list[Any]:
+    configs = [
+        config_of({**(MODELS | HYBRIDS)[name], **sizes, **options}, shape)
+        for name, sizes, options in cases
+    ]
     return [train(grid(**shape), config, steps(microbatches(shape))) for config in configs]
 
 
@@ -136,15 +167,21 @@ def compare(what: str, found: dict[str, np.ndarray], expected: dict[str, np.ndar
     for name, value in found.items():
         largest = np.abs(expected[name]).max()
         error = np.abs(value - expected[name]).max()
-        assert error <= TOLERANCE * largest + 1e-15, f"{what} of {name}: off by {error:.1e} of {largest:.1e}"
+        assert error <= TOLERANCE * largest + 1e-15, (
+            f"{what} of {name}: off by {error:.1e} of {largest:.1e}"
+        )
 
 
 def check(shape: Shape, count: int, done: int = 0) -> None:
     """Compare the first `count` cases of a grid, leaving out those that another test has done."""
     cases = cases_of(shape, count)[done:]
-    if count == 3 and done == 0 and shape["tp"] > 1:  # states over tp with and without sequence parallelism
+    if (
+        count == 3 and done == 0 and shape["tp"] > 1
+    ):  # states over tp with and without sequence parallelism
         name, sizes, options = cases[-1]
-        cases.append((name, sizes, {**options, "sequence_parallel": not options["sequence_parallel"]}))
+        cases.append(
+            (name, sizes, {**options, "sequence_parallel": not options["sequence_parallel"]})
+        )
     compare_with_one_process(shape, cases)
 
 
@@ -153,10 +190,14 @@ def compare_with_one_process(shape: Shape, cases: list[tuple[str, Values, Values
     ranks = run_ranks(on_ranks, world_size, shape, cases, timeout=240)
     for number, (name, sizes, options) in enumerate(cases):
         results = [rank[number] for rank in ranks]
-        reports, gradients, weights, validation = one_process(name, tuple(sizes.items()), microbatches(shape))
+        reports, gradients, weights, validation = one_process(
+            name, tuple(sizes.items()), microbatches(shape)
+        )
         what = f"{shape} {name} {sizes} {options}"
         for found_reports, _, _, found_validation in results:
-            np.testing.assert_allclose(found_reports, reports, rtol=TOLERANCE, err_msg=f"loss, norm: {what}")
+            np.testing.assert_allclose(
+                found_reports, reports, rtol=TOLERANCE, err_msg=f"loss, norm: {what}"
+            )
             np.testing.assert_allclose(found_validation, validation, rtol=TOLERANCE, err_msg=what)
         for step in range(2):
             found = assemble(result[1][step] for result in results)
@@ -201,13 +242,21 @@ UNEVEN: list[tuple[Shape, str, Values, Values]] = [
     ({"dp": 6}, UNTIED, {}, {"num_distributed_optimizer_instances": 2}),
     ({"dp": 3, "cp": 2}, TIED, {}, {STRATEGY: "optim_grads", "ddp_bucket_size": 500}),
 ]
-"""Widths of 32 and 48 and a vocabulary of 53 leave some ranks of 3 and 6 with fewer rows or none."""
+"""Widths of 32 and 48 and a vocabulary of 53 leave some ranks of 3 and 6 with fewer rows or none.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "name", "sizes", "options"), UNEVEN)
-def test_shards_of_uneven_rows_train_like_one_process(shape: Shape, name: str, sizes: Values, options: Values) -> None:
-    sharded = {STRATEGY: STRATEGIES[1], "cp_layout": "balanced", "cp_comm_type": "kv_exchange", **options}
+def test_shards_of_uneven_rows_train_like_one_process(
+    shape: Shape, name: str, sizes: Values, options: Values
+) -> None:
+    sharded = {
+        STRATEGY: STRATEGIES[1],
+        "cp_layout": "balanced",
+        "cp_comm_type": "kv_exchange",
+        **options,
+    }
     compare_with_one_process({**ONE, **shape}, [(name, sizes, sharded)])
 
 
@@ -223,27 +272,45 @@ PARTLY_TRAINED: list[tuple[Shape, int, list[tuple[str, Values]]]] = [
             (ROUTED, {"mlp_chunk_tokens": 7}),
         ],
     ),
-    ({"pp": 2}, 3, [(LAST, {V: 2, RECOMPUTE: "selective"}), (ROUTED, {V: 2, RECOMPUTE: "full", OFFLOAD: 1.0})]),
+    (
+        {"pp": 2},
+        3,
+        [(LAST, {V: 2, RECOMPUTE: "selective"}), (ROUTED, {V: 2, RECOMPUTE: "full", OFFLOAD: 1.0})],
+    ),
     ({"pp": 2}, 2, [(THIRD, {V: 2})]),
     ({"pp": 2}, 0, [(ENDS, {}), (ENDS, {V: 2, RECOMPUTE: "full", OFFLOAD: 0.5})]),
 ]
-"""Grid, the first virtual stage with something to train, and (model, options). Later stages that train nothing pass the
-gradient on."""
+"""Grid, the first virtual stage with something to train, and (model, options). Later stages that
+train nothing pass the gradient on."""
 ON_MORE_RANKS: list[tuple[Shape, int, list[tuple[str, Values]]]] = [
     ({"pp": 4}, 3, [(LAST, {}), (ROUTED, {RECOMPUTE: "full"})]),
     ({"pp": 4}, 2, [(THIRD, {OFFLOAD: 1.0})]),
     ({"pp": 4}, 0, [(ENDS, {})]),
-    ({"pp": 2, "dp": 2}, 1, [(LAST, {STRATEGY: "optim_grads_params"}), (ROUTED, {STRATEGY: "optim_grads"})]),
+    (
+        {"pp": 2, "dp": 2},
+        1,
+        [(LAST, {STRATEGY: "optim_grads_params"}), (ROUTED, {STRATEGY: "optim_grads"})],
+    ),
     ({"pp": 2, "dp": 2}, 3, [(LAST, {STRATEGY: "optim_grads_params", V: 2, RECOMPUTE: "full"})]),
     ({"pp": 2, "dp": 2, "ep": 2}, 3, [(ROUTED, {STRATEGY: "optim_grads_params", V: 2})]),
     ({"pp": 2, "tp": 2}, 1, [(LAST, {"sequence_parallel": True}), (THIRD, {})]),
     ({"pp": 2, "tp": 2, "ep": 2}, 3, [(ROUTED, {"sequence_parallel": True, V: 2})]),
-    ({"pp": 2, "cp": 2, "ep": 2}, 1, [(ROUTED, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"})]),
-    ({"pp": 2, "cp": 2}, 2, [(THIRD, {V: 2, "cp_comm_type": "all_gather", STRATEGY: "optim_grads_params"})]),
+    (
+        {"pp": 2, "cp": 2, "ep": 2},
+        1,
+        [(ROUTED, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"})],
+    ),
+    (
+        {"pp": 2, "cp": 2},
+        2,
+        [(THIRD, {V: 2, "cp_comm_type": "all_gather", STRATEGY: "optim_grads_params"})],
+    ),
 ]
 
 
-def compare_partly_trained(shape: Shape, first_trained: int, models: list[tuple[str, Values]]) -> None:
+def compare_partly_trained(
+    shape: Shape, first_trained: int, models: list[tuple[str, Values]]
+) -> None:
     whole = {**ONE, "ep": 1, **shape}
     ranks = int(np.prod([whole[axis] for axis in ONE]))
     cases = [(name, {"num_layers": 4}, options) for name, options in models]
@@ -271,7 +338,10 @@ def test_stages_that_train_nothing_equal_one_process_on_more_ranks(
 
 def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:
     cases = [
-        (shape, case) for n, count in ((2, 2), (4, 3), (8, 1)) for shape in shapes(n) for case in cases_of(shape, count)
+        (shape, case)
+        for n, count in ((2, 2), (4, 3), (8, 1))
+        for shape in shapes(n)
+        for case in cases_of(shape, count)
     ]
     wanted = {
         "recompute_granularity": ("none", "selective", "full"),
@@ -291,11 +361,15 @@ def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:
         assert {name for name, _, _ in on_axis} == set(MODELS)
         assert any(sizes["num_query_groups"] < 8 for _, sizes, _ in on_axis)
     on_pipeline = {
-        (s["pp"], name, o["num_virtual_stages_per_pipeline_rank"]) for s, (name, _, o) in cases if s["pp"] > 1
+        (s["pp"], name, o["num_virtual_stages_per_pipeline_rank"])
+        for s, (name, _, o) in cases
+        if s["pp"] > 1
     }
     assert {(2, name, v) for name in MODELS for v in (1, 2)} <= on_pipeline
     ring = {
-        (o["cp_comm_type"], o["cp_layout"], o["sequence_parallel"]) for s, (_, _, o) in cases if s["cp"] > 1 < s["tp"]
+        (o["cp_comm_type"], o["cp_layout"], o["sequence_parallel"])
+        for s, (_, _, o) in cases
+        if s["cp"] > 1 < s["tp"]
     }
     assert len(ring) >= 6
     sharded = {

@@ -1,4 +1,6 @@
-"""One decision a step: spikes against a running median, steps that learn nothing, images that cannot be decoded."""
+"""One decision a step: spikes against a running median, steps that learn nothing, images that
+cannot be decoded.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,17 @@ def test_a_jump_over_the_median_is_told() -> None:
     found = ("the gradient norm 11 is 11 times the median 1 of 9 updates",)
     assert health.check(StepNumbers(10, 2.0, 11.0)) == Decision(findings=found)
     assert health.check(StepNumbers(11, 5.9, 9.9)) == Decision()
-    told = [bool(health.check(StepNumbers(12 + i, loss, 1.0)).findings) for i, loss in enumerate([9000, 11e3, 100])]
+    told = [
+        bool(health.check(StepNumbers(12 + i, loss, 1.0)).findings)
+        for i, loss in enumerate([9000, 11e3, 100])
+    ]
     assert told == [False, True, False], "the next one is told where it is far above the last"
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_no_update_from_the_first_step_on_and_no_level(wrong: float) -> None:
+def test_a_number_that_is_not_finite_is_no_update_from_the_first_step_on_and_no_level(
+    wrong: float,
+) -> None:
     for numbers in (StepNumbers(1, wrong, 1.0), StepNumbers(1, 2.0, wrong)):
         health = Health()
         decision = health.check(numbers)
@@ -90,14 +97,20 @@ def test_a_level_is_learned_from_eight_updates_and_forgets() -> None:
     assert health.check(StepNumbers(8, 100.0, 1.0)) == Decision()
     assert health.check(StepNumbers(9, 100.0, 1.0)).findings
     health = fed(Health(), 64)
-    warned = [bool(health.check(StepNumbers(65 + i, 20.0 if i else 999.0, 1.0)).findings) for i in range(64)]
+    warned = [
+        bool(health.check(StepNumbers(65 + i, 20.0 if i else 999.0, 1.0)).findings)
+        for i in range(64)
+    ]
     assert warned == [True] + [False] * 63, "a level is told once"
     assert health.check(StepNumbers(129, 70.0, 1.0)).findings, "the median has moved"
 
 
 def test_a_state_survives_json_and_decides_alike() -> None:
     one = Health()
-    numbers = [StepNumbers(i, 2 + math.sin(i) / 3, 1 + math.cos(7 * i) / 2, 1.0, 3, i % 2) for i in range(1, 30)]
+    numbers = [
+        StepNumbers(i, 2 + math.sin(i) / 3, 1 + math.cos(7 * i) / 2, 1.0, 3, i % 2)
+        for i in range(1, 30)
+    ]
     numbers[20] = StepNumbers(21, math.nan, 1.0)
     for place, step in enumerate(numbers):
         other = Health(json.loads(json.dumps(one.state())))
@@ -110,7 +123,10 @@ def test_bad_images_are_a_share_of_documents_with_images_however_few_a_step_has(
     health = Health()
     assert health.check(StepNumbers(1, 2.0, 1.0, 1.0, image_documents=1, left_out=1)) == Decision()
     for step in range(2, 18):
-        assert health.check(StepNumbers(step, 2.0, 1.0, 1.0, image_documents=1, left_out=0)) == Decision()
+        assert (
+            health.check(StepNumbers(step, 2.0, 1.0, 1.0, image_documents=1, left_out=0))
+            == Decision()
+        )
     ends = [health.check(StepNumbers(step, 2.0, 1.0, 1.0, 2, 2)).end for step in range(18, 26)]
     assert not any(ends[:7])
     assert ends[7].startswith("16 of the last 17 documents")
@@ -121,12 +137,16 @@ def test_a_spike_of_one_rank_is_told_with_the_packs_of_the_step(tmp_path: Path) 
     flags = [*TWELVE, "--save", str(tmp_path), "--clip-grad", "0"]
     assert run_ranks(train_sick, 2, flags, "spike", 0, [10]) == [0, 0]
     step, text = notes(tmp_path)[0]
-    assert step == 10 and text.startswith("the loss ") and " of 9 updates; the gradient norm " in text
+    assert (
+        step == 10 and text.startswith("the loss ") and " of 9 updates; the gradient norm " in text
+    )
     assert "all ranks skipped the update" not in text and "the step had packs " in text
 
 
 def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
-    """Whether a step that is refused leaves weights, moments and the next step as if it had never been."""
+    """Whether a step that is refused leaves weights, moments and the next step as if it had never
+    been.
+    """
     mine = grid(**({"tp": 2, "pp": 2} if world == 4 else {"dp": world}))
     model, twin = ParallelModel(setup.config, mine), ParallelModel(setup.config, mine)
     same = True
@@ -134,15 +154,23 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
         batches = microbatches(setup.config, setup.rules, step, model.rows, None)
         denominator = agree_on_step(batches, mine, replica=model.rows.data_rank.index).denominator
         if step == 2:
-            refused = model.train(batches, step, denominator, 0, lambda loss, norm: Decision(False, findings=("no",)))
-            same &= not refused.decision.update and refused.grad_norm > 0 and model.optimizer.updates == 1
+            refused = model.train(
+                batches, step, denominator, 0, lambda loss, norm: Decision(False, findings=("no",))
+            )
+            same &= (
+                not refused.decision.update
+                and refused.grad_norm > 0
+                and model.optimizer.updates == 1
+            )
             continue
         for each in (model, twin):
             each.train(batches, step, denominator, 0)
     state = [model.optimizer.state_slices(), twin.optimizer.state_slices()]
     pairs = [(model.parameters.parameters_held(), twin.parameters.parameters_held())]
     pairs += [(state[0][kind], state[1][kind]) for kind in state[0]]
-    return same and all(torch.equal(a.values, b.values) for one, two in pairs for a, b in zip(one, two, strict=True))
+    return same and all(
+        torch.equal(a.values, b.values) for one, two in pairs for a, b in zip(one, two, strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -162,7 +190,12 @@ def broken_images(folder: Path, text: bool, count: int = 12) -> Path:
     """A dataset of which no image can be decoded, with documents of text or without."""
     records: list[dict[str, Any]] = []
     for i in range(count):
-        records.append({"content": [{"type": "text", "text": "look "}, image_part(16, 12, i)], "branches": ["it"]})
+        records.append(
+            {
+                "content": [{"type": "text", "text": "look "}, image_part(16, 12, i)],
+                "branches": ["it"],
+            }
+        )
         records += [{"text": f"nothing but text {i}"}] if text else []
     source = folder / "records.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -187,17 +220,26 @@ def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
         data = broken_images(tmp_path / name, text)
         assert _train(data, tmp_path / name / "out") == FAILED
         step, told = notes(tmp_path / name / "out")[-1]
-        assert step == 2 and "documents with images were left out: an image could not be decoded" in told
+        assert (
+            step == 2
+            and "documents with images were left out: an image could not be decoded" in told
+        )
         assert committed(tmp_path / name / "out") == []
 
 
 @pytest.mark.slow
-def test_a_step_that_learns_from_no_token_is_named_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_learns_from_no_token_is_named_and_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = broken_images(tmp_path, text=False)
     monkeypatch.setattr("megacp.training.loop.health.MOST_LEFT_OUT", 1.0)
     assert _train(data, tmp_path / "out") == FAILED
     told = notes(tmp_path / "out")
-    named = [step for step, text in told if text.startswith("no token of the step has a loss weight, bad images left")]
+    named = [
+        step
+        for step, text in told
+        if text.startswith("no token of the step has a loss weight, bad images left")
+    ]
     assert named == [1, 2, 3, 4] and "none of 4 steps made an update" in told[-1][1]
     assert all(math.isnan(float(loss)) for loss in losses(tmp_path / "out").values())
 
@@ -233,7 +275,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _finish_saves_before(step: int) -> None:
-    """Background saves of earlier steps are waited for: how fast a disk is must not decide which of them is there."""
+    """Background saves of earlier steps are waited for: how fast a disk is must not decide which of
+    them is there.
+    """
     real = PendingCheckpoint.writing.fget  # type: ignore[attr-defined]
 
     def writing(self: PendingCheckpoint) -> bool:
@@ -244,7 +288,9 @@ def _finish_saves_before(step: int) -> None:
     PendingCheckpoint.writing = property(writing)  # type: ignore[method-assign, assignment]
 
 
-def _faulty(rank: int, world_size: int, flags: Sequence[str], fault: str, where: int, step: int) -> int:
+def _faulty(
+    rank: int, world_size: int, flags: Sequence[str], fault: str, where: int, step: int
+) -> int:
     _finish_saves_before(step)
     if rank == where:
         FAULTS[fault](step)
@@ -254,7 +300,10 @@ def _faulty(rank: int, world_size: int, flags: Sequence[str], fault: str, where:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "saving",
-    [pytest.param([], id="at once"), pytest.param(["--async-save"], id="in the background", marks=pytest.mark.long)],
+    [
+        pytest.param([], id="at once"),
+        pytest.param(["--async-save"], id="in the background", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize(
     ("fault", "where", "left"),
@@ -279,12 +328,30 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert not any(".tmp-" in path.name for path in tmp_path.iterdir())
 
 
-def torchrun(*arguments: str, restarts: int = 0, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    *arguments: str, restarts: int = 0, timeout: float = 200.0
+) -> subprocess.CompletedProcess[str]:
     """`faulty_rank` on two ranks of a real torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "--max-restarts", str(restarts), "-m", "tests.training.faulty_rank", *arguments]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command = [
+        *launcher,
+        "--max-restarts",
+        str(restarts),
+        "-m",
+        "tests.training.faulty_rank",
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 @pytest.mark.slow
@@ -319,8 +386,12 @@ train.program()
 
 
 @pytest.mark.slow
-def test_threads_of_libraries_that_still_run_do_not_turn_a_good_end_into_an_abort(tmp_path: Path) -> None:
-    """As those of gloo may: one that comes back from C++ while the interpreter ends calls std::terminate."""
+def test_threads_of_libraries_that_still_run_do_not_turn_a_good_end_into_an_abort(
+    tmp_path: Path,
+) -> None:
+    """As those of gloo may: one that comes back from C++ while the interpreter ends calls
+    std::terminate.
+    """
     command = [sys.executable, "-c", BUSY, *TINY, "--train-iters", "2", "--save", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200.0)
     assert done.returncode == 0, done.stderr
@@ -337,14 +408,24 @@ def _rank(environment: dict[str, str], arguments: Sequence[str], words: Path) ->
 
 @contextlib.contextmanager
 def without_torchrun(folder: Path, *arguments: str) -> Iterator[list[Any]]:
-    """Processes of two ranks, forked with their modules imported; `folder/words RANK` is what a rank says.
+    """Processes of two ranks, forked with their modules imported; `folder/words RANK` is what a
+    rank says.
 
-    Their store is in this process, as torchrun's is in its agent. torchrun itself waits 30 s for a stopped rank before
-    it kills it.
+    Their store is in this process, as torchrun's is in its agent. torchrun itself waits 30 s for a
+    stopped rank before it kills it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    shared |= {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     preload()
     context, processes = multiprocessing.get_context("forkserver"), []
     for rank in ("0", "1"):
@@ -361,7 +442,9 @@ def without_torchrun(folder: Path, *arguments: str) -> Iterator[list[Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(tmp_path: Path, where: int) -> None:
+def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(
+    tmp_path: Path, where: int
+) -> None:
     flags = [*SIX, "--save", str(tmp_path / "out"), "--distributed-timeout-minutes", "0.1"]
     with without_torchrun(tmp_path, "stop in step", str(where), "3", *flags) as processes:
         processes[1 - where].join(60)
@@ -374,19 +457,32 @@ def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(tmp_path:
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
-    with without_torchrun(tmp_path, "raise in step", "1", "3", *SIX, "--save", str(tmp_path / "out")) as processes:
+    with without_torchrun(
+        tmp_path, "raise in step", "1", "3", *SIX, "--save", str(tmp_path / "out")
+    ) as processes:
         for rank, process in enumerate(processes):
             process.join(60)
             assert process.exitcode == 1
             said = (tmp_path / f"words {rank}").read_text()
-            assert "rank 1 failed in step 3: ValueError: something of this rank alone is wrong" in said
+            assert (
+                "rank 1 failed in step 3: ValueError: something of this rank alone is wrong" in said
+            )
     assert load_checkpoint(tmp_path / "out", WORLD).step == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.faults), 1])
 def test_a_run_that_stops_by_the_clock_is_not_restarted(tmp_path: Path, restarts: int) -> None:
-    flags = [*TINY, "--train-iters", "100000", "--exit-duration", "0.01", "--save", str(tmp_path), "--auto-resume"]
+    flags = [
+        *TINY,
+        "--train-iters",
+        "100000",
+        "--exit-duration",
+        "0.01",
+        "--save",
+        str(tmp_path),
+        "--auto-resume",
+    ]
     done = torchrun("none", "0", "0", *flags, restarts=restarts)
     assert done.stdout.count("stopped after --exit-duration after step") == 1
     assert (done.returncode == 0) == (restarts == 1)
@@ -394,8 +490,12 @@ def test_a_run_that_stops_by_the_clock_is_not_restarted(tmp_path: Path, restarts
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_lost_at_the_start_is_named_and_no_refusal(tmp_path: Path, undisturbed: Path) -> None:
-    """Status 1: whoever restarts the run should try again, which a status of 2 says is of no use."""
+def test_a_rank_that_is_lost_at_the_start_is_named_and_no_refusal(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    """Status 1: whoever restarts the run should try again, which a status of 2 says is of no
+    use.
+    """
     flags = [*SIX, "--load", str(undisturbed / "step_0000002"), "--save", str(tmp_path / "out")]
     with without_torchrun(tmp_path, "kill in reading", "1", "0", *flags) as processes:
         processes[0].join(60)

@@ -1,4 +1,6 @@
-"""Saving in the background, stopping by the clock, restarting by itself, fine-tuning, one run per directory."""
+"""Saving in the background, stopping by the clock, restarting by itself, fine-tuning, one run per
+directory.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def steps(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "sizes"), [(1, {}), (2, {"tp": 2})], ids=["one process", "tp2"])
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(1, {}), (2, {"tp": 2})], ids=["one process", "tp2"]
+)
 def test_checkpoints_in_the_background_are_bytewise_those_at_once(
     tmp_path: Path, world_size: int, sizes: dict[str, int]
 ) -> None:
@@ -60,13 +64,16 @@ def test_checkpoints_in_the_background_are_bytewise_those_at_once(
 
 
 def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, slow: bool) -> str:
-    """Train with a writer that may be so slow that two steps of the 12 end meanwhile; that of rank `broken` fails, all
-    others succeed. Returns the error.
+    """Train with a writer that may be so slow that two steps of the 12 end meanwhile; that of rank
+    `broken` fails, all others succeed. Returns the error.
     """
     real, folder_of_run = commit.write_boxes, Path(flags[flags.index("--save") + 1])
 
     def write(folder: Path, *rest: Any) -> Any:
-        deadline, awaited = time.monotonic() + 20.0, min(12, len(losses(folder_of_run)) + 2) if slow else 0
+        deadline, awaited = (
+            time.monotonic() + 20.0,
+            min(12, len(losses(folder_of_run)) + 2) if slow else 0,
+        )
         while slow and len(losses(folder_of_run)) < awaited and time.monotonic() < deadline:
             time.sleep(0.01)
         if rank == broken:
@@ -83,20 +90,42 @@ def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, 
 
 
 @pytest.mark.slow
-def test_training_goes_on_during_a_slow_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*TINY, "--train-iters", "12", "--save", str(tmp_path), "--save-interval", "4", "--async-save"]
+def test_training_goes_on_during_a_slow_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        *TINY,
+        "--train-iters",
+        "12",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "4",
+        "--async-save",
+    ]
     assert _with_writer(0, 1, flags, -1, True) == "finished"
     lines = capsys.readouterr().out.splitlines()
     begun = lines.index("saving step 4 in the background")
     ended = next(i for i, line in enumerate(lines) if line.startswith("saved after step 4:"))
     assert sum(line.startswith("step ") for line in lines[begun:ended]) >= 2
-    assert lines.index("saving step 8 in the background") > ended  # a second save waits for the first
+    assert (
+        lines.index("saving step 8 in the background") > ended
+    )  # a second save waits for the first
     assert steps(tmp_path) == ["step_0000004", "step_0000008", "step_0000012"]
 
 
 @pytest.mark.slow
 def test_a_failed_write_ends_the_run_on_all_ranks_at_the_next_step(tmp_path: Path) -> None:
-    flags = [*TINY, "--train-iters", "40", "--save", str(tmp_path), "--save-interval", "5", "--async-save"]
+    flags = [
+        *TINY,
+        "--train-iters",
+        "40",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "5",
+        "--async-save",
+    ]
     first, second = run_ranks(_with_writer, 2, flags, 1, False)
     assert first == second
     assert "checkpoint of step 5" in first and "rank 1: No space left on device" in first
@@ -111,7 +140,9 @@ def _clock_of_one_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
     """Train where the time of rank 1 alone is over, from its third look at the clock on."""
     looks = itertools.count(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StopSignal, "reason", property(lambda self: 2 if next(looks) > 2 and rank == 1 else 0))
+        patch.setattr(
+            StopSignal, "reason", property(lambda self: 2 if next(looks) > 2 and rank == 1 else 0)
+        )
         return train_on_rank(rank, world_size, flags)
 
 
@@ -129,7 +160,10 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
 ) -> None:
     flags = [*TINY, "--save", str(tmp_path / "out"), "--auto-resume", "--save-interval", "2"]
     run(1, [*flags, "--lr-decay-iters", "4", "--train-iters", "2"])
-    assert "holds no checkpoint at all, this run starts from step 0, from scratch" in capsys.readouterr().out
+    assert (
+        "holds no checkpoint at all, this run starts from step 0, from scratch"
+        in capsys.readouterr().out
+    )
     run(1, flags)
     assert "step_0000002 after step 2" in capsys.readouterr().out
     assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4]
@@ -137,7 +171,11 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
         next((tmp_path / "out" / step).glob("*.safetensors")).write_bytes(b"")
     assert main(flags) == 2
     message = capsys.readouterr().err
-    assert "no checkpoint is whole" in message and "step_0000002" in message and "step_0000004" in message
+    assert (
+        "no checkpoint is whole" in message
+        and "step_0000002" in message
+        and "step_0000004" in message
+    )
     for step in steps(tmp_path / "out"):
         (tmp_path / "out" / step / "manifest.json").unlink()
     assert main(flags) == 2  # also when no manifest is left
@@ -147,14 +185,27 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
 
 
 @pytest.mark.slow
-def test_auto_resume_of_a_finetuning_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_resume_of_a_finetuning_goes_on_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(1, [*TINY, "--save", str(tmp_path / "base"), "--train-iters", "2"])
-    tune = [*TINY, "--load", str(tmp_path / "base"), "--finetune", "--save", str(tmp_path / "tuned"), "--auto-resume"]
+    tune = [
+        *TINY,
+        "--load",
+        str(tmp_path / "base"),
+        "--finetune",
+        "--save",
+        str(tmp_path / "tuned"),
+        "--auto-resume",
+    ]
     run(1, [*tune, "--train-iters", "2", "--lr-decay-iters", "4"])
     assert "starts from --load" in capsys.readouterr().out
     run(1, tune)
     assert f"resumed from {tmp_path / 'tuned' / 'step_0000002'}" in capsys.readouterr().out
-    run(1, [*TINY, "--load", str(tmp_path / "base"), "--finetune", "--save", str(tmp_path / "whole")])
+    run(
+        1,
+        [*TINY, "--load", str(tmp_path / "base"), "--finetune", "--save", str(tmp_path / "whole")],
+    )
     assert losses(tmp_path / "tuned") == losses(tmp_path / "whole")
 
 
@@ -167,27 +218,58 @@ def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
     loaded = load_checkpoint(tmp_path / "base", WORLD)
     weights = dict(loaded.whole_tensors())
     boxes = [TensorBox(f"model.{n}", tuple(t.shape), (0,) * t.dim(), t) for n, t in weights.items()]
-    save_checkpoint(tmp_path / "bare", 0, boxes, extra={}, config_yaml=loaded.config_yaml, world=WORLD)
+    save_checkpoint(
+        tmp_path / "bare", 0, boxes, extra={}, config_yaml=loaded.config_yaml, world=WORLD
+    )
     other = ["--data-path", str(packed_dataset), "--seed", "7"]
     for name in ("base", "bare"):
-        tune = [*base, *other, "--load", str(tmp_path / name), "--finetune", "--save", str(tmp_path / f"of_{name}")]
+        tune = [
+            *base,
+            *other,
+            "--load",
+            str(tmp_path / name),
+            "--finetune",
+            "--save",
+            str(tmp_path / f"of_{name}"),
+        ]
         run(1, tune)
         assert "this run starts at step 0 with a fresh optimizer" in capsys.readouterr().out
     assert losses(tmp_path / "of_base") == losses(tmp_path / "of_bare")
     assert sorted(losses(tmp_path / "of_base")) == [1, 2, 3, 4]
     assert main([*base, "--load", str(tmp_path / "bare")]) == 2
     assert "start from them by --finetune" in capsys.readouterr().err
-    assert main([*base, *other, "--load", str(tmp_path / "base"), "--finetune", "--rotary-base", "500"]) == 2
+    assert (
+        main(
+            [*base, *other, "--load", str(tmp_path / "base"), "--finetune", "--rotary-base", "500"]
+        )
+        == 2
+    )
     assert "--rotary-base" in capsys.readouterr().err
 
 
 def test_finetuning_a_run_with_pairs_takes_its_pairs(tmp_path: Path) -> None:
     step = [*TINY, "--train-iters", "1", "--lr-warmup-iters", "0", "--lr-decay-iters", "9"]
     run(1, [*step, "--lora-rank", "3", "--save", str(tmp_path / "a")])
-    run(1, [*step, "--load", str(tmp_path / "a"), "--finetune", "--lr", "0", "--save", str(tmp_path / "b")])
+    run(
+        1,
+        [
+            *step,
+            "--load",
+            str(tmp_path / "a"),
+            "--finetune",
+            "--lr",
+            "0",
+            "--save",
+            str(tmp_path / "b"),
+        ],
+    )
     before, after = (dict(load_checkpoint(tmp_path / name, WORLD).whole_tensors()) for name in "ab")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert all(tensor.any() for name, tensor in before.items() if "lora_B" in name), "the first run moved them"
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
+    assert all(tensor.any() for name, tensor in before.items() if "lora_B" in name), (
+        "the first run moved them"
+    )
 
 
 @pytest.mark.slow
@@ -195,8 +277,26 @@ def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path)
     """Also under another sharding strategy."""
     base = [text if text != "float64" else "bfloat16" for text in TINY]
     run(1, [*base, "--save", str(tmp_path / "base")])
-    flags = [*base, "--load", str(tmp_path / "base"), "--finetune", "--lr", "0", "--train-iters", "2"]
-    run(2, [*flags, "--save", str(tmp_path / "still"), "--data-parallel-sharding-strategy", "optim_grads_params"])
+    flags = [
+        *base,
+        "--load",
+        str(tmp_path / "base"),
+        "--finetune",
+        "--lr",
+        "0",
+        "--train-iters",
+        "2",
+    ]
+    run(
+        2,
+        [
+            *flags,
+            "--save",
+            str(tmp_path / "still"),
+            "--data-parallel-sharding-strategy",
+            "optim_grads_params",
+        ],
+    )
     before = dict(load_checkpoint(tmp_path / "base", WORLD).whole_tensors())
     after = load_checkpoint(tmp_path / "still", WORLD)
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.whole_tensors())
@@ -210,16 +310,23 @@ def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*TINY, "--train-iters", "100000", "--save", str(tmp_path)]
-    first = subprocess.Popen([sys.executable, "-m", "megacp.train", *flags], stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "megacp.train", *flags], stdout=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + 60
-        while not (tmp_path / "log.jsonl").exists() or (tmp_path / "log.jsonl").read_text().count("\n") < 2:
+        while (
+            not (tmp_path / "log.jsonl").exists()
+            or (tmp_path / "log.jsonl").read_text().count("\n") < 2
+        ):
             assert time.monotonic() < deadline and first.poll() is None
             time.sleep(0.05)
         (tmp_path / "step_0000009.tmp-0123abcd").mkdir()  # as if the first were saving
         assert main(flags) == 2
         refusal = capsys.readouterr().err
-        assert f"--save {tmp_path} is in use by host" in refusal and f"process {first.pid}" in refusal
+        assert (
+            f"--save {tmp_path} is in use by host" in refusal and f"process {first.pid}" in refusal
+        )
         assert (tmp_path / "step_0000009.tmp-0123abcd").exists()
         first.send_signal(signal.SIGUSR1)
         output, _ = first.communicate(timeout=60)
@@ -229,14 +336,25 @@ def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
     done = sorted(losses(tmp_path))
     assert done == list(range(1, len(done) + 1))
     assert first.returncode == STOPPED and "stopped on request" in output
-    third = [*TINY, "--auto-resume", "--exit-duration", "0.0001", "--train-iters", "100000", "--save", str(tmp_path)]
+    third = [
+        *TINY,
+        "--auto-resume",
+        "--exit-duration",
+        "0.0001",
+        "--train-iters",
+        "100000",
+        "--save",
+        str(tmp_path),
+    ]
     assert main(third) == STOPPED
     said = capsys.readouterr().out
     assert "removed" in said and "step_0000009.tmp-0123abcd, left by a crash" in said
 
 
 def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> list[str]:
-    """Train; in step 2 the loss, or only a gradient, of rank 1's first row is not finite. What was said of it."""
+    """Train; in step 2 the loss, or only a gradient, of rank 1's first row is not finite. What was
+    said of it.
+    """
     real_loss, real_train = OutputHead.forward, ParallelModel.train
     now = {"step": 0, "microbatch": 0}
     said: list[str] = []
@@ -251,7 +369,9 @@ def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> l
         value.register_hook(lambda gradient: gradient * float("inf"))
         return value
 
-    def train(self: ParallelModel, batches: Sequence[PackedBatch], step: int, *rest: Any) -> StepResult:
+    def train(
+        self: ParallelModel, batches: Sequence[PackedBatch], step: int, *rest: Any
+    ) -> StepResult:
         now.update(step=step, microbatch=0)
         if rank == 1 and step == 2:
             folder = self.config.checkpoint.save or ""
@@ -268,7 +388,9 @@ def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> l
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_is_skipped_by_all_and_its_packs_are_named(tmp_path: Path, where: str) -> None:
+def test_a_step_that_is_not_finite_is_skipped_by_all_and_its_packs_are_named(
+    tmp_path: Path, where: str
+) -> None:
     flags = [*TINY, "--save", str(tmp_path), "--train-iters", "3"]
     first, second = run_ranks(_skipping, 2, flags, where)
     assert first == second
@@ -282,7 +404,9 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_and_its_packs_are_named(tmp
         assert "all losses were finite, a gradient was not; the step had packs " in line
         named = {int(text) for text in line.split("packs ")[1].split(", ")}
         assert len(named) == 4 and named >= {number for of_batch in ids for number in of_batch}
-    _, note, logged, _ = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
+    _, note, logged, _ = [
+        json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()
+    ]
     assert note == {"kind": "note", "step": 2, "text": line.removeprefix("step 2: ")}
     assert logged["loss"] == "nan" if where == "loss" else isinstance(logged["loss"], float)
     assert load_checkpoint(tmp_path, WORLD).extra["updates"] == 2

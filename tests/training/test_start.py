@@ -1,4 +1,6 @@
-"""What stands before the first step: datasets that fit, the model of a checkpoint, ranks that agree."""
+"""What stands before the first step: datasets that fit, the model of a checkpoint, ranks that
+agree.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,21 @@ from tests.training.runs import TINY, losses, run
 
 
 def config_of(path: Path, layout: str, cp: int) -> RunConfig:
-    values = {"data_path": str(path), "cp_layout": layout, "context_parallel_size": cp, "vocab_size": 0}
+    values = {
+        "data_path": str(path),
+        "cp_layout": layout,
+        "context_parallel_size": cp,
+        "vocab_size": 0,
+    }
     return with_values(RunConfig(), values)
 
 
-def test_stored_padding_of_another_degree_is_refused_for_zigzag_in_documents(tmp_path: Path) -> None:
-    manifest = write_dataset(tmp_path / "four", [random_packs(np.random.default_rng(0), 3)], pad_multiple=4)
+def test_stored_padding_of_another_degree_is_refused_for_zigzag_in_documents(
+    tmp_path: Path,
+) -> None:
+    manifest = write_dataset(
+        tmp_path / "four", [random_packs(np.random.default_rng(0), 3)], pad_multiple=4
+    )
     base = {"seq_length": manifest.seq_length}
 
     def opened(layout: str, cp: int) -> None:
@@ -53,7 +64,8 @@ def test_stored_padding_of_another_degree_is_refused_for_zigzag_in_documents(tmp
     opened("zigzag_document", 1)
     opened("balanced", 4)
     with pytest.raises(
-        ValueError, match="multiples of 4, --cp-layout zigzag_document at --context-parallel-size 4 needs"
+        ValueError,
+        match="multiples of 4, --cp-layout zigzag_document at --context-parallel-size 4 needs",
     ):
         opened("zigzag_document", 4)
     write_dataset(tmp_path / "one", [random_packs(np.random.default_rng(0), 3)], pad_multiple=1)
@@ -78,7 +90,10 @@ def test_what_is_wrong_with_both_datasets_is_told_at_once(tmp_path: Path) -> Non
     with pytest.raises(ValueError) as error:
         open_sources(with_values(RunConfig(), values))
     first, second = str(error.value).splitlines()
-    assert first.startswith(f"--data-path {tmp_path / 'older'}: ") and "tokens.bin: no such file" in first
+    assert (
+        first.startswith(f"--data-path {tmp_path / 'older'}: ")
+        and "tokens.bin: no such file" in first
+    )
     assert second.startswith(f"--valid-data-path {tmp_path / 'newer'}: ")
 
 
@@ -138,7 +153,10 @@ def change(folder: Path, content: dict[str, Any] | None = None, config: str | No
     manifest.pop("checksum")
     if config is not None:
         (step / "config.yaml").write_text(config)
-        record = {"size": len(config.encode()), "sha256": hashlib.sha256(config.encode()).hexdigest()}
+        record = {
+            "size": len(config.encode()),
+            "sha256": hashlib.sha256(config.encode()).hexdigest(),
+        }
         manifest["files"]["config.yaml"] = record
     for key, value in (content or {}).items():
         manifest["extra"][key] = value
@@ -155,16 +173,25 @@ def test_a_run_is_resumed_without_a_flag_of_its_model(
     folders = [copied(base, tmp_path / name) for name in ("with", "without")]
     for folder, flags in zip(folders, (TINY, REST), strict=True):
         save = ["--save", str(folder), "--lr-decay-iters", "4"]
-        run(1, [*flags, *save, *(["--load", str(folder)] if how == "--load" else ["--auto-resume"])])
+        run(
+            1, [*flags, *save, *(["--load", str(folder)] if how == "--load" else ["--auto-resume"])]
+        )
     assert losses(folders[0]) == losses(folders[1]) and sorted(losses(folders[0])) == [3, 4]
     told = capsys.readouterr().out
-    assert f"the model is that of {folders[1] / 'step_0000002'}: --hidden-size 32, --ffn-hidden-size 48" in told
-    assert "--vocab-size 61, --hidden-dropout 0.1, --dtype float64" in told and str(folders[0]) in told
+    assert (
+        f"the model is that of {folders[1] / 'step_0000002'}: --hidden-size 32, --ffn-hidden-size "
+        "48" in told
+    )
+    assert (
+        "--vocab-size 61, --hidden-dropout 0.1, --dtype float64" in told and str(folders[0]) in told
+    )
     assert "changed since the checkpoint" not in told
 
 
 @pytest.mark.slow
-def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(base: Path, tmp_path: Path) -> None:
+def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(
+    base: Path, tmp_path: Path
+) -> None:
     explicit = [*TINY, "--hidden-dropout", "0", "--lr-decay-iters", "4"]
     for name, flags in (("with", explicit), ("without", REST)):
         run(1, [*flags, "--load", str(base), "--finetune", "--save", str(tmp_path / name)])
@@ -177,7 +204,11 @@ def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(
     change(copied(base, tmp_path / "frozen"), config=crafted)
     argv = [*REST, "--load", str(tmp_path / "frozen")]
     tuned, _ = with_stored_model(parse([*argv, "--finetune"]), given_names(argv))
-    assert (tuned.vision.freeze, tuned.vision.vision_lr_multiplier, tuned.model.hidden_dropout) == (None, 1.0, 0)
+    assert (tuned.vision.freeze, tuned.vision.vision_lr_multiplier, tuned.model.hidden_dropout) == (
+        None,
+        1.0,
+        0,
+    )
     resumed, _ = with_stored_model(parse(argv), given_names(argv))
     assert (resumed.vision.freeze, resumed.model.hidden_dropout) == ("text", 0.1)
 
@@ -189,11 +220,18 @@ def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], finetune: list[str], where: str
 ) -> None:
     (tmp_path / "c.yaml").write_text("num_layers: 3\nhidden_size: 256\n")
-    given = ["--num-layers", "3", "--hidden-size", "256"] if where == "flag" else ["--config", str(tmp_path / "c.yaml")]
+    given = (
+        ["--num-layers", "3", "--hidden-size", "256"]
+        if where == "flag"
+        else ["--config", str(tmp_path / "c.yaml")]
+    )
     assert main([*REST, *given, "--load", str(base), *finetune]) == 2
     lines = capsys.readouterr().err.splitlines()
     step = base / "step_0000002"
-    assert lines == [f"error: {step} has --num-layers 4, this run 3", f"{step} has --hidden-size 32, this run 256"]
+    assert lines == [
+        f"error: {step} has --num-layers 4, this run 3",
+        f"{step} has --hidden-size 32, this run 256",
+    ]
 
 
 def test_ranks_that_a_layout_does_not_allow_are_told_how_to_plan_another(
@@ -209,7 +247,8 @@ def test_ranks_that_a_layout_does_not_allow_are_told_how_to_plan_another(
         assert main([*starts, *flags, *grid]) == 2
         said = capsys.readouterr().err
         assert (
-            "--tensor-model-parallel-size 2, --pipeline-model-parallel-size 1" in said and "not allow 6 ranks" in said
+            "--tensor-model-parallel-size 2, --pipeline-model-parallel-size 1" in said
+            and "not allow 6 ranks" in said
         )
         assert f"{base / 'step_0000002'} was saved by 1 rank" in said
         plan, start = (line.strip() for line in said.splitlines() if line.startswith("    "))
@@ -231,14 +270,21 @@ def test_ranks_that_a_layout_does_not_allow_are_told_how_to_plan_another(
 
 
 def test_a_run_without_a_checkpoint_keeps_its_flags(tmp_path: Path) -> None:
-    for flags in ([], ["--load", str(tmp_path)], ["--load", str(tmp_path / "none")], ["--save", str(tmp_path)]):
+    for flags in (
+        [],
+        ["--load", str(tmp_path)],
+        ["--load", str(tmp_path / "none")],
+        ["--save", str(tmp_path)],
+    ):
         config = parse(flags)
         assert with_stored_model(config, given_names(flags)) == (config, "")
 
 
 def test_the_whole_config_comes_back(base: Path) -> None:
     loaded = load_checkpoint(base, WORLD)
-    assert isinstance(stored_config(loaded), RunConfig) and stored_config(loaded).model.num_layers == 4
+    assert (
+        isinstance(stored_config(loaded), RunConfig) and stored_config(loaded).model.num_layers == 4
+    )
 
 
 HOST = socket.gethostname()
@@ -257,14 +303,24 @@ def test_every_flag_is_stated_but_those_that_may_differ() -> None:
 
 @pytest.mark.slow
 def test_data_and_software_are_stated() -> None:
-    assert stated("--seq-length", "128")["the fingerprint of --data-path"] != stated()["the fingerprint of --data-path"]
-    named = "the version of megacp", "the source of megacp (sha256)", "the version of torch", "the version of Python"
+    assert (
+        stated("--seq-length", "128")["the fingerprint of --data-path"]
+        != stated()["the fingerprint of --data-path"]
+    )
+    named = (
+        "the version of megacp",
+        "the source of megacp (sha256)",
+        "the version of torch",
+        "the version of Python",
+    )
     assert all(stated()[name] for name in (*named, "the device"))
 
 
 def agreed(statements: list[dict[str, str]], problems: dict[int, str] | None = None) -> list[str]:
     def action(rendezvous: Rendezvous) -> str:
-        require_equal_start(rendezvous, statements[rendezvous.rank], (problems or {}).get(rendezvous.rank, ""))
+        require_equal_start(
+            rendezvous, statements[rendezvous.rank], (problems or {}).get(rendezvous.rank, "")
+        )
         return "agreed"
 
     return at_once(len(statements), action)
@@ -277,11 +333,18 @@ def test_equal_statements_agree_also_where_machines_read_their_own_copy() -> Non
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ([0.01, 0.01, 0.5, 0.01], f"0.5 on rank 2 (host {HOST}); 0.01 on ranks 0, 1, 3 (host {HOST})"),
-        ([0.5, 0.01, 0.01, 0.01], f"0.5 on rank 0 (host {HOST}); 0.01 on ranks 1, 2, 3 (host {HOST})"),
+        (
+            [0.01, 0.01, 0.5, 0.01],
+            f"0.5 on rank 2 (host {HOST}); 0.01 on ranks 0, 1, 3 (host {HOST})",
+        ),
+        (
+            [0.5, 0.01, 0.01, 0.01],
+            f"0.5 on rank 0 (host {HOST}); 0.01 on ranks 1, 2, 3 (host {HOST})",
+        ),
         (
             [0.01, 0.5, 0.7, 0.01],
-            f"0.5 on rank 1 (host {HOST}), 0.7 on rank 2 (host {HOST}); 0.01 on ranks 0, 3 (host {HOST})",
+            f"0.5 on rank 1 (host {HOST}), 0.7 on rank 2 (host {HOST}); 0.01 on ranks 0, 3 (host "
+            f"{HOST})",
         ),
     ],
 )
@@ -293,8 +356,12 @@ def test_a_difference_is_told_with_its_ranks_on_every_rank(values: list[float], 
 
 
 def test_every_difference_is_told_at_once() -> None:
-    (refusal, _) = agreed([stated(), stated("--seed", "2", "--num-layers", "2") | {"the version of torch": "1.0"}])
-    assert all(f"\n  - {name}: " in refusal for name in ("--seed", "--num-layers", "the version of torch"))
+    (refusal, _) = agreed(
+        [stated(), stated("--seed", "2", "--num-layers", "2") | {"the version of torch": "1.0"}]
+    )
+    assert all(
+        f"\n  - {name}: " in refusal for name in ("--seed", "--num-layers", "the version of torch")
+    )
     assert refusal.count("  - ") == 3
 
 
@@ -319,8 +386,13 @@ def test_help_shows_what_most_runs_have_and_help_all_the_rest(
         with pytest.raises(SystemExit) as end:
             main(["--nproc", "2", asked, "--config", str(tmp_path / "a.yaml")])
         texts.append(capsys.readouterr().out)
-        assert end.value.code == 0 and "(default: 0.125)" in texts[-1], "the value of a file before it"
-    first, whole = ({name for name in fields() if re.search(rf"^\W+{flag(name)}\b(?!-)", text, re.M)} for text in texts)
+        assert end.value.code == 0 and "(default: 0.125)" in texts[-1], (
+            "the value of a file before it"
+        )
+    first, whole = (
+        {name for name in fields() if re.search(rf"^\W+{flag(name)}\b(?!-)", text, re.M)}
+        for text in texts
+    )
     assert first == {*FIRST_FIELDS} and whole == {*fields()}
     assert "--nproc N" in texts[0] and main(["--help", "--lrr", "1"]) == 2
 
@@ -337,20 +409,30 @@ def test_help_is_one_column_on_a_terminal_of_any_width(
     titles = [line for line in lines if line and line[0] != " "]
     assert titles[:2] == ["options", "parallel options"] and titles[-1] == "checkpoint options"
     shown = [line.split()[0] for line in lines if line.startswith("  --")]
-    assert sorted(shown) == sorted(flag(name) + "," * (fields()[name].hint is bool) for name in FIRST_FIELDS)
+    assert sorted(shown) == sorted(
+        flag(name) + "," * (fields()[name].hint is bool) for name in FIRST_FIELDS
+    )
     help_of_a_flag = [line for line in lines if line.startswith(8 * " ")]
-    assert widest - 12 < max(map(len, help_of_a_flag)) <= widest and len(help_of_a_flag) > len(shown)
+    assert widest - 12 < max(map(len, help_of_a_flag)) <= widest and len(help_of_a_flag) > len(
+        shown
+    )
 
 
 def test_nproc_checks_in_one_process_and_then_starts_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(train, "start_and_wait", lambda arguments, count: started.append((arguments, count)) or 3)
+    monkeypatch.setattr(
+        train, "start_and_wait", lambda arguments, count: started.append((arguments, count)) or 3
+    )
     flags = ["--nproc", "2", "--context-parallel-size", "2", "--vocab-size", "64"]
     assert main([*flags, "--data-path", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.rstrip().endswith("holds no manifest.json") and not started
-    assert main([*flags, "--num-attention-heads", "3"]) == 2 and main(["--nproc", "two"]) == 2 and not started
+    assert (
+        main([*flags, "--num-attention-heads", "3"]) == 2
+        and main(["--nproc", "two"]) == 2
+        and not started
+    )
     capsys.readouterr()
     assert main([*flags, "--dry-run"]) == 0 and "Dry run: 2 ranks" in capsys.readouterr().out
     assert main(flags) == 3 and started == [(flags[2:], 2)] and capsys.readouterr().out == ""
@@ -378,7 +460,12 @@ SAVES = "trap 'exit 3' TERM; touch $READY/$$; while :; do sleep 0.02; done"
     ],
 )
 def test_the_status_of_nproc_is_that_of_its_ranks(
-    ranks: list[str], status: int, said: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    ranks: list[str],
+    status: int,
+    said: str,
+    tmp_path: Path,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sleep, start, handlers = time.sleep, subprocess.Popen, dict[int, Any]()
 
@@ -391,7 +478,9 @@ def test_the_status_of_nproc_is_that_of_its_ranks(
     monkeypatch.setattr(processes, "_SECONDS_OF_OTHERS", 0.5)
     monkeypatch.setattr(f"{home}.time.sleep", wait)
     monkeypatch.setattr(f"{home}.signal.signal", handlers.__setitem__)
-    monkeypatch.setattr(f"{home}.subprocess.Popen", lambda command, env, **_: start(["sh", "-c", env]))
+    monkeypatch.setattr(
+        f"{home}.subprocess.Popen", lambda command, env, **_: start(["sh", "-c", env])
+    )
     monkeypatch.setattr(f"{home}.launch.ranks_of_one_machine", lambda count: (None, ranks))
     monkeypatch.setenv("READY", str(tmp_path))
     assert processes.start_and_wait([], len(ranks)) == status
@@ -439,7 +528,9 @@ def packed(folder: Path, count: int) -> str:
     return str(folder)
 
 
-def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_are_steps_of_the_packs_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [*LONG, "--data-path", packed(tmp_path / "d", 10)]
     resumed = [*flags, "--auto-resume", "--save", str(tmp_path / "run"), "--lr", "0.1"]
     assert main([*resumed, "--train-epochs", "1.5"]) == 0
@@ -447,31 +538,56 @@ def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.
     assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.50" in said
     assert said.count("4 updates of 4 packs, 2 of them") == 1
     assert main([*resumed, "--train-epochs", "3", "--global-batch-size", "8"]) == 0
-    assert "step 6/6  epoch 3.00" in (said := capsys.readouterr().out) and "updates of 8 packs" not in said, "15 more"
+    assert (
+        "step 6/6  epoch 3.00" in (said := capsys.readouterr().out)
+        and "updates of 8 packs" not in said
+    ), "15 more"
     assert main([*flags, "--train-epochs", "0.4", "--lr-warmup-iters", "0"]) == 0
-    assert "step 1/1  epoch 0.40" in (said := capsys.readouterr().out) and "lr 1.00e-02" in said, "the whole rate"
+    assert "step 1/1  epoch 0.40" in (said := capsys.readouterr().out) and "lr 1.00e-02" in said, (
+        "the whole rate"
+    )
     assert main([*flags, "--train-epochs", "0.04"]) == 2
     assert "--train-epochs 0.04 of the 10 packs" in capsys.readouterr().err
-    assert main([*LONG, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
+    assert (
+        main([*LONG, "--train-epochs", "2"]) == 2
+        and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
+    )
     assert main([*flags, "--train-epochs", "2", "--train-iters", "4"]) == 2
     assert "--train-epochs 2 and --train-iters 4 are two lengths" in capsys.readouterr().err
     for name, text in (("steps", "train-iters: 5"), ("epochs", "train-epochs: 2")):
         (tmp_path / f"{name}.yaml").write_text(text)
     for file, one, value in (("steps", "--train-epochs", "2"), ("epochs", "--train-iters", "5")):
-        assert main([*flags, "--config", str(tmp_path / f"{file}.yaml"), one, value]) == 0, "a flag wins over a file"
+        assert main([*flags, "--config", str(tmp_path / f"{file}.yaml"), one, value]) == 0, (
+            "a flag wins over a file"
+        )
         assert "step 5/5" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [("1.1", 11), ("1.04", 10), ("1.06", 11), ("2", 20), ("0.9999", 10)])
-def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(tmp_path: Path, epochs: str, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "steps"), [("1.1", 11), ("1.04", 10), ("1.06", 11), ("2", 20), ("0.9999", 10)]
+)
+def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(
+    tmp_path: Path, epochs: str, steps: int
+) -> None:
     """1.1 x 10 is 11.000000000000002 in floating point."""
     flags = ["--train-epochs", epochs, "--global-batch-size", "1"]
     flags += ["--data-path", "0.9", packed(tmp_path / "a", 3), "0.1", packed(tmp_path / "b", 7)]
     config, note = with_stored_length(parse(flags), given_names(flags), given_names(flags))
-    assert config.training.train_iters == steps and (f"{steps} updates of 1 pack, 0 of" in note) == (steps < 20)
+    assert config.training.train_iters == steps and (
+        f"{steps} updates of 1 pack, 0 of" in note
+    ) == (steps < 20)
     longer = with_values(config, {"train_epochs": None, "train_iters": 40})
-    notes = [with_stored_length(with_values(longer, {"lr_warmup_iters": n}), (), ())[1] for n in (20, 21)]
-    assert "to warm up" not in notes[0] and "40 updates of 1 pack, 21 of them to warm up" in notes[1]
-    assert notes[1].endswith("teaches a model little: lower the warm-up, or raise --train-epochs or --train-iters")
+    notes = [
+        with_stored_length(with_values(longer, {"lr_warmup_iters": n}), (), ())[1] for n in (20, 21)
+    ]
+    assert (
+        "to warm up" not in notes[0] and "40 updates of 1 pack, 21 of them to warm up" in notes[1]
+    )
+    assert notes[1].endswith(
+        "teaches a model little: lower the warm-up, or raise --train-epochs or --train-iters"
+    )
     one = with_values(config, {"train_epochs": None, "train_iters": 1, "lr_warmup_iters": 0})
-    assert "1 update of 1 pack, 0 of them" in (few := with_stored_length(one, (), ())[1]) and "lower" not in few
+    assert (
+        "1 update of 1 pack, 0 of them" in (few := with_stored_length(one, (), ())[1])
+        and "lower" not in few
+    )

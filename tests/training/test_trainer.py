@@ -1,5 +1,5 @@
-"""The training loop end to end: resume is bitwise, any grid resumes any other, bad input ends before anything is
-written.
+"""The training loop end to end: resume is bitwise, any grid resumes any other, bad input ends
+before anything is written.
 """
 
 from __future__ import annotations
@@ -42,9 +42,27 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
 @pytest.mark.slow
 def test_any_grid_resumes_the_checkpoint_of_another_with_the_same_losses(tmp_path: Path) -> None:
     run(1, [*TINY, "--save", str(tmp_path / "whole")])
-    first = [*TINY, "--save", str(tmp_path / "moved"), "--lr-decay-iters", "4", "--train-iters", "2"]
+    first = [
+        *TINY,
+        "--save",
+        str(tmp_path / "moved"),
+        "--lr-decay-iters",
+        "4",
+        "--train-iters",
+        "2",
+    ]
     run(4, [*first, *grid_flags(pp=2), "--num-virtual-stages-per-pipeline-rank", "2"])
-    run(4, [*TINY, *grid_flags(tp=2, cp=2), "--save", str(tmp_path / "moved"), "--load", str(tmp_path / "moved")])
+    run(
+        4,
+        [
+            *TINY,
+            *grid_flags(tp=2, cp=2),
+            "--save",
+            str(tmp_path / "moved"),
+            "--load",
+            str(tmp_path / "moved"),
+        ],
+    )
     best = str(tmp_path / "best.yaml")
     for ranks, more in ((4, ["--lr-decay-iters", "4", "--train-iters", "2"]), (2, [])):
         flags = [*TINY, "--save", str(tmp_path / "planned"), "--auto-resume", *more]
@@ -68,7 +86,9 @@ def test_validation_leaves_training_as_it_was_and_does_not_depend_on_the_grid(
     assert losses(tmp_path / "one") == losses(tmp_path / "plain")
     values = []
     for name in ("one", "two"):
-        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()
+        ]
         values.append([row["loss"] for row in rows if row["kind"] == "valid"])
     assert len(values[0]) == 2
     assert values[1] == pytest.approx(values[0], rel=1e-10)
@@ -138,12 +158,23 @@ def test_another_model_of_the_same_shapes_is_refused_and_other_changes_are_told(
 ) -> None:
     run(1, [*TINY, "--save", str(tmp_path), "--lr-decay-iters", "4", "--train-iters", "2"])
     load = [*TINY, "--load", str(tmp_path), "--log-file", str(tmp_path / "other.jsonl")]
-    assert main([*load, "--num-attention-heads", "8", "--num-query-groups", "4", "--rotary-base", "500"]) == 2
+    assert (
+        main(
+            [*load, "--num-attention-heads", "8", "--num-query-groups", "4", "--rotary-base", "500"]
+        )
+        == 2
+    )
     message = capsys.readouterr().err
-    assert "--num-attention-heads 4, this run 8" in message and "--rotary-base 10000.0, this run 500.0" in message
+    assert (
+        "--num-attention-heads 4, this run 8" in message
+        and "--rotary-base 10000.0, this run 500.0" in message
+    )
     run(1, [*load, "--weight-decay", "0.2", "--lr-decay-iters", "4"])
     said = capsys.readouterr().out
-    assert "changed since the checkpoint: --weight-decay 0.2 (was 0.1)" in said and "--train-iters" not in said
+    assert (
+        "changed since the checkpoint: --weight-decay 0.2 (was 0.1)" in said
+        and "--train-iters" not in said
+    )
 
 
 @pytest.mark.slow
@@ -151,7 +182,14 @@ def test_another_length_is_told_where_the_learning_rate_decays_over_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
-    load = ["--load", str(tmp_path), "--train-iters", "3", "--log-file", str(tmp_path / "resumed.jsonl")]
+    load = [
+        "--load",
+        str(tmp_path),
+        "--train-iters",
+        "3",
+        "--log-file",
+        str(tmp_path / "resumed.jsonl"),
+    ]
     run(1, [*TINY, *load])
     assert "changed since the checkpoint: --train-iters 3 (was 2)" in capsys.readouterr().out
     run(1, [*TINY, *load, "--lr-decay-style", "constant"])
@@ -164,7 +202,10 @@ def test_another_dtype_is_one_reason(tmp_path: Path, capsys: pytest.CaptureFixtu
     for more in ([], ["--finetune"]):
         assert main([*TINY, "--load", str(tmp_path), "--dtype", "float32", *more]) == 2
         error = capsys.readouterr().err
-        assert "step_0000002 has --dtype float64, this run float32" in error and error.count("float64") == 1
+        assert (
+            "step_0000002 has --dtype float64, this run float32" in error
+            and error.count("float64") == 1
+        )
 
 
 @pytest.mark.slow
@@ -176,25 +217,46 @@ def test_a_finished_run_that_is_resumed_writes_no_second_copy(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_dataset: Path) -> None:
-    records = [{"text": "seven times eight is fifty-six, of course it is", "weight": weight} for weight in (1.0, 0.0)]
+    records = [
+        {"text": "seven times eight is fifty-six, of course it is", "weight": weight}
+        for weight in (1.0, 0.0)
+    ]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for name, count in (("both", 2), ("one", 1)):
         lines = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)[:count]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-        build = ["build", "--input", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)]
+        build = [
+            "build",
+            "--input",
+            str(tmp_path / f"{name}.jsonl"),
+            "--output",
+            str(tmp_path / name),
+        ]
         flags = ["--tokenizer", "byte", "--seq-length", "64", "--workers", "1"]
         assert preprocess.main([*build, *flags]) == 0
     found = []
     for name in ("both", "one"):
-        data = ["--data-path", str(packed_dataset), "--valid-data-path", str(tmp_path / name), "--eval-interval", "4"]
+        data = [
+            "--data-path",
+            str(packed_dataset),
+            "--valid-data-path",
+            str(tmp_path / name),
+            "--eval-interval",
+            "4",
+        ]
         flags = [text for text in TINY if text not in ("--vocab-size", "61")] + data
         run(1, [*flags, "--global-batch-size", "1", "--save", str(tmp_path / f"out_{name}")])
-        rows = [json.loads(line) for line in (tmp_path / f"out_{name}" / "log.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / f"out_{name}" / "log.jsonl").read_text().splitlines()
+        ]
         found += [row["loss"] for row in rows if row["kind"] == "valid"]
     assert len(found) == 2 and found[0] == pytest.approx(found[1], rel=1e-12)
 
 
-def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = signal.getsignal(signal.SIGINT)
     of_starter = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
@@ -235,7 +297,9 @@ def test_ranks_of_nproc_stop_on_sigterm_save_and_the_run_goes_on_on_another_grid
     finally:
         first.kill()
         first.communicate()
-    assert first.returncode == 3 and output.splitlines()[-1].startswith("stopped on request after step")
+    assert first.returncode == 3 and output.splitlines()[-1].startswith(
+        "stopped on request after step"
+    )
     done = max(losses(tmp_path))
     assert main([*flags, "--load", str(tmp_path), "--train-iters", str(done + 2)]) == 0
     assert f"after step {done}" in capsys.readouterr().out
@@ -248,7 +312,9 @@ def test_a_log_file_of_dev_null_is_none_and_stays_a_device(tmp_path: Path) -> No
     assert Path(os.devnull).is_char_device() and not (tmp_path / "log.jsonl").exists()
 
 
-def test_what_this_machine_alone_cannot_read_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_this_machine_alone_cannot_read_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*TINY, "--load", str(tmp_path / ("a" * 300))]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error") and "File name too long" in error and "Traceback" not in error
@@ -257,6 +323,8 @@ def test_what_this_machine_alone_cannot_read_is_one_message(tmp_path: Path, caps
 @pytest.mark.slow
 def test_a_closed_standard_output_ends_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megacp.train", *TINY, "--save", str(tmp_path)]
-    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]

@@ -1,4 +1,6 @@
-"""Rollouts that share their beginning, as one tree: the gradient of all of them, for the tokens of a few."""
+"""Rollouts that share their beginning, as one tree: the gradient of all of them, for the tokens of
+a few.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,21 @@ from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
 from tests.reference.training import config_of, train
 
-VALUES: dict[str, Any] = {"vocab_size": 257, "seq_length": 512, "num_query_groups": 2, "clip_grad": 0.0}
+VALUES: dict[str, Any] = {
+    "vocab_size": 257,
+    "seq_length": 512,
+    "num_query_groups": 2,
+    "clip_grad": 0.0,
+}
 
 
 def rows(rollouts: Sequence[dict[str, Any]]) -> tuple[PackedBatch, list[PackedBatch]]:
     """The tree of some records, and each of them as a row of its own."""
     maker, rules = DocumentMaker(load_tokenizer("byte"), True, {}), RecordRules(prefix_tree=True)
-    samples = [parse_record({"rollouts": rollouts}, rules), *(parse_record(one, rules) for one in rollouts)]
+    samples = [
+        parse_record({"rollouts": rollouts}, rules),
+        *(parse_record(one, rules) for one in rollouts),
+    ]
     texts = [(*([sample.prefix] if sample.prefix else []), *sample.branches) for sample in samples]
     documents = list(maker.encode(texts, [sample.parents for sample in samples]))
     assert all(document.problem is None for document in documents)
@@ -34,10 +44,20 @@ def rows(rollouts: Sequence[dict[str, Any]]) -> tuple[PackedBatch, list[PackedBa
 
 
 def family() -> list[dict[str, Any]]:
-    """Six rollouts of one prompt; some agree on more than it, two are the same, and all have weights of their own."""
-    texts = ["yes, by all means", "yes, but not now", "yes, but not now", "no", "no, never", "yes, by all"]
+    """Six rollouts of one prompt; some agree on more than it, two are the same, and all have
+    weights of their own.
+    """
+    texts = [
+        "yes, by all means",
+        "yes, but not now",
+        "yes, but not now",
+        "no",
+        "no, never",
+        "yes, by all",
+    ]
     return [
-        {"prompt": "shall we go on with this? ", "completion": text, "weight": 0.5 + i} for i, text in enumerate(texts)
+        {"prompt": "shall we go on with this? ", "completion": text, "weight": 0.5 + i}
+        for i, text in enumerate(texts)
     ]
 
 
@@ -56,11 +76,15 @@ def gradients(
 )
 def test_the_gradient_of_a_tree_is_the_sum_over_its_rollouts(shape: dict[str, int]) -> None:
     tree, apart = rows(family())
-    assert len(tree) < 0.6 * sum(map(len, apart)) and tree.weight_sum == sum(batch.weight_sum for batch in apart)
+    assert len(tree) < 0.6 * sum(map(len, apart)) and tree.weight_sum == sum(
+        batch.weight_sum for batch in apart
+    )
     world = int(np.prod([*shape.values()], dtype=int))
     merged, separate = (run_ranks(gradients, world, shape, batches) for batches in ([tree], apart))
     np.testing.assert_allclose(merged[0][0], separate[0][0], rtol=1e-12)
     one, other = (assemble([found[0] for _, found in results]) for results in (merged, separate))
     assert one.keys() == other.keys()
     for name, value in one.items():
-        np.testing.assert_allclose(value, other[name], rtol=0, atol=1e-10 * np.abs(other[name]).max(), err_msg=name)
+        np.testing.assert_allclose(
+            value, other[name], rtol=0, atol=1e-10 * np.abs(other[name]).max(), err_msg=name
+        )

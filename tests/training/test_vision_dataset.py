@@ -43,7 +43,10 @@ from tests.training.runs import train_on_rank
 
 
 def image_part(width: int, height: int, seed: int) -> dict[str, str]:
-    return {"type": "image", "base64": base64.b64encode(encoded(noise(width, height, seed))).decode()}
+    return {
+        "type": "image",
+        "base64": base64.b64encode(encoded(noise(width, height, seed))).decode(),
+    }
 
 
 def write_dataset(folder: Path) -> Path:
@@ -52,10 +55,14 @@ def write_dataset(folder: Path) -> Path:
     for i in range(10):
         images = [image_part(16 + 4 * j, 12 + 3 * i, 10 * i + j) for j in range(1 + i % 3)]
         answers = [f" answer {i}", f" another {i}"]
-        records.append({"content": [{"type": "text", "text": "look "}, *images], "branches": answers})
+        records.append(
+            {"content": [{"type": "text", "text": "look "}, *images], "branches": answers}
+        )
         records.append({"text": f"nothing but text {i} " * 4})
     movie = base64.b64encode(video(40)).decode()
-    records.append({"content": [{"type": "video", "base64": movie}, {"type": "text", "text": "it moves"}]})
+    records.append(
+        {"content": [{"type": "video", "base64": movie}, {"type": "text", "text": "it moves"}]}
+    )
     source = folder / "records.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     build([source], folder / "packed", image_rules=TINY, seq_length=512, cp_degrees=(1, 2))
@@ -64,7 +71,13 @@ def write_dataset(folder: Path) -> Path:
 
 def config_for(data: Path, **values: Any) -> RunConfig:
     sizes = {**MODELS["tiny_vlm"], "vocab_size": 0}
-    run = {"data_path": str(data), "seq_length": 512, "dtype": "float64", "global_batch_size": 6, "num_workers": 2}
+    run = {
+        "data_path": str(data),
+        "seq_length": 512,
+        "dtype": "float64",
+        "global_batch_size": 6,
+        "num_workers": 2,
+    }
     return with_values(RunConfig(), {**sizes, **run, "cp_comm_type": "p2p", **values})
 
 
@@ -75,14 +88,20 @@ def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) 
     model = ParallelModel(config, mine)
     images = image_loading(config, mine, model.rows, sources.decoder)
     rows = model.rows
-    with PackedLoader(sources.train, loader_options(config, rows.packs), rows.data_rank, 0, images) as loader:
+    with PackedLoader(
+        sources.train, loader_options(config, rows.packs), rows.data_rank, 0, images
+    ) as loader:
         read = loader.next_step()
     batches, reasons = without_bad_images(read, mine, rows.data_rank.index)
     agreed = agree_on_step(batches, mine, replica=rows.data_rank.index)
     loss = model.gradients(batches, 1, agreed.denominator)
     norm = model.optimizer.step(1e-3)
     decoded = sum(len(batch.vision.patches) for batch in batches if batch.vision is not None)
-    strategies = {batch.vision.strategy for batch in batches if batch.vision is not None and batch.vision.num_crops}
+    strategies = {
+        batch.vision.strategy
+        for batch in batches
+        if batch.vision is not None and batch.vision.num_crops
+    }
     return loss, norm, strategies, decoded, reasons
 
 
@@ -99,11 +118,15 @@ def test_a_stored_dataset_is_decoded_by_ranks_as_by_one_process(tmp_path: Path) 
             continue
         assert whole.strategy == "stored"
         for ranks in (2, 3):
-            parts = [collate(packs, loading=ImageLoading(decoder, r, ranks)).vision for r in range(ranks)]
+            parts = [
+                collate(packs, loading=ImageLoading(decoder, r, ranks)).vision for r in range(ranks)
+            ]
             assert all(part is not None for part in parts)
             patches = np.concatenate([part.patches for part in parts if part is not None])
             assert np.array_equal(patches, whole.patches)
-            assert {part.strategy for part in parts if part} == {"stored" if ranks == 2 else "computed"}
+            assert {part.strategy for part in parts if part} == {
+                "stored" if ranks == 2 else "computed"
+            }
         assert packs[0].images is not None
         frames = packs[0].images.units["frame"]
         seen_video |= bool((frames >= 0).sum() > 5)
@@ -117,27 +140,42 @@ LARGER = pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.slow)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"cp": 2}, LARGER], ids=str)
-def test_a_step_on_a_stored_dataset_is_that_of_one_process(tmp_path: Path, shape: dict[str, int]) -> None:
+def test_a_step_on_a_stored_dataset_is_that_of_one_process(
+    tmp_path: Path, shape: dict[str, int]
+) -> None:
     data = write_dataset(tmp_path)
     (expected,) = run_ranks(first_step, 1, config_for(data), {})
-    grid_flags = {"context_parallel_size": shape["cp"], "pipeline_model_parallel_size": shape.get("pp", 1)}
-    ranks = run_ranks(first_step, int(np.prod(list(shape.values()))), config_for(data, **grid_flags), shape)
+    grid_flags = {
+        "context_parallel_size": shape["cp"],
+        "pipeline_model_parallel_size": shape.get("pp", 1),
+    }
+    ranks = run_ranks(
+        first_step, int(np.prod(list(shape.values()))), config_for(data, **grid_flags), shape
+    )
     assert expected[2] == {"stored"} and expected[3] > 4
-    assert sum(rank[3] for rank in ranks) == expected[3], "each crop is decoded once, on the first stage"
+    assert sum(rank[3] for rank in ranks) == expected[3], (
+        "each crop is decoded once, on the first stage"
+    )
     for loss, norm, strategies, _, _ in ranks:
         assert strategies == {"stored"}
         assert abs(loss / expected[0] - 1) < 1e-12 and abs(norm / expected[1] - 1) < 1e-10
 
 
 @pytest.mark.slow
-def test_a_damaged_image_ends_the_run_with_the_flag_that_leaves_its_document_out(tmp_path: Path) -> None:
+def test_a_damaged_image_ends_the_run_with_the_flag_that_leaves_its_document_out(
+    tmp_path: Path,
+) -> None:
     data = write_dataset(tmp_path)
     for path in data.glob("shard_*/images.bin"):
         stored = path.read_bytes()
-        for place in range(len(stored)):  # the pixel data of every PNG: headers still say the right sizes
+        for place in range(
+            len(stored)
+        ):  # the pixel data of every PNG: headers still say the right sizes
             if stored[place : place + 4] == b"IDAT":
                 damage(path, place + 6, b"\xff" * 8)
-    with pytest.raises(Exception, match=r"record of .*records.jsonl at byte \d+: image \d+: .*--on-bad-image skip"):
+    with pytest.raises(
+        Exception, match=r"record of .*records.jsonl at byte \d+: image \d+: .*--on-bad-image skip"
+    ):
         run_ranks(first_step, 2, config_for(data, context_parallel_size=2), {"cp": 2})
 
 
@@ -154,7 +192,9 @@ def flags_of(config: RunConfig, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of_one_process(
+    tmp_path: Path,
+) -> None:
     data = write_dataset(tmp_path)
     path = sorted(data.glob("shard_*/images.bin"))[0]
     damage(path, path.read_bytes().index(b"IDAT") + 6, b"\xff" * 8)
@@ -168,7 +208,9 @@ def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of
         runs.append([json.loads(line) for line in log.read_text().splitlines()])
     figures = [[row["loss"] for row in rows if "loss" in row] for rows in runs]
     assert len(figures[0]) == 4
-    left_out = [[(row["step"], row["text"]) for row in rows if row["kind"] == "note"] for rows in runs]
+    left_out = [
+        [(row["step"], row["text"]) for row in rows if row["kind"] == "note"] for rows in runs
+    ]
     assert left_out[0] and left_out[0] == left_out[1]
     assert all("left out a document: pack 0, record of" in text for _, text in left_out[0])
     np.testing.assert_allclose(figures[1], figures[0], rtol=1e-9)
@@ -176,9 +218,13 @@ def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of
 
 def test_a_model_that_does_not_fit_the_images_is_refused_with_the_flags(tmp_path: Path) -> None:
     data = write_dataset(tmp_path)
-    with pytest.raises(ValueError, match="holds images, but the model has no vision tower: set --vision-num-layers"):
+    with pytest.raises(
+        ValueError, match="holds images, but the model has no vision tower: set --vision-num-layers"
+    ):
         open_sources(config_for(data, vision_num_layers=0))
-    with pytest.raises(ValueError, match="--vision-image-size 16 --vision-patch-size 4 or build the dataset again"):
+    with pytest.raises(
+        ValueError, match="--vision-image-size 16 --vision-patch-size 4 or build the dataset again"
+    ):
         open_sources(config_for(data, vision_image_size=32))
     with pytest.raises(ValueError, match="--additional-vocab-size of at least 8"):
         open_sources(config_for(data, additional_vocab_size=4))
@@ -190,8 +236,15 @@ def test_a_parity_check_takes_the_stored_images_and_keeps_their_patch_sizes(
 ) -> None:
     data = write_dataset(tmp_path)
     pixels = {name: MODELS["tiny_vlm"][name] for name in ("vision_image_size", "vision_patch_size")}
-    large = with_values(RunConfig(), {**pixels, "vision_num_layers": 25, "hidden_size": 2048, "num_layers": 12})
-    values = {"data_path": str(data), "seq_length": 512, "additional_vocab_size": 8, "context_parallel_size": 2}
+    large = with_values(
+        RunConfig(), {**pixels, "vision_num_layers": 25, "hidden_size": 2048, "num_layers": 12}
+    )
+    values = {
+        "data_path": str(data),
+        "seq_length": 512,
+        "additional_vocab_size": 8,
+        "context_parallel_size": 2,
+    }
     values["untie_embeddings_and_output_weights"] = True
     (tmp_path / "run.yaml").write_text(to_yaml(with_values(large, values)))
     assert parity.main(["--config", str(tmp_path / "run.yaml"), "--steps", "1"]) == 0
@@ -221,13 +274,17 @@ class SecondItemBroken(MockDecoder):
 
 def setup_of(shape: dict[str, int], world: int) -> ParitySetup:
     flags = {"tp": "tensor", "pp": "pipeline"}
-    values = {f"{flags[axis]}_model_parallel_size": size for axis, size in shape.items() if axis in flags}
+    values = {
+        f"{flags[axis]}_model_parallel_size": size for axis, size in shape.items() if axis in flags
+    }
     values["context_parallel_size"] = shape.get("cp", 1)
     config = with_values(RunConfig(), {**values, "on_bad_image": "skip", "global_batch_size": 4})
     return prepare(config, frozenset(values), model="tiny_vlm", mask="mixed", world_size=world)
 
 
-def one_step(rank: int, world: int, setup: ParitySetup, shape: dict[str, int], reference: bool) -> tuple[Any, ...]:
+def one_step(
+    rank: int, world: int, setup: ParitySetup, shape: dict[str, int], reference: bool
+) -> tuple[Any, ...]:
     """(replica, fingerprints, what was left out, loss, gradient norm)."""
     config = setup.reference if reference else setup.config
     mine = grid(**shape)
@@ -243,21 +300,29 @@ def one_step(rank: int, world: int, setup: ParitySetup, shape: dict[str, int], r
     return replica, [batch.fingerprint() for batch in batches], reasons, loss, norm
 
 
-@pytest.mark.parametrize("shape", [{"cp": 2}, pytest.param({"dp": 2, "cp": 2}, marks=pytest.mark.slow)], ids=str)
-def test_all_ranks_leave_out_the_same_documents_and_train_like_one_process(shape: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "shape", [{"cp": 2}, pytest.param({"dp": 2, "cp": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_all_ranks_leave_out_the_same_documents_and_train_like_one_process(
+    shape: dict[str, int],
+) -> None:
     world = int(np.prod(list(shape.values())))
     setup = setup_of(shape, world)
     results = run_ranks(one_step, world, setup, shape, False)
     (expected,) = run_ranks(one_step, 1, setup, {}, True)
     assert expected[2] and all("cut short" in reason for reason in expected[2])
-    assert all(result[2] == results[0][2] for result in results) and sorted(results[0][2]) == sorted(expected[2])
+    assert all(result[2] == results[0][2] for result in results) and sorted(
+        results[0][2]
+    ) == sorted(expected[2])
     prints = {replica: fingerprints for replica, fingerprints, *_ in results}
     assert all(fingerprints == prints[replica] for replica, fingerprints, *_ in results)
     for _, _, _, loss, norm in results:
         assert abs(loss / expected[3] - 1) < 1e-12 and abs(norm / expected[4] - 1) < 1e-10
 
 
-def test_pixels_are_narrowed_before_the_step_without_a_change_of_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_are_narrowed_before_the_step_without_a_change_of_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     setup = setup_of({}, 1)
     config = with_values(setup.config, {"dtype": "bfloat16", "on_bad_image": "fail"})
     model = ParallelModel(config, grid())
@@ -270,20 +335,29 @@ def test_pixels_are_narrowed_before_the_step_without_a_change_of_bits(monkeypatc
     assert (model.gradients(batches, 1, 100.0), model.optimizer.step(0.0)) == (loss, norm)
     wide = ParallelModel(setup.reference, grid())
     monkeypatch.undo()
-    assert wide.plan(batches[0]).share.vision.patches.dtype == torch.float32, "a float64 model gets them as they are"
+    assert wide.plan(batches[0]).share.vision.patches.dtype == torch.float32, (
+        "a float64 model gets them as they are"
+    )
 
 
 def test_a_step_works_out_nothing_that_the_loader_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of tokens and of patches, where patches stand, levels and chunks of states."""
     monkeypatch.setitem(FUSED, (convolved_delta_rule, "cpu", torch.float64), fused_convolved)
     monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: chunk_gated_delta_rule)
-    setup = prepare(with_values(RunConfig(), {"on_bad_image": "fail"}), (), model="tiny_qwen3_5", mask="mixed")
+    setup = prepare(
+        with_values(RunConfig(), {"on_bad_image": "fail"}), (), model="tiny_qwen3_5", mask="mixed"
+    )
     config = with_values(setup.config, {"num_layers": 2, "linear_attention_freq": "2"})
     model = ParallelModel(config, grid())
     loading = image_loading(config, model.grid, model.rows, MockDecoder(setup.rules.images))
     (batch, *_) = microbatches(config, setup.rules, 1, model.rows, loading)
     row, refuse = model.plan(batch), mock.Mock(side_effect=AssertionError("worked out in the step"))
-    places = (plan, "tile_table"), (state_plan, "segments_of"), (fused_states, "chunk_places"), (vision, "patch_places")
+    places = (
+        (plan, "tile_table"),
+        (state_plan, "segments_of"),
+        (fused_states, "chunk_places"),
+        (vision, "patch_places"),
+    )
     for module, name in places:
         monkeypatch.setattr(module, name, refuse)
     assert len(row.share.vision.patches) and model.gradients([row], 1, 100.0) > 0

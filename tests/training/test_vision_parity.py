@@ -1,8 +1,10 @@
-"""A tiny vision-language model in float64: any grid, transport, strategy and feature exchange equals one process.
+"""A tiny vision-language model in float64: any grid, transport, strategy and feature exchange
+equals one process.
 
-Rows hold several documents with branches, images of several crops and videos, some rows nothing but text; on large cp
-most rows leave ranks without images. All gradients (tower, connector, embedding, text) and updated parameters of two
-steps are compared, to 1e-10 relative: sums in another order leave 1e-15.
+Rows hold several documents with branches, images of several crops and videos, some rows nothing but
+text; on large cp most rows leave ranks without images. All gradients (tower, connector, embedding,
+text) and updated parameters of two steps are compared, to 1e-10 relative: sums in another order
+leave 1e-15.
 """
 
 from __future__ import annotations
@@ -20,14 +22,23 @@ from megacp.engine.rows.rank import DataRank
 from megacp.engine.step.rows import Rows
 from megacp.training.data.mock import MockRules
 from megacp.verify.cases import MODELS
-from megacp.verify.parity import ParitySetup, StepTrace, assemble, compare, microbatches, prepare, train_rank
+from megacp.verify.parity import (
+    ParitySetup,
+    StepTrace,
+    assemble,
+    compare,
+    microbatches,
+    prepare,
+    train_rank,
+)
 from tests.ranks import run_ranks
 from tests.reference.packs import branched
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 SHARDED, PARAMS = "data_parallel_sharding_strategy", "optim_grads_params"
 BETWEEN = {"seed": 8, "global_batch_size": 4}
-"""The second of four rows of each step has no image, others have fewer units than there are ranks."""
+"""The second of four rows of each step has no image, others have fewer units than there are ranks.
+"""
 
 OFFLOADED = {"activation_offload": 0.5, "mlp_chunk_tokens": 7}
 
@@ -47,12 +58,22 @@ CASES: list[Any] = [
     (4, {CP: 2, PP: 2, "num_virtual_stages_per_pipeline_rank": 2}, "stored"),
     (
         4,
-        {CP: 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2), "micro_batch_size": 2},
+        {
+            CP: 4,
+            "cp_comm_type": "a2a+p2p",
+            "hierarchical_context_parallel_sizes": (2, 2),
+            "micro_batch_size": 2,
+        },
         "stored",
     ),
     (
         4,
-        {CP: 2, "cp_comm_type": "kv_exchange", "cp_layout": "balanced", "dynamic_context_parallel": True},
+        {
+            CP: 2,
+            "cp_comm_type": "kv_exchange",
+            "cp_layout": "balanced",
+            "dynamic_context_parallel": True,
+        },
         "stored",
     ),
     (8, {CP: 8, "cp_layout": "zigzag_document"}, "computed"),
@@ -66,10 +87,21 @@ CASES: list[Any] = [
     (2, {CP: 2, SHARDED: PARAMS, "lora_rank": 3, "lora_targets": "all", **BETWEEN}, "stored"),
     (
         4,
-        {TP: 2, PP: 2, "lora_rank": 3, "lora_targets": "output,up,down", "norm_position": "after", **OFFLOADED},
+        {
+            TP: 2,
+            PP: 2,
+            "lora_rank": 3,
+            "lora_targets": "output,up,down",
+            "norm_position": "after",
+            **OFFLOADED,
+        },
         "stored",
     ),
-    (4, {CP: 2, PP: 2, SHARDED: PARAMS, "lora_rank": 3, **OFFLOADED, "tiny_biased": True}, "stored"),
+    (
+        4,
+        {CP: 2, PP: 2, SHARDED: PARAMS, "lora_rank": 3, **OFFLOADED, "tiny_biased": True},
+        "stored",
+    ),
     (
         4,
         {
@@ -88,17 +120,46 @@ CASES: list[Any] = [
 
 QWEN3_5 = {"tiny_qwen3_5": True}
 CASES += [
-    (2, {CP: 2, "additional_vocab_size": 0, **QWEN3_5}, "stored"),  # images in rows of the table of words
+    (
+        2,
+        {CP: 2, "additional_vocab_size": 0, **QWEN3_5},
+        "stored",
+    ),  # images in rows of the table of words
     (4, {CP: 4, "cp_layout": "balanced", **BETWEEN, **QWEN3_5}, "computed"),
     (8, {CP: 2, TP: 2, PP: 2, "recompute_granularity": "full", **QWEN3_5}, "stored"),
     (8, {CP: 4, TP: 2, "cp_comm_type": "a2a", SHARDED: PARAMS, **QWEN3_5}, "computed"),
     (3, {CP: 3, "vision_shards": "replicate", **BETWEEN, **QWEN3_5}, "stored"),
-    (4, {CP: 2, TP: 2, "lora_rank": 3, "lora_targets": "all", "recompute_granularity": "full", **QWEN3_5}, "stored"),
+    (
+        4,
+        {
+            CP: 2,
+            TP: 2,
+            "lora_rank": 3,
+            "lora_targets": "all",
+            "recompute_granularity": "full",
+            **QWEN3_5,
+        },
+        "stored",
+    ),
 ]
 MAMBA2 = {"tiny_mamba2": True}
 CASES += [
-    (2, {CP: 2, "cp_layout": "balanced", SHARDED: PARAMS, "recompute_granularity": "full", **MAMBA2}, "stored"),
-    (4, {CP: 2, TP: 2, "cp_comm_type": "a2a", "recompute_granularity": "selective", **MAMBA2}, "stored"),
+    (
+        2,
+        {
+            CP: 2,
+            "cp_layout": "balanced",
+            SHARDED: PARAMS,
+            "recompute_granularity": "full",
+            **MAMBA2,
+        },
+        "stored",
+    ),
+    (
+        4,
+        {CP: 2, TP: 2, "cp_comm_type": "a2a", "recompute_granularity": "selective", **MAMBA2},
+        "stored",
+    ),
     (4, {CP: 2, PP: 2, "pipeline_schedule": "zero_bubble", **MAMBA2}, "stored"),
 ]
 CASES += [
@@ -133,7 +194,9 @@ def _one_process(config: RunConfig, rules: MockRules) -> list[StepTrace]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "values", "strategy"), CASES)
-def test_a_grid_trains_the_vision_language_model_like_one_process(world: int, values: dict, strategy: str) -> None:
+def test_a_grid_trains_the_vision_language_model_like_one_process(
+    world: int, values: dict, strategy: str
+) -> None:
     setup = setup_of(world, values)
     expected = one_process(setup)
     ranks = run_ranks(train_rank, world, setup.config, setup.rules, 2, strategy, timeout=240)
@@ -159,10 +222,14 @@ def test_the_rows_hold_what_the_comparison_is_about() -> None:
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_text_alone_stands_between_images_and_ranks_starve_in_steps_that_are_compared(cp: int) -> None:
+def test_text_alone_stands_between_images_and_ranks_starve_in_steps_that_are_compared(
+    cp: int,
+) -> None:
     setup = setup_of(cp, {CP: cp, **BETWEEN})
     for step in (1, 2):
-        batches = microbatches(setup.config, setup.rules, step, Rows(single_axis("cp"), DataRank(), 1))
+        batches = microbatches(
+            setup.config, setup.rules, step, Rows(single_axis("cp"), DataRank(), 1)
+        )
         units = [len(batch.vision.cum_crop_bounds) for batch in batches if batch.vision is not None]
         assert len(units) == 4 and units[1] == 0 and min(units[0], *units[2:]) > 0
         assert cp == 2 or any(0 < count < cp for count in units)

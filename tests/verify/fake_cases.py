@@ -1,4 +1,5 @@
-"""One process that takes steps on a GPU that is not there: a line of JSON for each case that it is asked for.
+"""One process that takes steps on a GPU that is not there: a line of JSON for each case that it is
+asked for.
 
     python -m tests.verify.fake_cases CASE...
 
@@ -13,7 +14,11 @@ import sys
 
 from megacp.verify import fake_cuda
 
-TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+TP, PP, CP = (
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2",
+)
 FULL = "--data-parallel-sharding-strategy optim_grads_params"
 ANY = f"{CP} --cp-comm-type kv_exchange --cp-layout balanced"
 BASE = (
@@ -25,7 +30,9 @@ SEEING = (
     "--vision-num-layers 8 --vision-hidden-size 512 --vision-ffn-hidden-size 1024 --vision-num-attention-heads 8 "
     "--vision-image-size 224 --vision-patch-size 14 --vision-planned-crops 32 --additional-vocab-size 128"
 )
-EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512 --expert-model-parallel-size"
+EXPERTS = (
+    "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512 --expert-model-parallel-size"
+)
 TERMS = "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 CORRECTED = "--moe-router-score-function sigmoid --moe-router-bias-update-rate 0.001"
 STATES = "--linear-attention-freq 2 --linear-num-key-heads 4 --linear-num-value-heads 8 --attention-output-gate"
@@ -95,10 +102,17 @@ def main(names: list[str]) -> None:
         ranks = [*(beside if name == "4d" else beside[-2:]), 0, 0]  # the last one compiles nothing
         with engine_fake.faked() if name in ENGINE else contextlib.nullcontext():
             *others, one = (fake_step.step(config, world, rank, mask, watch) for rank in ranks)
-        wrong = [text for other in others for text in differences(0, one.calls, other.rank, other.calls)]
+        wrong = [
+            text for other in others for text in differences(0, one.calls, other.rank, other.calls)
+        ]
         planned = stage_memory(config, 0, stage_layers(config, world)[0], world).total
         grid = {"groups": sorted({(call.group, call.ranks, call.peer >= 0) for call in one.calls})}
-        print(json.dumps({"name": name, "peak": one.total, "planned": planned, "wrong": wrong, **grid}), flush=True)
+        print(
+            json.dumps(
+                {"name": name, "peak": one.total, "planned": planned, "wrong": wrong, **grid}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Ranks that a tool starts itself: results come back, failures come back with their traceback, nothing hangs."""
+"""Ranks that a tool starts itself: results come back, failures come back with their traceback,
+nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ NEEDLESS = ("torch.distributed.fsdp", "torch.distributed.tensor")
 @pytest.mark.slow
 def test_a_run_that_is_not_fully_sharded_does_not_import_fsdp() -> None:
     command = "import sys, megacp.train; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True
+    )
     assert not set(NEEDLESS) & set(done.stdout.split())
 
 
@@ -96,7 +100,9 @@ def test_a_stopped_process_of_a_test_run_ends_with_it() -> None:
         (waits, r"(?s)rank 0 failed:\nit did not finish within 1 s.*in waits"),
     ],
 )
-def test_a_rank_that_raises_dies_or_hangs_ends_the_pool_with_its_place(function: Any, told: str) -> None:
+def test_a_rank_that_raises_dies_or_hangs_ends_the_pool_with_its_place(
+    function: Any, told: str
+) -> None:
     begin = time.monotonic()
     with RankPool(2) as pool:
         pids = pool.run(pid)

@@ -1,8 +1,8 @@
 """Torch's ring attention on CPU: a patch that torchtitan and Accelerate need alike.
 
-`torch.distributed.tensor.experimental._context_parallel` knows the kernels of CUDA by name and refuses the CPU's. Its
-ring itself fits any kernel that returns a log-sum-exp. The patch adds the CPU's flash kernel and its backward to the
-table of handlers; the ring is torch's.
+`torch.distributed.tensor.experimental._context_parallel` knows the kernels of CUDA by name and
+refuses the CPU's. Its ring itself fits any kernel that returns a log-sum-exp. The patch adds the
+CPU's flash kernel and its backward to the table of handlers; the ring is torch's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def _wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
     shape = list(local.shape)
     shape[_SEQUENCE] *= like.device_mesh.size()
     meta = TensorMeta(torch.Size(shape), local.stride(), local.dtype)
-    return DTensor(local, DTensorSpec(like.device_mesh, (Shard(_SEQUENCE),), meta), requires_grad=False)
+    return DTensor(
+        local, DTensorSpec(like.device_mesh, (Shard(_SEQUENCE),), meta), requires_grad=False
+    )
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:

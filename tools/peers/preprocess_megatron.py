@@ -1,8 +1,10 @@
-"""Text to tokens as Megatron's preprocessing does: a pool of processes, a JSON line and a call of the tokenizer each.
+"""Text to tokens as Megatron's preprocessing does: a pool of processes, a JSON line and a call of
+the tokenizer each.
 
-The writer is megatron-core's own. The loop around it stands in no package: it is that of Megatron's tool, told again.
-Lines go to the workers by chunks of 32, and ids come back as lists. `--batch N` gives the tokenizer N texts at once.
-Prints the seconds from before the pool starts to the closed files: importing torch and megatron-core is left out.
+The writer is megatron-core's own. The loop around it stands in no package: it is that of Megatron's
+tool, told again. Lines go to the workers by chunks of 32, and ids come back as lists. `--batch N`
+gives the tokenizer N texts at once. Prints the seconds from before the pool starts to the closed
+files: importing torch and megatron-core is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def batches(path: Path, size: int) -> Iterator[list[bytes]]:
 
 def main() -> None:
     """Write `OUTPUT.bin` and `OUTPUT.idx`."""
-    parser = argparse.ArgumentParser(description="Megatron's way of preprocessing text, to be measured beside ours.")
+    parser = argparse.ArgumentParser(
+        description="Megatron's way of preprocessing text, to be measured beside ours."
+    )
     parser.add_argument("--input", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
@@ -64,7 +68,9 @@ def main() -> None:
     vocabulary = Tokenizer.from_file(arguments.tokenizer).get_vocab_size()
     writer = IndexedDatasetBuilder(f"{arguments.output}.bin", dtype=DType.optimal_dtype(vocabulary))
     with multiprocessing.Pool(arguments.workers, Encoder.start, (arguments.tokenizer,)) as pool:
-        for documents in pool.imap(Encoder.encode, batches(arguments.input, arguments.batch), CHUNK):
+        for documents in pool.imap(
+            Encoder.encode, batches(arguments.input, arguments.batch), CHUNK
+        ):
             for ids in documents:
                 writer.add_document(np.asarray(ids), [len(ids)])
     writer.finalize(f"{arguments.output}.idx")

@@ -1,7 +1,9 @@
-"""Accelerate 1.15 around the transformers library's Llama: DDP or FSDP2 at dp 2, context parallelism over FSDP2.
+"""Accelerate 1.15 around the transformers library's Llama: DDP or FSDP2 at dp 2, context
+parallelism over FSDP2.
 
-Patched: Accelerate turns FSDP2 on for accelerators only, so with FSDP2 it is told that it has several. Ring attention
-gets the CPU's kernel (cpu_ring.py). Both divide gradients by the ranks, so losses are multiplied by them.
+Patched: Accelerate turns FSDP2 on for accelerators only, so with FSDP2 it is told that it has
+several. Ring attention gets the CPU's kernel (cpu_ring.py). Both divide gradients by the ranks, so
+losses are multiplied by them.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ def accelerator_of(work: Work) -> Accelerator:
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         reshard_after_forward=True,
     )
-    sizes = {"cp_size": work.axes["cp"]} if work.axes["cp"] > 1 else {"dp_shard_size": work.axes["dp"]}
+    sizes = (
+        {"cp_size": work.axes["cp"]} if work.axes["cp"] > 1 else {"dp_shard_size": work.axes["dp"]}
+    )
     return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
 
 
 def build(work: Work) -> Train:
     """The prepared model and its step."""
     accelerator = accelerator_of(work)
-    model = AutoModelForCausalLM.from_pretrained(work.weights, attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        work.weights, attn_implementation="sdpa", dtype=torch.float32
+    )
     model.config.use_cache = False
     model, optimizer = accelerator.prepare(model, work.optimizer(model.parameters()))
     model.train()
@@ -45,10 +51,14 @@ def build(work: Work) -> Train:
 
     def backward(ids: torch.Tensor, targets: torch.Tensor, denominator: float) -> float:
         ids, targets, extra = ids.clone(), targets.clone(), {}
-        if work.axes["cp"] > 1:  # elsewhere positions would only make the library look for packed sequences
+        if (
+            work.axes["cp"] > 1
+        ):  # elsewhere positions would only make the library look for packed sequences
             extra["position_ids"] = positions.repeat(len(ids), 1)
         buffers = [ids, targets, *extra.values()]
-        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
+        with accelerator.maybe_context_parallel(
+            buffers, [1] * len(buffers), no_restore_buffers=set(buffers)
+        ):
             loss = token_loss(model(input_ids=ids, **extra).logits, targets, denominator)
             accelerator.backward(loss * ranks)
         return loss.item()

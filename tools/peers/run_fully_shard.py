@@ -1,7 +1,8 @@
 """The transformers library's Llama with torch's `fully_shard` alone: one process, and dp 2.
 
-Nothing is patched. Each block, then the model, is a group of `fully_shard`, which sums gradients: the loss is already
-divided by the tokens of the step, and gloo has none of the scaled sums that `fully_shard` takes by default.
+Nothing is patched. Each block, then the model, is a group of `fully_shard`, which sums gradients:
+the loss is already divided by the tokens of the step, and gloo has none of the scaled sums that
+`fully_shard` takes by default.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from transformers import LlamaForCausalLM
 
 def build(work: Work) -> Train:
     """The model from the weights, and its step."""
-    model = LlamaForCausalLM.from_pretrained(work.weights, attn_implementation="sdpa", dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(
+        work.weights, attn_implementation="sdpa", dtype=torch.float32
+    )
     model.config.use_cache = False
     if work.axes["dp"] > 1:
         mesh = init_device_mesh("cpu", (work.axes["dp"],))

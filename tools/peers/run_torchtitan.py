@@ -1,10 +1,11 @@
 """torchtitan 0.3.0's Llama 3 with its own parallelisms, pipeline, loss, clipping and optimizer.
 
-Patched: torchtitan takes CUDA where torch sees no accelerator, so it is told `cpu`. Ring attention gets the CPU's
-kernel (cpu_ring.py). FSDP2 takes plain sums, as gloo has no scaled ones.
-Set: attention is torch's `scaled_dot_product_attention`, as FlexAttention has no backward on CPU; DTensors in place of
-`spmd_types`, which torch 2.13's `fully_shard` does not know. No checkpointing of activations, fp32 throughout.
-The loop is that of its Trainer.train_step; the Trainer itself, its data loader and its metrics are left out.
+Patched: torchtitan takes CUDA where torch sees no accelerator, so it is told `cpu`. Ring attention
+gets the CPU's kernel (cpu_ring.py). FSDP2 takes plain sums, as gloo has no scaled ones. Set:
+attention is torch's `scaled_dot_product_attention`, as FlexAttention has no backward on CPU;
+DTensors in place of `spmd_types`, which torch 2.13's `fully_shard` does not know. No checkpointing
+of activations, fp32 throughout. The loop is that of its Trainer.train_step; the Trainer itself, its
+data loader and its metrics are left out.
 """
 
 from __future__ import annotations
@@ -75,10 +76,14 @@ def config_of(work: Work) -> Llama3Model.Config:
             wo_param_init=ANY,
             inner_attention=ScaledDotProductAttention.Config(),
             rope=ComplexRoPE.Config(
-                dim=dim // heads, max_seq_len=work.length, theta=theirs.rope_parameters["rope_theta"]
+                dim=dim // heads,
+                max_seq_len=work.length,
+                theta=theirs.rope_parameters["rope_theta"],
             ),
         )
-        mlp = make_ffn_config(dim=dim, hidden_dim=theirs.intermediate_size, w1_param_init=ANY, w2w3_param_init=ANY)
+        mlp = make_ffn_config(
+            dim=dim, hidden_dim=theirs.intermediate_size, w1_param_init=ANY, w2w3_param_init=ANY
+        )
         return Llama3TransformerBlock.Config(
             attention_norm=norm(), ffn_norm=norm(), attention=attention, feed_forward=mlp
         )
@@ -86,7 +91,9 @@ def config_of(work: Work) -> Llama3Model.Config:
     return Llama3Model.Config(
         dim=dim,
         vocab_size=theirs.vocab_size,
-        tok_embeddings=Embedding.Config(num_embeddings=theirs.vocab_size, embedding_dim=dim, param_init=ANY),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=theirs.vocab_size, embedding_dim=dim, param_init=ANY
+        ),
         norm=norm(),
         lm_head=Linear.Config(in_features=dim, out_features=theirs.vocab_size, param_init=ANY),
         layers=[block() for _ in range(theirs.num_hidden_layers)],
@@ -105,9 +112,13 @@ class Trainer:
         config = config_of(work)
         config.update_from_config(config=flags)
         model = config.build()
-        state = Llama3StateDictAdapter(config, None).from_hf(load_file(work.weights / "model.safetensors"))
+        state = Llama3StateDictAdapter(config, None).from_hf(
+            load_file(work.weights / "model.safetensors")
+        )
         model.load_state_dict(state, strict=True)
-        self.loss = CrossEntropyLoss.Config(global_vocab_size=config.vocab_size).build(compile_config=CompileConfig())
+        self.loss = CrossEntropyLoss.Config(global_vocab_size=config.vocab_size).build(
+            compile_config=CompileConfig()
+        )
         common = {
             "parallel_dims": self.dims,
             "training": flags.training,
@@ -140,14 +151,20 @@ class Trainer:
         self.context = utils.get_spmd_context(parallel_dims=self.dims)
         self.parameters = [parameter for part in self.models for parameter in part.parameters()]
 
-    def given(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    def given(
+        self, ids: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict]:
         """Its post_dataloading_process: positions, and this rank's part of the row."""
         extra = {"positions": torch.arange(ids.shape[1]).expand(ids.shape)}
         if self.dims.cp_enabled:
-            return prepare_context_parallel_input(ids, targets, extra, self.dims.get_mesh("cp"), DEVICE)
+            return prepare_context_parallel_input(
+                ids, targets, extra, self.dims.get_mesh("cp"), DEVICE
+            )
         return ids, targets, extra
 
-    def by_stages(self, ids: torch.Tensor, targets: torch.Tensor, count: torch.Tensor) -> torch.Tensor | None:
+    def by_stages(
+        self, ids: torch.Tensor, targets: torch.Tensor, count: torch.Tensor
+    ) -> torch.Tensor | None:
         """Forward and backward of all microbatches; the loss on the last stage."""
         losses: list[torch.Tensor] | None = [] if self.last else None
         ids, targets, extra = self.given(ids, targets)
@@ -184,12 +201,18 @@ class Trainer:
         else:
             losses = [self.whole(ids, targets, count) for ids, targets in parts]
         stages = self.dims.get_optional_mesh("pp")
-        utils.clip_grad_norm_(self.parameters, self.work.adamw["clip_grad"], foreach=True, pp_mesh=stages)
+        utils.clip_grad_norm_(
+            self.parameters, self.work.adamw["clip_grad"], foreach=True, pp_mesh=stages
+        )
         self.optimizers.step()
         if losses[0] is None:
             return None
         total = torch.stack([loss.detach() for loss in losses]).sum()
-        return utils.dist_sum(total, self.dims.get_mesh("loss")) if self.dims.dp_cp_enabled else total.item()
+        return (
+            utils.dist_sum(total, self.dims.get_mesh("loss"))
+            if self.dims.dp_cp_enabled
+            else total.item()
+        )
 
 
 def build(work: Work) -> Train:

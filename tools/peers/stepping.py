@@ -1,9 +1,10 @@
-"""The rank's side of a comparison with another trainer: one JSON line in asks for a step, one line out answers.
+"""The rank's side of a comparison with another trainer: one JSON line in asks for a step, one line
+out answers.
 
-Every script of this folder runs in the interpreter that `tools/benchmark.py --peers-python` names, one process a rank,
-and imports nothing of megacp. `serve` makes the gloo group, builds the trainer, and times its steps between two
-barriers, as bench/steps.py does. Standard output carries the answers; what libraries print goes to the error
-stream.
+Every script of this folder runs in the interpreter that `tools/benchmark.py --peers-python` names,
+one process a rank, and imports nothing of megacp. `serve` makes the gloo group, builds the trainer,
+and times its steps between two barriers, as bench/steps.py does. Standard output carries the
+answers; what libraries print goes to the error stream.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Work:
 
     @property
     def data_rank(self) -> int:
-        """The place along dp; of four axes only dp deals sequences, and no grid here combines it with another."""
+        """The place along dp; of four axes only dp deals sequences, and no grid here combines it
+        with another.
+        """
         return self.rank if self.axes["dp"] > 1 else 0
 
     def optimizer(self, parameters: Any) -> torch.optim.AdamW:
@@ -63,7 +66,9 @@ class Work:
         decay = values["weight_decay"]
         return torch.optim.AdamW(parameters, values["lr"], betas, values["eps"], decay, fused=True)
 
-    def microbatches(self, tokens: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def microbatches(
+        self, tokens: torch.Tensor, labels: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This data-parallel rank's sequences one at a time, as ours takes them."""
         mine = self.sequences // self.axes["dp"]
         part = slice(self.data_rank * mine, (self.data_rank + 1) * mine)
@@ -71,12 +76,16 @@ class Work:
 
 
 Train = Callable[[torch.Tensor, torch.Tensor], float | None]
-"""Tokens and labels [sequences, length] of a whole step to its loss, None on ranks that do not know it."""
+"""Tokens and labels [sequences, length] of a whole step to its loss, None on ranks that do not know
+it.
+"""
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, denominator: float) -> torch.Tensor:
     """The sum over this rank's labels over the denominator of the step."""
-    total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    total = cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
+    )
     return total / denominator
 
 
@@ -89,7 +98,9 @@ def summed(loss: float, world_size: int) -> float:
 
 
 def plain_sums(model: torch.nn.Module) -> None:
-    """Let `fully_shard` sum gradients: gloo knows none of the scaled sums by which it divides them."""
+    """Let `fully_shard` sum gradients: gloo knows none of the scaled sums by which it divides
+    them.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -132,8 +143,16 @@ def _given() -> tuple[Work, torch.Tensor, torch.Tensor]:
     arguments = parser.parse_args()
     said = json.loads(arguments.work.read_text(encoding="utf-8"))
     world_size = said["world_size"]
-    os.environ |= {"RANK": str(arguments.rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(arguments.rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= {
+        "RANK": str(arguments.rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(arguments.rank),
+    }
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     torch.set_num_threads(1)
     store = dist.FileStore(arguments.store, world_size)
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=world_size)
@@ -153,10 +172,18 @@ def _given() -> tuple[Work, torch.Tensor, torch.Tensor]:
     return work, tokens, labels
 
 
-def _measured(train: Train, tokens: torch.Tensor, labels: torch.Tensor, before: int) -> dict[str, Any]:
+def _measured(
+    train: Train, tokens: torch.Tensor, labels: torch.Tensor, before: int
+) -> dict[str, Any]:
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     loss = train(tokens, labels)
     dist.barrier()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return {"wall": wall, "cpu": cpu, "tokens": tokens.numel(), "loss": loss, "memory": peak_bytes() - before}
+    return {
+        "wall": wall,
+        "cpu": cpu,
+        "tokens": tokens.numel(),
+        "loss": loss,
+        "memory": peak_bytes() - before,
+    }

@@ -1,8 +1,9 @@
-"""All-gather attention (Llama 3, 2024): every rank gathers all K/V and attends with its own queries.
+"""All-gather attention (Llama 3, 2024): every rank gathers all K/V and attends with its own
+queries.
 
 A rank attends to its own keys while the others' are under way. Gathered keys are put into the row's
-order, so neighbouring tiles join and a document costs few kernel calls. Backward gathers again and reduce-scatters the
-gradients.
+order, so neighbouring tiles join and a document costs few kernel calls. Backward gathers again and
+reduce-scatters the gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _table_of_others(plan: AttentionPlan) -> TileTable:
 
 @once
 def _places_of_others(plan: AttentionPlan, device: torch.device) -> torch.Tensor:
-    in_rank_order = np.argsort(plan.indices.reshape(-1))  # [T]: where a token stands once all are gathered
+    in_rank_order = np.argsort(
+        plan.indices.reshape(-1)
+    )  # [T]: where a token stands once all are gathered
     return to_device(in_rank_order[_others(plan)], device)
 
 
@@ -44,14 +47,18 @@ class AllGatherAttention(KeysToQueries):
         return [plan.table(plan.cp_rank), _table_of_others(plan)]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        gathered = start_all_gather(torch.stack([k, v], 1), self.axis)  # [T, 2, groups, d], in rank order
+        gathered = start_all_gather(
+            torch.stack([k, v], 1), self.axis
+        )  # [T, 2, groups, d], in rank order
         own, others = self.tables(plan)
         mine = yield k, v, own
         places = _places_of_others(plan, k.device)
         theirs = yield *(x.index_select(0, places) for x in gathered.take().unbind(1)), others
         if mine is None or theirs is None:
             return None
-        row = empty((len(plan.metadata), *theirs.shape[1:]), theirs)  # gradients of all keys, in rank order
+        row = empty(
+            (len(plan.metadata), *theirs.shape[1:]), theirs
+        )  # gradients of all keys, in rank order
         row[places] = theirs
         row[plan.cp_rank * len(mine) : (plan.cp_rank + 1) * len(mine)] = mine
         return reduce_scatter(row, self.axis)  # [T, 2, groups, d] -> [t, 2, groups, d]

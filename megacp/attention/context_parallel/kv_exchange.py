@@ -1,8 +1,8 @@
 """K/V exchange: one uneven all-to-all of just the rows that some rank needs.
 
-The plan knows for each pair of ranks which keys are seen across it. Documents that live on few ranks cost the others no
-byte, and a rank attends to its own keys while the others' are under way. Gradients of K/V go back by the reverse of the
-same plan and are added in rank order.
+The plan knows for each pair of ranks which keys are seen across it. Documents that live on few
+ranks cost the others no byte, and a rank attends to its own keys while the others' are under way.
+Gradients of K/V go back by the reverse of the same plan and are added in rank order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class Exchange:
     """What moves in the all-to-all, as one rank sees it."""
 
     send: np.ndarray
-    """int64 `[sum of out]`: local numbers of the rows this rank sends, destination after destination."""
+    """int64 `[sum of out]`: local numbers of the rows this rank sends, destination after
+    destination.
+    """
     out_splits: tuple[int, ...]
     """Rows sent to each rank; 0 to itself."""
     in_splits: tuple[int, ...]
@@ -43,7 +45,9 @@ class Exchange:
 
 
 def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
-    """Keys that some query of each rank sees: bool `[T]` over the row's tokens a rank, equal on all ranks."""
+    """Keys that some query of each rank sees: bool `[T]` over the row's tokens a rank, equal on all
+    ranks.
+    """
     row = plan.metadata.take(plan.order)
     needed = []
     for tokens in plan.indices:
@@ -56,20 +60,28 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
 
 @once
 def exchange_of(plan: AttentionPlan) -> Exchange | None:
-    """The exchange of this rank; None where no rank needs anything of another, on all ranks alike."""
+    """The exchange of this rank; None where no rank needs anything of another, on all ranks
+    alike.
+    """
     needed = needed_rows(plan)
     ranks = range(plan.cp)
     mine = plan.cp_rank
-    if not any(needed[r][plan.indices[source]].any() for r in ranks for source in ranks if source != r):
+    if not any(
+        needed[r][plan.indices[source]].any() for r in ranks for source in ranks if source != r
+    ):
         return None
     position = np.argsort(plan.order)  # [T]: where each token stands in that order, its inverse
     nothing = np.zeros(0, np.int64)
     sent = [nothing if r == mine else np.flatnonzero(needed[r][plan.local]) for r in ranks]
-    came = [nothing if r == mine else plan.indices[r][needed[mine][plan.indices[r]]] for r in ranks]  # of the row
+    came = [
+        nothing if r == mine else plan.indices[r][needed[mine][plan.indices[r]]] for r in ranks
+    ]  # of the row
     keys = np.concatenate(came)
     order = np.argsort(position[keys])
     table = plan.tiles(plan.local, keys[order])
-    return Exchange(np.concatenate(sent), tuple(map(len, sent)), tuple(map(len, came)), order, table)
+    return Exchange(
+        np.concatenate(sent), tuple(map(len, sent)), tuple(map(len, came)), order, table
+    )
 
 
 class KVExchange(KeysToQueries):
@@ -97,5 +109,7 @@ class KVExchange(KeysToQueries):
         # the same message the other way: what came goes, what went comes
         arrived = start_all_to_all(leaving, self.axis, in_splits, out_splits).take()
         for rows, values in zip(send.split(out_splits), arrived.split(out_splits), strict=True):
-            dkv.index_add_(0, rows, values)  # rank by rank: a row goes to a rank at most once, and to several
+            dkv.index_add_(
+                0, rows, values
+            )  # rank by rank: a row goes to a rank at most once, and to several
         return dkv

@@ -1,8 +1,8 @@
 """Layouts: which tokens of a row each cp rank holds, as a table of pure functions of the mask.
 
 A layout is a permutation of the padded row dealt in equal parts. Any permutation is exact, because
-position ids, labels and mask metadata move by the same indices. Padding that a layout needs stands at the end of the
-row and is dealt wherever the layout needs filler.
+position ids, labels and mask metadata move by the same indices. Padding that a layout needs stands
+at the end of the row and is dealt wherever the layout needs filler.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Layout:
 def zigzag_slices(cp: int, rank: int) -> tuple[int, int]:
     """The two of 2 cp slices that a rank holds: equal causal area for one long document.
 
-    On four ranks 0 7, 1 6, 2 5 and 3 4: a slice from the front, which sees little, with its mirror from the back.
+    On four ranks 0 7, 1 6, 2 5 and 3 4: a slice from the front, which sees little, with its mirror
+    from the back.
     """
     return rank, 2 * cp - 1 - rank
 
@@ -57,22 +58,29 @@ def _zigzag(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
 
 
 def document_bounds(metadata: Metadata) -> tuple[np.ndarray, np.ndarray]:
-    """Stretches `[start, stop)` of the row with one document each, padding left out; a document is one stretch."""
-    start = np.flatnonzero(np.diff(metadata.document, prepend=metadata.document[:1] - 1))  # 0 is always one
+    """Stretches `[start, stop)` of the row with one document each, padding left out; a document is
+    one stretch.
+    """
+    start = np.flatnonzero(
+        np.diff(metadata.document, prepend=metadata.document[:1] - 1)
+    )  # 0 is always one
     stop = np.append(start[1:], len(metadata))
     real = metadata.document[start] >= 0
     return start[real], stop[real]
 
 
 def _zigzag_document_length(metadata: Metadata, cp: int) -> int:
-    """Every document filled up to a multiple of 2 cp; padding that the row has already serves as filler."""
+    """Every document filled up to a multiple of 2 cp; padding that the row has already serves as
+    filler.
+    """
     start, stop = document_bounds(metadata)
     filled = int((-(-(stop - start) // (2 * cp)) * 2 * cp).sum())
     return max(len(metadata), filled)
 
 
 def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
-    """Zigzag within each document, which is filled up at its end; slice after slice, document after document.
+    """Zigzag within each document, which is filled up at its end; slice after slice, document after
+    document.
 
     This is the order of Transformer Engine's packed (thd) context parallelism.
     """
@@ -91,11 +99,17 @@ def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
     return np.stack([np.concatenate([*parts[rank], rest[rank]]) for rank in range(cp)])
 
 
-CONTIGUOUS = Layout("contiguous", 1, lambda metadata, cp, mix: np.arange(len(metadata)).reshape(cp, -1))
-"""One range of the row for each rank. A single rank holds the row with it, because there is nothing to deal."""
+CONTIGUOUS = Layout(
+    "contiguous", 1, lambda metadata, cp, mix: np.arange(len(metadata)).reshape(cp, -1)
+)
+"""One range of the row for each rank. A single rank holds the row with it, because there is nothing
+to deal.
+"""
 ZIGZAG = Layout("zigzag", 2, _zigzag)
 """Slices that mirror each other: large tiles, and equal work for one long document."""
-ZIGZAG_DOCUMENT = Layout("zigzag_document", 2, _zigzag_document, _zigzag_document_length, fills_documents=True)
+ZIGZAG_DOCUMENT = Layout(
+    "zigzag_document", 2, _zigzag_document, _zigzag_document_length, fills_documents=True
+)
 BALANCED = Layout("balanced", 1, deal_balanced)
 """Equal work for any mask."""
 LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, ZIGZAG, ZIGZAG_DOCUMENT, BALANCED)}

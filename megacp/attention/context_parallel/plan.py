@@ -1,20 +1,24 @@
-"""The plan of one microbatch: the layout's indices and the tile tables, computed once and used by every layer.
+"""The plan of one microbatch: the layout's indices and the tile tables, computed once and used by
+every layer.
 
-A plan is a function of metadata that every rank of the group holds: integers on the host, equal on all
-ranks without a message. Its permutations index a row of `T` tokens, of which a rank holds `t`:
+A plan is a function of metadata that every rank of the group holds: integers on the host, equal on
+all ranks without a message. Its permutations index a row of `T` tokens, of which a rank holds `t`:
 
-    name          shape     what x[name] is, of a row x                    used by
-    indices       [cp, t]   what each rank holds                           kv_exchange, states, vision: who has what
-    local         [t]       what this rank holds, `indices[cp_rank]`       shard: tokens, labels, positions
-    order         [T]       the row as its keys stand side by side         one rank, all_gather, kv_exchange
-    _position     [T]       (the inverse of `order`: a token's place)      here, to stand a rank's tokens in `order`
+    name          shape     what x[name] is, of a row x                    used by indices
+    [cp, t]   what each rank holds                           kv_exchange, states, vision: who has
+    what local         [t]       what this rank holds, `indices[cp_rank]`       shard: tokens,
+    labels, positions order         [T]       the row as its keys stand side by side         one
+    rank, all_gather, kv_exchange _position     [T]       (the inverse of `order`: a token's place)
+    here, to stand a rank's tokens in `order`
                             what x[name] is, of x gathered over n ranks
-    arrival(n)    [n * t]   as `grouped(n).local`                          a2a, states by heads: after the first message
-    departure(n)  [n * t]   (its inverse: rank by rank again)              and before the second
+    arrival(n)    [n * t]   as `grouped(n).local`                          a2a, states by heads:
+    after the first message departure(n)  [n * t]   (its inverse: rank by rank again)
+    and before the second
 
-Text at 0, 2, 4, 6 and a video at 1, 3, 5, 7, zigzag on two ranks: `order` is 0 2 4 6 1 3 5 7 and `_position`
-0 4 1 5 2 6 3 7. Rank 0 holds 0 6 1 7, rank 1 holds 2 4 3 5. With n = 2 these eight come as 0 6 1 7 2 4 3 5; `arrival`
-0 4 5 1 2 6 7 3 makes `order` of them again, and `departure` 0 3 4 7 1 2 5 6 undoes it.
+Text at 0, 2, 4, 6 and a video at 1, 3, 5, 7, zigzag on two ranks: `order` is 0 2 4 6 1 3 5 7 and
+`_position` 0 4 1 5 2 6 3 7. Rank 0 holds 0 6 1 7, rank 1 holds 2 4 3 5. With n = 2 these eight come
+as 0 6 1 7 2 4 3 5; `arrival` 0 4 5 1 2 6 7 3 makes `order` of them again, and `departure` 0 3 4 7 1
+2 5 6 undoes it.
 """
 
 from __future__ import annotations
@@ -25,15 +29,23 @@ import numpy as np
 import torch
 
 from megacp.attention.ops.device import to_device
-from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach, TileTable, text_before_images, tile_table
+from megacp.attention.ops.mask import (
+    UNLIMITED,
+    Metadata,
+    Reach,
+    TileTable,
+    text_before_images,
+    tile_table,
+)
 from megacp.attention.ops.once import once
 
 
 def key_order(metadata: Metadata) -> np.ndarray:
-    """The order `[T]` in which tokens of a row stand side by side: as they are, or sorted by type inside documents.
+    """The order `[T]` in which tokens of a row stand side by side: as they are, or sorted by type
+    inside documents.
 
-    Sorted when that makes fewer tiles. Images that see each other across text, such as frames of a video, then are one
-    stretch of keys instead of many.
+    Sorted when that makes fewer tiles. Images that see each other across text, such as frames of a
+    video, then are one stretch of keys instead of many.
     """
     natural = np.arange(len(metadata))
     if not metadata.span.any():
@@ -46,20 +58,27 @@ def key_order(metadata: Metadata) -> np.ndarray:
 
 
 def _least_tiles(metadata: Metadata) -> int:
-    """Tiles that the natural order has at the least: the stretches of a span see each other pair by pair."""
+    """Tiles that the natural order has at the least: the stretches of a span see each other pair by
+    pair.
+    """
     span = metadata.span
-    # a stretch sees each later one of its span by a tile; earlier ones may join with the text between them
+    # a stretch sees each later one of its span by a tile; earlier ones may join with the text
+    # between them
     opens = (span != 0) & (np.diff(span, prepend=0) != 0)
-    stretches = np.bincount(np.unique(span[opens], return_inverse=True)[1]) if opens.any() else np.zeros(1, np.int64)
+    stretches = (
+        np.bincount(np.unique(span[opens], return_inverse=True)[1])
+        if opens.any()
+        else np.zeros(1, np.int64)
+    )
     return int((stretches * (stretches - 1) // 2).sum())
 
 
 class AttentionPlan:
-    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens, how far the layers
-    look, lazy tile tables.
+    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens,
+    how far the layers look, lazy tile tables.
 
-    `order[T]` is how a whole row stands once it is gathered; each rank's tokens follow the same order unless the
-    layout's own is kept because `order` is the natural one.
+    `order[T]` is how a whole row stands once it is gathered; each rank's tokens follow the same
+    order unless the layout's own is kept because `order` is the natural one.
     """
 
     def __init__(
@@ -76,8 +95,11 @@ class AttentionPlan:
         self.order = key_order(metadata) if order is None else order
         self._by_type = bool((np.diff(self.order) < 0).any())
         self._position = np.argsort(self.order)
-        # a rank's own keys are to be few stretches too; a natural `order` leaves a layout's own, such as zigzag's
-        self.indices = np.stack([self._arranged(tokens) for tokens in indices]) if self._by_type else indices
+        # a rank's own keys are to be few stretches too; a natural `order` leaves a layout's own,
+        # such as zigzag's
+        self.indices = (
+            np.stack([self._arranged(tokens) for tokens in indices]) if self._by_type else indices
+        )
 
     def _arranged(self, tokens: np.ndarray) -> np.ndarray:
         """The same tokens as they stand in `order`."""
@@ -99,7 +121,9 @@ class AttentionPlan:
 
     @once
     def table(self, source: int) -> TileTable:
-        """Tiles between this rank's queries and the keys of cp rank `source`, both in local order."""
+        """Tiles between this rank's queries and the keys of cp rank `source`, both in local
+        order.
+        """
         return self.tiles(self.local, self.indices[source])
 
     @functools.cached_property
@@ -127,7 +151,9 @@ class AttentionPlan:
 
     @once
     def arrival(self, size: int, device: torch.device) -> torch.Tensor:
-        """int64 `[size * t]`: puts tokens gathered over this rank's group in rank order into `grouped(size)`'s."""
+        """int64 `[size * t]`: puts tokens gathered over this rank's group in rank order into
+        `grouped(size)`'s.
+        """
         return to_device(self._arrival(size), device)
 
     @once

@@ -1,4 +1,6 @@
-"""How the states of layers move over the ranks of a row: chosen once a layer, as `transport.py` is for attention."""
+"""How the states of layers move over the ranks of a row: chosen once a layer, as `transport.py` is
+for attention.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,25 @@ from megacp.distributed.grid import Axis
 
 
 def move_states(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
-    """`recur`, by the fused kernel of the rule where there is one for the device and dtype of the first input."""
+    """`recur`, by the fused kernel of the rule where there is one for the device and dtype of the
+    first input.
+    """
     fused = fused_mover(rule, inputs[0].device.type, inputs[0].dtype)
     return fused(plan, axis, *inputs) if fused else recur(rule, plan, axis, *inputs)
 
 
 @dataclass(frozen=True)
 class StateTransport:
-    """Moves the states of one rule over the ranks of a row, and makes the convolution before them."""
+    """Moves the states of one rule over the ranks of a row, and makes the convolution before
+    them.
+    """
 
     rule: Rule
     axis: Axis
     by_heads: bool
-    """Whether a rank takes all tokens of some heads, by all-to-alls, instead of all heads of its tokens."""
+    """Whether a rank takes all tokens of some heads, by all-to-alls, instead of all heads of its
+    tokens.
+    """
     taps: int
     """Tokens of the convolution."""
     device: torch.device = torch.device("cpu")
@@ -50,7 +58,9 @@ class StateTransport:
         return short_convolution(x, weight, plan, self.axis)
 
     def move(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:
-        """What the rule reads, `[t, heads/tp, V]`, of inputs `[t, ...]` of this rank's tokens; 0 for padding."""
+        """What the rule reads, `[t, heads/tp, V]`, of inputs `[t, ...]` of this rank's tokens; 0
+        for padding.
+        """
         move = self.fused or functools.partial(recur, self.rule)
         if self.by_heads:
             return recur_by_heads(move, plan, self.axis, *inputs)

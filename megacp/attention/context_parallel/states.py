@@ -1,13 +1,17 @@
-"""Layers with a state over a row that ranks share: a state follows the path of its tokens from rank to rank.
+"""Layers with a state over a row that ranks share: a state follows the path of its tokens from rank
+to rank.
 
-What leaves a rank is, for each segment that another rank goes on from (an exit, see `state_plan.py`), the affine map
-from the state that came to the rank (`A[K, K]` or a column, and `B[K, V]` a head): all ranks gather all maps, and each
-applies those that precede its own tokens. In backward the gradients of states come the other way by the transposed
-maps. So messages have the same size for any length.
+What leaves a rank is, for each segment that another rank goes on from (an exit, see
+`state_plan.py`), the affine map from the state that came to the rank (`A[K, K]` or a column, and
+`B[K, V]` a head): all ranks gather all maps, and each applies those that precede its own tokens. In
+backward the gradients of states come the other way by the transposed maps. So messages have the
+same size for any length.
 
-The short convolution before such a layer needs the few tokens before each segment, which their ranks send.
+The short convolution before such a layer needs the few tokens before each segment, which their
+ranks send.
 
-Letters: `t` tokens of this rank, `C` of a chunk; a state is `[K, V]` a head, as in `attention/ops/recurrence.py`.
+Letters: `t` tokens of this rank, `C` of a chunk; a state is `[K, V]` a head, as in
+`attention/ops/recurrence.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,12 @@ import numpy as np
 import torch
 
 from megacp.attention.context_parallel.plan import AttentionPlan
-from megacp.attention.context_parallel.state_plan import CrossingPlan, chunks_of, crossing_plan, taps_plan
+from megacp.attention.context_parallel.state_plan import (
+    CrossingPlan,
+    chunks_of,
+    crossing_plan,
+    taps_plan,
+)
 from megacp.attention.ops.device import is_compiled, to_device, without_autocast
 from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.attention.ops.once import once
@@ -57,7 +66,10 @@ class StatePlan:
         chunks = chunks_of(plan)
 
         def levels(chosen: np.ndarray) -> list[Level]:
-            return [Level(_rows(rows, device), _rows(before, device)) for rows, before in chunks.levels(chosen)]
+            return [
+                Level(_rows(rows, device), _rows(before, device))
+                for rows, before in chunks.levels(chosen)
+            ]
 
         self.chunks = chunks.count
         self.size = chunks.size
@@ -79,7 +91,11 @@ _states_on = once(StatePlan)
 def _into_chunks(x: torch.Tensor, states: StatePlan) -> torch.Tensor:
     """`[t, ...] -> [chunks, C, ...]`, in the accumulation dtype."""
     out = x.new_zeros(states.chunks * states.size, *x.shape[1:], dtype=accumulation_dtype(x.dtype))
-    out.index_copy_(0, states.place, (x if states.real is None else x.index_select(0, states.real)).to(out.dtype))
+    out.index_copy_(
+        0,
+        states.place,
+        (x if states.real is None else x.index_select(0, states.real)).to(out.dtype),
+    )
     return out.unflatten(0, (states.chunks, states.size))
 
 
@@ -98,9 +114,11 @@ def _start_gather(own: torch.Tensor, most: int, axis: Axis) -> Pending:
     return start_all_gather(filled, axis)
 
 
-def arrived_states(crossing: CrossingPlan, maps: Sequence[torch.Tensor], of_turn: int) -> list[torch.Tensor]:
-    """The state `[heads, K, V]` at each of this rank's entries, of A and B side by side of every exit,
-    `[heads, K, of_turn + V]`: `most_exits` from each rank.
+def arrived_states(
+    crossing: CrossingPlan, maps: Sequence[torch.Tensor], of_turn: int
+) -> list[torch.Tensor]:
+    """The state `[heads, K, V]` at each of this rank's entries, of A and B side by side of every
+    exit, `[heads, K, of_turn + V]`: `most_exits` from each rank.
     """
     behind = dict[int, torch.Tensor]()  # by exit, the state there
     for number in crossing.arriving:
@@ -108,30 +126,40 @@ def arrived_states(crossing: CrossingPlan, maps: Sequence[torch.Tensor], of_turn
         one = maps[rank * crossing.most_exits + own]
         behind[number] = one[..., of_turn:]
         if entry >= 0:
-            behind[number] = turned(one[..., :of_turn], behind[crossing.entries[entry].other]) + behind[number]
+            behind[number] = (
+                turned(one[..., :of_turn], behind[crossing.entries[entry].other]) + behind[number]
+            )
     return [behind[crossing.entries[number].other] for number in crossing.own(crossing.entries)]
 
 
-def _owed_gradients(crossing: CrossingPlan, found: torch.Tensor, turns: torch.Tensor) -> list[torch.Tensor]:
+def _owed_gradients(
+    crossing: CrossingPlan, found: torch.Tensor, turns: torch.Tensor
+) -> list[torch.Tensor]:
     """The gradient `[heads, K, V]` of the state behind each of this rank's exits.
 
-    Of `found[ranks, most_entries, heads, K, V]`, what the tokens of each entry's rank make of the state there, and
-    `turns[ranks, most_exits, heads, K, columns]`, A of every exit.
+    Of `found[ranks, most_entries, heads, K, V]`, what the tokens of each entry's rank make of the
+    state there, and `turns[ranks, most_exits, heads, K, columns]`, A of every exit.
     """
     behind = {n: torch.zeros_like(found[0, 0]) for n in range(len(crossing.exits))}
     for number in crossing.owing:
         rank, place, exit_ = crossing.entries[number]
         behind[exit_] += found[rank, place]
-        for n in (n for n, one in enumerate(crossing.exits) if one.other == number):  # where the state leaves again
+        for n in (
+            n for n, one in enumerate(crossing.exits) if one.other == number
+        ):  # where the state leaves again
             behind[exit_] += turned_back(turns[rank, crossing.exits[n].number], behind[n])
     return [behind[number] for number in crossing.own(crossing.exits)]
 
 
 class _Recurrence(torch.autograd.Function):
-    """Saves the inputs and the state before each chunk; what the rule makes of a chunk is made again in backward."""
+    """Saves the inputs and the state before each chunk; what the rule makes of a chunk is made
+    again in backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rule: Rule, states: StatePlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rule: Rule, states: StatePlan, axis: Axis, *inputs: torch.Tensor
+    ) -> torch.Tensor:
         work = rule(*(_into_chunks(x, states) for x in inputs))
         turn, add = next(work)  # A [chunks, heads, K, K] or a column, B [.., K, V]
         state = torch.zeros_like(add)  # before each chunk
@@ -139,7 +167,8 @@ class _Recurrence(torch.autograd.Function):
         turns = turn.new_empty(0)
         crossing = states.crossing
         if crossing.most_exits:
-            # the map to an exit is what becomes of a state of more columns, which are A's where states come from afar
+            # the map to an exit is what becomes of a state of more columns, which are A's where
+            # states come from afar
             nothing = add.new_zeros(*add.shape[:-1], width)
             joint = torch.cat([nothing, state], -1)
             joint[states.own_entries, ..., :width] = unchanged(turn, add.shape[-2])
@@ -147,7 +176,9 @@ class _Recurrence(torch.autograd.Function):
             ends = states.own_exits
             scan((turn, wide), states.to_exits, joint)
             # `joint` is before the last chunk of an exit, what leaves is behind it
-            coming = _start_gather(turned(turn[ends], joint[ends]) + wide[ends], crossing.most_exits, axis)
+            coming = _start_gather(
+                turned(turn[ends], joint[ends]) + wide[ends], crossing.most_exits, axis
+            )
         read, out = next(work)  # while the maps are under way
         if crossing.most_exits:
             gathered = coming.wait()  # [ranks * most_exits, heads, K, columns + V]
@@ -174,30 +205,48 @@ class _Recurrence(torch.autograd.Function):
             reads = read.transpose(-1, -2) @ dout  # R^T dout, to the state before each chunk
             after = torch.zeros_like(state)  # the gradient of the state behind each chunk
             if crossing.most_entries:
-                # as if nothing came from elsewhere: what this rank's tokens alone make of the states at its entries
+                # as if nothing came from elsewhere: what this rank's tokens alone make of the
+                # states at its entries
                 alone = scan_back(turn, reads, states.from_entries, torch.zeros_like(state))
                 ends = states.own_entries
                 own = turned_back(turn[ends], alone[ends]) + reads[ends]
-                gathered = _start_gather(own, crossing.most_entries, axis).wait().unflatten(0, (axis.size, -1))
+                gathered = (
+                    _start_gather(own, crossing.most_entries, axis)
+                    .wait()
+                    .unflatten(0, (axis.size, -1))
+                )
                 if owed := _owed_gradients(crossing, gathered, turns):
                     after[states.own_exits] = torch.stack(owed)
             scan_back(turn, reads, states.levels, after)
             # S' = A S + B and out = O + R S: of A, B, R and O in turn
-            wanted = (turn_gradient(turn, after, state), after, dout @ state.transpose(-1, -2), dout)
+            wanted = (
+                turn_gradient(turn, after, state),
+                after,
+                dout @ state.transpose(-1, -2),
+                dout,
+            )
         found = torch.autograd.grad((turn, add, read, out), leaves, wanted)
-        return None, None, None, *(_out_of_chunks(d, states, x) for d, x in zip(found, inputs, strict=True))
+        return (
+            None,
+            None,
+            None,
+            *(_out_of_chunks(d, states, x) for d, x in zip(found, inputs, strict=True)),
+        )
 
 
 def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
-    """What a rule reads, `[t, heads, V]`, for inputs `[t, ...]` of this rank's tokens; 0 for padding.
+    """What a rule reads, `[t, heads, V]`, for inputs `[t, ...]` of this rank's tokens; 0 for
+    padding.
 
-    Differentiable in the inputs. One message in forward and one in backward, where paths cross ranks.
+    Differentiable in the inputs. One message in forward and one in backward, where paths cross
+    ranks.
     """
     states = _states_on(plan, inputs[0].device)
     large = max(x.numel() * x.element_size() for x in inputs) >= LARGE
     if states.crossing.most_exits or not large or is_compiled(inputs[0]):
         return _Recurrence.apply(rule, states, axis, *inputs)
-    # heads know nothing of each other: on a CPU, key head by key head, what the rule makes on its way stays small
+    # heads know nothing of each other: on a CPU, key head by key head, what the rule makes on its
+    # way stays small
     parts = math.gcd(*(x.shape[1] for x in inputs))
     chunks = zip(*(x.chunk(parts, 1) for x in inputs), strict=True)
     return torch.cat([_Recurrence.apply(rule, states, axis, *part) for part in chunks], 1)
@@ -206,10 +255,11 @@ def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) ->
 def recur_by_heads(
     move: Callable[..., torch.Tensor], plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor
 ) -> torch.Tensor:
-    """`move(plan, axis, *inputs)`, such as `recur` of a rule, by an all-to-all before and after: each rank has its part
-    of the heads of all tokens.
+    """`move(plan, axis, *inputs)`, such as `recur` of a rule, by an all-to-all before and after:
+    each rank has its part of the heads of all tokens.
 
-    Heads of every input are to divide by the ranks. One message for each dtype, and one for the result.
+    Heads of every input are to divide by the ranks. One message for each dtype, and one for the
+    result.
     """
     n = axis.size
     t = len(inputs[0])
@@ -218,12 +268,17 @@ def recur_by_heads(
     for dtype in dict.fromkeys(x.dtype for x in inputs):
         places = [place for place, x in enumerate(inputs) if x.dtype == dtype]
         parts = [inputs[place].reshape(t, n, -1) for place in places]  # [t, ranks, its columns]
-        # [n * t, columns]: all tokens, this rank's heads; rank by rank -> the order of the grouped plan
-        arrived = exchange(torch.cat(parts, 2).transpose(0, 1).flatten(0, 1), axis).index_select(0, arrival)
+        # [n * t, columns]: all tokens, this rank's heads; rank by rank -> the order of the grouped
+        # plan
+        arrived = exchange(torch.cat(parts, 2).transpose(0, 1).flatten(0, 1), axis).index_select(
+            0, arrival
+        )
         for place, part in zip(places, arrived.split([x.shape[2] for x in parts], 1), strict=True):
             whole[place] = part.reshape(n * t, -1, *inputs[place].shape[2:])
     out = move(plan.grouped(n), single_axis("one"), *(whole[place] for place in range(len(inputs))))
-    back = exchange(out.index_select(0, plan.departure(n, out.device)), axis)  # [n * t, heads / n, V]
+    back = exchange(
+        out.index_select(0, plan.departure(n, out.device)), axis
+    )  # [n * t, heads / n, V]
     return back.unflatten(0, (n, t)).transpose(0, 1).flatten(1, 2)
 
 
@@ -233,8 +288,11 @@ def _taps_on(plan: AttentionPlan, taps: int, device: torch.device) -> tuple[torc
     return tuple(to_device(x, device) for x in (apart.send, apart.near, apart.rows, apart.places))
 
 
-def short_convolution(x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, axis: Axis) -> torch.Tensor:
-    """`x[t, c]` with each channel convolved along the path by `weight[c, taps]`, the last tap for the token itself.
+def short_convolution(
+    x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, axis: Axis
+) -> torch.Tensor:
+    """`x[t, c]` with each channel convolved along the path by `weight[c, taps]`, the last tap for
+    the token itself.
 
     Differentiable in both. Ranks exchange the few rows before each of their segments.
     """
@@ -243,11 +301,15 @@ def short_convolution(x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan
     send, near, alone, places = _taps_on(plan, taps, x.device)
     out = causal_taps(x, weight)  # true of tokens whose rows before are those before on the path
     came = x[:0]
-    if apart.travels:  # a rank that gets no rows has part in the message all the same, also in backward
+    if (
+        apart.travels
+    ):  # a rank that gets no rows has part in the message all the same, also in backward
         came = exchange(x.index_select(0, send), axis, apart.out_splits, apart.in_splits)
     elif not len(alone):
         return out
     rows = torch.cat([x.index_select(0, near), came, x.new_zeros(1, x.shape[1])])
-    past = rows.index_select(0, places).unflatten(0, (-1, taps - 1)).flip(1)  # [m, taps - 1, c], oldest first
+    past = (
+        rows.index_select(0, places).unflatten(0, (-1, taps - 1)).flip(1)
+    )  # [m, taps - 1, c], oldest first
     window = torch.cat([past, x.index_select(0, alone).unsqueeze(1)], 1)
     return out.index_copy_(0, alone, torch.einsum("mtc,ct->mc", window, weight))

@@ -1,8 +1,9 @@
 """What a transport of context parallelism is, and the loop of those that bring keys to queries.
 
-A transport is an object with one differentiable call, `attend`, over the tokens that its rank holds. Those in which
-queries stay and K/V travel (ring, all-gather, K/V exchange, and one rank alone) share a forward and a backward: they
-differ only in `kv_blocks`, the order in which keys come by. `a2a.py` moves heads instead and attends with one of these.
+A transport is an object with one differentiable call, `attend`, over the tokens that its rank
+holds. Those in which queries stay and K/V travel (ring, all-gather, K/V exchange, and one rank
+alone) share a forward and a backward: they differ only in `kv_blocks`, the order in which keys come
+by. `a2a.py` moves heads instead and attends with one of these.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from megacp.distributed.large_blocks import zeros
 KVBlock = tuple[torch.Tensor, torch.Tensor, TileTable]
 """Keys and values `[m, groups, d]`, and the tiles between this rank's queries and them."""
 KVBlocks = Generator[KVBlock, torch.Tensor | None, torch.Tensor | None]
-"""Yields every `KVBlock`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each block, and returns the
-gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are None."""
+"""Yields every `KVBlock`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each block,
+and returns the gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are
+None."""
 
 
 class Transport(Protocol):
@@ -53,7 +55,8 @@ class Transport(Protocol):
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype.
+        """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's
+        dtype.
 
         `sinks[heads]`: see `merge_sinks`; of each its gradient from this rank's queries.
         """
@@ -67,7 +70,8 @@ class Transport(Protocol):
 class KeysToQueries(ABC):
     """Queries stay on their rank, blocks of keys and values come to it.
 
-    Forward saves `q, k, v, out, lse` of this rank's tokens; keys of other ranks travel again in backward.
+    Forward saves `q, k, v, out, lse` of this rank's tokens; keys of other ranks travel again in
+    backward.
     """
 
     def __init__(self, axis: Axis, kernel: Kernel) -> None:
@@ -76,7 +80,9 @@ class KeysToQueries(ABC):
 
     @abstractmethod
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        """All keys that this rank's queries see, for its own `k, v[t, groups, d]`; called once in each pass."""
+        """All keys that this rank's queries see, for its own `k, v[t, groups, d]`; called once in
+        each pass.
+        """
 
     @abstractmethod
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
@@ -96,7 +102,8 @@ class KeysToQueries(ABC):
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        # kernels and messages take the last dim as dense; a transposed view would be read past its end
+        # kernels and messages take the last dim as dense; a transposed view would be read past its
+        # end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return call(functools.partial(_AttendBlocks.apply, sinks, self, plan, scale), q, k, v)
 
@@ -114,7 +121,8 @@ class _AttendBlocks(torch.autograd.Function):
         v: torch.Tensor,
     ) -> torch.Tensor:
         partial = empty_partial(q)  # out 0 and lse -inf, in fp32 or wider
-        # a transport starts its next message before it yields: keys travel while these are attended to
+        # a transport starts its next message before it yields: keys travel while these are attended
+        # to
         for keys, values, table in transport.kv_blocks(k, v, plan):
             transport.kernel.attend(partial, (q, keys, values), table, scale)
         if sinks is not None:
@@ -127,9 +135,12 @@ class _AttendBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise ValueError("backward with create_graph=True: attention over ranks cannot be differentiated twice")
+            raise ValueError(
+                "backward with create_graph=True: attention over ranks cannot be differentiated twice"
+            )
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        # a kernel called for one source of keys starts from the merged (out, lse), so the sum over sources is exact
+        # a kernel called for one source of keys starts from the merged (out, lse), so the sum over
+        # sources is exact
         saved = Saved(q, out, lse, douts[0].contiguous())
         wide = accumulation_dtype(q.dtype)
         dq = zeros(q.shape, q, wide)
@@ -143,14 +154,19 @@ class _AttendBlocks(torch.autograd.Function):
                     dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
                     dsinks = None if sinks is None else sinks_gradient(saved, sinks)
                     return dsinks, None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-                # halves of one tensor: a transport sends the gradients of keys and values as one message
+                # halves of one tensor: a transport sends the gradients of keys and values as one
+                # message
                 dkv = zeros((len(keys), 2, *keys.shape[1:]), keys, wide)
                 dk, dv = dkv.unbind(1)
-                ctx.transport.kernel.attend_backward(saved, (keys, values), table, ctx.scale, (dq, dk, dv))
+                ctx.transport.kernel.attend_backward(
+                    saved, (keys, values), table, ctx.scale, (dq, dk, dv)
+                )
 
 
 class LocalAttention(KeysToQueries):
-    """One rank that holds the whole row: no message, one tile table, the kernels of context parallelism."""
+    """One rank that holds the whole row: no message, one tile table, the kernels of context
+    parallelism.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -189,11 +205,15 @@ def of_one_rank(kernel: Kernel) -> Transport:
 
 
 class DenseAttention:
-    """The reference for one process: an explicit bool mask from the rule itself, differentiated by autograd."""
+    """The reference for one process: an explicit bool mask from the rule itself, differentiated by
+    autograd.
+    """
 
     def __init__(self, axis: Axis, cap: float = 0.0) -> None:
         if axis.size != 1:
-            raise ValueError(f"attention kernel dense is for one process, this axis has {axis.size} ranks")
+            raise ValueError(
+                f"attention kernel dense is for one process, this axis has {axis.size} ranks"
+            )
         self.cap = cap
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
@@ -210,4 +230,6 @@ class DenseAttention:
         call: Caller = at_once,
     ) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
-        return dense_attention(q, k, v, to_device(allowed(mine, mine, plan.reach), q.device), scale, sinks, self.cap)
+        return dense_attention(
+            q, k, v, to_device(allowed(mine, mine, plan.reach), q.device), scale, sinks, self.cap
+        )

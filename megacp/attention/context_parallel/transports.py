@@ -1,7 +1,8 @@
 """The table of transports: how keys, values and queries travel between context-parallel ranks.
 
-A row has everything that depends on the choice, so that a planner, a memory estimate and the checks of a trainer ask
-the row instead of comparing names. It also builds the transport; only then is torch imported.
+A row has everything that depends on the choice, so that a planner, a memory estimate and the checks
+of a trainer ask the row instead of comparing names. It also builds the transport; only then is
+torch imported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class EngineTransport:
     windows: bool
     """Whether layers with a sliding window may use it."""
     saves_own_tokens: bool
-    """Whether it saves tensors of the rank's own tokens; with all-to-all it saves some heads of all tokens."""
+    """Whether it saves tensors of the rank's own tokens; with all-to-all it saves some heads of all
+    tokens.
+    """
     one_group: str = ""
     """Its `cp_comm_type` if all ranks form a single group, of the row that needs sizes."""
     groups_of_one: str = ""
@@ -37,15 +40,21 @@ class EngineTransport:
 
 @dataclass(frozen=True)
 class TransportRow:
-    """A transport, and what follows from choosing it. `cp` is the number of ranks that share a row."""
+    """A transport, and what follows from choosing it. `cp` is the number of ranks that share a
+    row.
+    """
 
     name: str
     build: Callable[[Axis, Kernel, GroupSizes], Transport]
     """Return the transport over an axis of two ranks or more. Collective if the row needs sizes."""
     heads: Literal["kept", "all", "inner"] = "kept"
-    """Whether heads are exchanged for tokens: not at all, over all ranks, or over the inner ranks only."""
+    """Whether heads are exchanged for tokens: not at all, over all ranks, or over the inner ranks
+    only.
+    """
     keys: Literal["ring", "gathered", "needed"] = "ring"
-    """How K/V of other ranks arrive: block by block around a ring, all at once, or only the rows that a query sees."""
+    """How K/V of other ranks arrive: block by block around a ring, all at once, or only the rows
+    that a query sees.
+    """
     layouts: tuple[str, ...] = ()
     """Layouts that a search tries."""
     best_layout: str = ""
@@ -84,7 +93,9 @@ class TransportRow:
         return self.key_ranks(cp, sizes) - 1 if self.keys == "ring" else 2
 
     def hidden_share(self, cp: int, sizes: GroupSizes = ()) -> float:
-        """Return the share of attention's time under which K/V messages are hidden: all blocks of a ring but one."""
+        """Return the share of attention's time under which K/V messages are hidden: all blocks of a
+        ring but one.
+        """
         if self.keys != "ring":
             return 0.0
         return 1 - 1 / self.key_ranks(cp, sizes)
@@ -122,8 +133,11 @@ def _a2a_p2p(axis: Axis, kernel: Kernel, sizes: GroupSizes) -> Transport:
 
     if len(sizes) != 2 or sizes[0] * sizes[1] != axis.size:
         given = " ".join(map(str, sizes)) or "none"
-        raise ValueError(f"the transport a2a+p2p needs two sizes whose product is {axis.size}, got {given}")
-    # neighbours, often on one machine, exchange heads; ranks a whole inner group apart form the ring
+        raise ValueError(
+            f"the transport a2a+p2p needs two sizes whose product is {axis.size}, got {given}"
+        )
+    # neighbours, often on one machine, exchange heads; ranks a whole inner group apart form the
+    # ring
     inner, outer = split_axis(axis, sizes[0])
     ring = _ring(outer, kernel, ()) if outer.size > 1 else LocalAttention(kernel)
     return HeadsForSequence(inner, ring)
@@ -156,9 +170,13 @@ _ROWS = (
         _a2a_p2p,
         heads="inner",
         layouts=("zigzag_document",),
-        engine=EngineTransport("a2a+p2p", windows=False, saves_own_tokens=False, one_group="a2a", groups_of_one="p2p"),
+        engine=EngineTransport(
+            "a2a+p2p", windows=False, saves_own_tokens=False, one_group="a2a", groups_of_one="p2p"
+        ),
     ),
-    TransportRow("kv_exchange", _kv_exchange, keys="needed", layouts=("balanced",), best_layout="balanced"),
+    TransportRow(
+        "kv_exchange", _kv_exchange, keys="needed", layouts=("balanced",), best_layout="balanced"
+    ),
 )
 TRANSPORTS = {row.name: row for row in _ROWS}
 """Transports by name."""
@@ -168,12 +186,13 @@ FEW_KEYS = 0.5
 
 
 def choose_transport(needed: float, cp: int, heads: int, groups: int) -> str:
-    """Return the name of the transport for rows in which a rank needs the share `needed` of the other ranks' K/V.
+    """Return the name of the transport for rows in which a rank needs the share `needed` of the
+    other ranks' K/V.
 
-    `heads` and `groups` are those of one tensor-parallel rank. Rows of many documents need little. Rows that need most
-    K/V send everything anyway; then exchanging heads moves fewer bytes than K/V from
-    `(cp - 1) * needed > 2/3 (1 + heads / groups)` on, counting forward and backward. Otherwise a ring is chosen, which
-    hides its messages under attention.
+    `heads` and `groups` are those of one tensor-parallel rank. Rows of many documents need little.
+    Rows that need most K/V send everything anyway; then exchanging heads moves fewer bytes than K/V
+    from `(cp - 1) * needed > 2/3 (1 + heads / groups)` on, counting forward and backward. Otherwise
+    a ring is chosen, which hides its messages under attention.
     """
     if needed <= FEW_KEYS:
         return "kv_exchange"

@@ -1,8 +1,9 @@
 """The mask on a grid of fixed blocks: the blocks that hold allowed pairs, and how many each holds.
 
-Pairs are counted exactly from the tiles of a table by arithmetic on arrays. Time (but for a sort) and
-memory are proportional to the tiles and the non-empty blocks. An interval of keys is at most three stretches of blocks
-with one number of keys each. So a tile of any length adds a few sums to a line of blocks.
+Pairs are counted exactly from the tiles of a table by arithmetic on arrays. Time (but for a sort)
+and memory are proportional to the tiles and the non-empty blocks. An interval of keys is at most
+three stretches of blocks with one number of keys each. So a tile of any length adds a few sums to a
+line of blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class BlockCover:
-    """The non-empty blocks of `table` on a grid of `size x size`: int64 arrays, by query block, then key block.
+    """The non-empty blocks of `table` on a grid of `size x size`: int64 arrays, by query block,
+    then key block.
 
-    Block `(i, j)` holds the queries `[i * size, (i + 1) * size)` and the keys `[j * size, (j + 1) * size)`; the last
-    ones of a side may stick out of the table.
+    Block `(i, j)` holds the queries `[i * size, (i + 1) * size)` and the keys `[j * size, (j + 1) *
+    size)`; the last ones of a side may stick out of the table.
     """
 
     table: TileTable
@@ -47,7 +49,8 @@ class BlockCover:
     def full(self) -> np.ndarray:
         """bool `[blocks]`: every one of the `size * size` pairs exists and is allowed.
 
-        A block that sticks out is never full: a kernel that skips the mask in full blocks reads all of their rows.
+        A block that sticks out is never full: a kernel that skips the mask in full blocks reads all
+        of their rows.
         """
         return self.area == self.size**2
 
@@ -55,7 +58,11 @@ class BlockCover:
         """bool `[queries, keys]` of block `number`, without what sticks out of the table."""
         sides = ((self.table.q, self.q_block), (self.table.k, self.k_block))
         q, k = (
-            meta.take(np.arange(blocks[number] * self.size, min((blocks[number] + 1) * self.size, len(meta))))
+            meta.take(
+                np.arange(
+                    blocks[number] * self.size, min((blocks[number] + 1) * self.size, len(meta))
+                )
+            )
             for meta, blocks in sides
         )
         return allowed(q, k, self.table.reach)
@@ -63,7 +70,9 @@ class BlockCover:
 
 @dataclass(frozen=True)
 class _Stretches:
-    """Weights on lines of numbered positions: `weight` on each of `[start, stop)` of a line; int64 arrays."""
+    """Weights on lines of numbered positions: `weight` on each of `[start, stop)` of a line; int64
+    arrays.
+    """
 
     line: np.ndarray
     start: np.ndarray
@@ -74,16 +83,23 @@ class _Stretches:
         return _Stretches(self.line[index], self.start[index], self.stop[index], self.weight[index])
 
     def summed(self, width: int) -> _Stretches:
-        """The same sums by disjoint stretches of positive weight, sorted; positions lie in `[0, width)`, weights >= 0.
+        """The same sums by disjoint stretches of positive weight, sorted; positions lie in `[0,
+        width)`, weights >= 0.
 
-        On one line 2 on `[0, 3)` and 1 on `[2, 5)` become 2 on `[0, 2)`, 3 on `[2, 3)` and 1 on `[3, 5)`.
+        On one line 2 on `[0, 3)` and 1 on `[2, 5)` become 2 on `[0, 2)`, 3 on `[2, 3)` and 1 on
+        `[3, 5)`.
         """
-        # [2 n]: where a weight begins and ends, as one number for (line, position); a line has width + 1 for ends
-        at = np.concatenate([self.line, self.line]) * (width + 1) + np.concatenate([self.start, self.stop])
+        # [2 n]: where a weight begins and ends, as one number for (line, position); a line has
+        # width + 1 for ends
+        at = np.concatenate([self.line, self.line]) * (width + 1) + np.concatenate(
+            [self.start, self.stop]
+        )
         at, event = np.unique(at, return_inverse=True)
         change = np.zeros(len(at), np.int64)
         np.add.at(change, event, np.concatenate([self.weight, -self.weight]))
-        total = np.cumsum(change)  # the weight from each position to the next; 0 at the end of every line
+        total = np.cumsum(
+            change
+        )  # the weight from each position to the next; 0 at the end of every line
         kept = np.flatnonzero(total)
         line, start = np.divmod(at[kept], width + 1)
         # a stretch ends at the next event, which is on its line: the total is 0 at the end of each
@@ -96,7 +112,8 @@ def _concatenated(parts: list[_Stretches]) -> _Stretches:
 
 
 def _in_blocks(line: np.ndarray, start: np.ndarray, stop: np.ndarray, size: int) -> _Stretches:
-    """Tokens `[start, stop)` of each line counted per block: the block cut at the front, whole ones, the cut last.
+    """Tokens `[start, stop)` of each line counted per block: the block cut at the front, whole
+    ones, the cut last.
 
     Tokens `[3, 14)` in blocks of 4 are 1 of block 0, 4 of each of blocks 1 and 2, and 2 of block 3.
     """
@@ -123,19 +140,27 @@ def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
     rows = len(table.row_start)
     tile = np.flatnonzero(table.kind == FULL)
     keys = _in_blocks(table.row_of_tile[tile], table.k_start[tile], table.k_stop[tile], size)
-    keys = keys.summed(-(-table.keys // size))  # line: row, weight: keys that a query of the row sees
+    keys = keys.summed(
+        -(-table.keys // size)
+    )  # line: row, weight: keys that a query of the row sees
     queries = _in_blocks(np.arange(rows), table.row_start, table.row_stop, size)
-    first = np.searchsorted(keys.line, np.arange(rows + 1))  # [rows + 1]: where the stretches of a row begin
-    stretch, part = expand(first[queries.line], first[queries.line + 1])  # pairs of stretches of one row
+    first = np.searchsorted(
+        keys.line, np.arange(rows + 1)
+    )  # [rows + 1]: where the stretches of a row begin
+    stretch, part = expand(
+        first[queries.line], first[queries.line + 1]
+    )  # pairs of stretches of one row
     block, pair = expand(queries.start[part], queries.stop[part])  # and once for each query block
-    height = queries.weight[part[pair]]  # queries of the row in the block, each of which sees all of the row's keys
+    height = queries.weight[
+        part[pair]
+    ]  # queries of the row in the block, each of which sees all of the row's keys
     seen = keys.take(stretch[pair])
     return _Stretches(block, seen.start, seen.stop, height * seen.weight)
 
 
 def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
-    """Allowed pairs of the triangles, likewise: on each query block a triangle, and what is left of a causal one's
-    diagonal or right of a window's.
+    """Allowed pairs of the triangles, likewise: on each query block a triangle, and what is left of
+    a causal one's diagonal or right of a window's.
     """
     tile = np.flatnonzero(table.kind == kind)
     row = table.row_of_tile[tile]
@@ -143,20 +168,28 @@ def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
     q_start = table.row_start[row]
     q_stop = table.row_stop[row]
     block, owner = expand(q_start // size, -(-q_stop // size))
-    # [tiles x their query blocks]: the part of a triangle in one query block, `height` queries from `top` on
+    # [tiles x their query blocks]: the part of a triangle in one query block, `height` queries from
+    # `top` on
     top = np.maximum(block * size, q_start[owner])
     height = np.minimum((block + 1) * size, q_stop[owner]) - top
     corner = k_start[owner] + top - q_start[owner]  # the key at the index of the first query
-    beside = (k_start[owner], corner) if kind == CAUSAL else (corner + height, table.k_stop[tile][owner])
+    beside = (
+        (k_start[owner], corner) if kind == CAUSAL else (corner + height, table.k_stop[tile][owner])
+    )
     whole = _in_blocks(np.arange(len(block)), *beside, size)
     # a line was a part of a tile; from here on it is that part's query block
-    whole = _Stretches(block[whole.line], whole.start, whole.stop, whole.weight * height[whole.line])
+    whole = _Stretches(
+        block[whole.line], whole.start, whole.stop, whole.weight * height[whole.line]
+    )
     column = corner // size  # the triangle lies in this key block and perhaps the next
     near = np.minimum(height, (column + 1) * size - corner)  # its keys in the first one
     # its key j is seen by height - j queries of a causal one, and by j + 1 of a window's
     pairs = near * height - near * (near - 1) // 2 if kind == CAUSAL else near * (near + 1) // 2
     rest = height * (height + 1) // 2 - pairs
-    parts = [_Stretches(block, column, column + 1, pairs), _Stretches(block, column + 1, column + 2, rest)]
+    parts = [
+        _Stretches(block, column, column + 1, pairs),
+        _Stretches(block, column + 1, column + 2, rest),
+    ]
     return _concatenated([whole, *parts])
 
 

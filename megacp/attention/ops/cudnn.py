@@ -1,15 +1,19 @@
-"""The kernel for CUDA where a table is documents under the causal rule: cuDNN's attention, by Transformer Engine.
+"""The kernel for CUDA where a table is documents under the causal rule: cuDNN's attention, by
+Transformer Engine.
 
-A table becomes calls over packed sequences, one of each document. A rank's own keys, or those of the whole row, are one
-call under a triangle. Other keys are stairs, as a rank may have several stretches of a document: the first call has the
-keys that all of its queries see, the next those that all but the first stretch see, none under a mask.
+A table becomes calls over packed sequences, one of each document. A rank's own keys, or those of
+the whole row, are one call under a triangle. Other keys are stairs, as a rank may have several
+stretches of a document: the first call has the keys that all of its queries see, the next those
+that all but the first stretch see, none under a mask.
 
-    queries of a rank    1 1 1 . . .    keys of others, of one document: call 1 has two stretches of queries,
+    queries of a rank    1 1 1 . . .    keys of others, of one document: call 1 has two stretches of
+    queries,
                          1 1 1 2 2 2    call 2 the second of them
                          1 1 1 2 2 2
 
-A row has such calls for all of its documents at once. Another mask, and what Transformer Engine's own selector refuses,
-is left to another kernel. Guest packages insert parameters, so arguments go by keyword.
+A row has such calls for all of its documents at once. Another mask, and what Transformer Engine's
+own selector refuses, is left to another kernel. Guest packages insert parameters, so arguments go
+by keyword.
 """
 
 from __future__ import annotations
@@ -27,17 +31,28 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megacp.attention.ops.device import to_device
-from megacp.attention.ops.kernel import KV, QKV, Caller, Heads, Partial, Saved, WholeKernel, at_once, merge_into
+from megacp.attention.ops.kernel import (
+    KV,
+    QKV,
+    Caller,
+    Heads,
+    Partial,
+    Saved,
+    WholeKernel,
+    at_once,
+    merge_into,
+)
 from megacp.attention.ops.mask import Metadata, TileTable, expand
 from megacp.attention.ops.once import once
 
 LEAST_RELEASE = (2, 18)
-"""The first whose fused attention takes packed rows (thd) under `all_gather`; under `a2a` 2.10 does, under `a2a+p2p`
-2.19, which the selector of 2.18 says itself. 2.18 is also the first FusedAdam to bear empty tensors.
+"""The first whose fused attention takes packed rows (thd) under `all_gather`; under `a2a` 2.10
+does, under `a2a+p2p` 2.19, which the selector of 2.18 says itself. 2.18 is also the first FusedAdam
+to bear empty tensors.
 """
 WIDEST_HEAD = 128
-"""Above it cuDNN's backward of packed rows is not right, its selector says nothing: cuDNN 9.19 made gradients of q, k
-and v ten million times too large on an H200, of heads of 256.
+"""Above it cuDNN's backward of packed rows is not right, its selector says nothing: cuDNN 9.19 made
+gradients of q, k and v ten million times too large on an H200, of heads of 256.
 """
 _ASKING = threading.Lock()
 """A question to the selector changes its logger, and the loader's threads ask too."""
@@ -47,13 +62,18 @@ Places = slice | torch.Tensor
 
 
 def engine_problem() -> str | None:
-    """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where it is installed."""
+    """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where
+    it is installed.
+    """
     if find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed: pip install --no-build-isolation -e '.[gpu]' beside CUDA torch"
     try:
         import transformer_engine.pytorch
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
+        return (
+            f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: "
+            f"{error}"
+        )
     found = transformer_engine.__version__
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < LEAST_RELEASE:
         return f"Transformer Engine is {found}, {'.'.join(map(str, LEAST_RELEASE))} is the least"
@@ -61,8 +81,8 @@ def engine_problem() -> str | None:
 
 
 def selector_refusal(heads: Heads, **asked: Any) -> str | None:
-    """What the selector says against its fused kernel for packed rows of such heads, which it logs below the level that
-    is shown; None: it takes it.
+    """What the selector says against its fused kernel for packed rows of such heads, which it logs
+    below the level that is shown; None: it takes it.
 
     A release that does not know a field does not ask about it.
     """
@@ -71,8 +91,16 @@ def selector_refusal(heads: Heads, **asked: Any) -> str | None:
     asked |= {"num_heads": heads.heads, "num_gqa_groups": heads.groups, "qkv_layout": "thd_thd_thd"}
     asked |= {"head_dim_qk": heads.dim, "head_dim_v": heads.dim, "bottom_right_diagonal": False}
     asked |= {"core_attention_bias_shape": None, "core_attention_bias_requires_grad": False}
-    known = {name: value for name, value in asked.items() if name in utils.AttentionParams.__dataclass_fields__}
-    logger, level, said = logging.getLogger("DotProductAttention"), utils.AttentionLogging._log_level, []
+    known = {
+        name: value
+        for name, value in asked.items()
+        if name in utils.AttentionParams.__dataclass_fields__
+    }
+    logger, level, said = (
+        logging.getLogger("DotProductAttention"),
+        utils.AttentionLogging._log_level,
+        [],
+    )
 
     def keep(record: logging.LogRecord) -> bool:
         said.append(record.getMessage())
@@ -80,19 +108,25 @@ def selector_refusal(heads: Heads, **asked: Any) -> str | None:
 
     with _ASKING:
         logger.addFilter(keep)
-        utils.AttentionLogging._log_level = logging.DEBUG  # each call of the selector sets the logger's level to it
+        utils.AttentionLogging._log_level = (
+            logging.DEBUG
+        )  # each call of the selector sets the logger's level to it
         try:
             fused = utils.get_attention_backend(utils.AttentionParams(**known))[2]
         finally:
             logger.removeFilter(keep)
             utils.AttentionLogging._log_level = level
-    return None if fused else "; ".join(line for line in said if line.startswith("Disabling FusedAttention"))
+    return (
+        None
+        if fused
+        else "; ".join(line for line in said if line.startswith("Disabling FusedAttention"))
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
-    """One call: sequence i holds the next `q_lengths[i]` of `queries` and `k_lengths[i]` of `keys`, indices
-    of a table's tokens.
+    """One call: sequence i holds the next `q_lengths[i]` of `queries` and `k_lengths[i]` of `keys`,
+    indices of a table's tokens.
     """
 
     queries: np.ndarray
@@ -106,9 +140,14 @@ class PackedCall:
 
     @property
     def mask(self) -> dict[str, Any]:
-        """The mask in Transformer Engine's words; a window is how far to the left, and to the right."""
+        """The mask in Transformer Engine's words; a window is how far to the left, and to the
+        right.
+        """
         window = (self.window - 1, 0) if self.causal else (-1, -1)
-        return {"attn_mask_type": "padding_causal" if self.causal else "padding", "window_size": window}
+        return {
+            "attn_mask_type": "padding_causal" if self.causal else "padding",
+            "window_size": window,
+        }
 
     @once
     def on(self, device: torch.device) -> tuple[Places, Places, dict[str, Any]]:
@@ -125,7 +164,10 @@ class PackedCall:
 
         rows, keys, bounds = self.on(qkv[0].device)
         q, k, v = (_take(x, where) for x, where in zip(qkv, (rows, keys, keys), strict=True))
-        fixed = {"fused_attention_backend": FusedAttnBackend["F16_arbitrary_seqlen"], "fake_dtype": q.dtype}
+        fixed = {
+            "fused_attention_backend": FusedAttnBackend["F16_arbitrary_seqlen"],
+            "fake_dtype": q.dtype,
+        }
         fixed |= {"qkv_layout": "thd_thd_thd", "o_format": "thd", "bottom_right_diagonal": False}
         return {"q": q, "k": k, "v": v, "attn_scale": scale, **fixed, **bounds, **self.mask}
 
@@ -137,11 +179,15 @@ class PackedCall:
         return out, lse.squeeze(-1)
 
     def backward(self, saved: Saved, kv: KV, scale: float, deterministic: bool) -> QKV:
-        """Gradients of this call's queries and keys; of `saved` the lse is that of its queries alone."""
+        """Gradients of this call's queries and keys; of `saved` the lse is that of its queries
+        alone.
+        """
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
 
         rows = self.on(saved.q.device)[0]
-        state = torch.zeros(2, dtype=torch.int64, device=saved.q.device)  # of dropout, of which there is none
+        state = torch.zeros(
+            2, dtype=torch.int64, device=saved.q.device
+        )  # of dropout, of which there is none
         dq, dk, dv, *_ = fused_attn_bwd(
             o=_take(saved.out, rows),
             d_o=_take(saved.dout, rows),
@@ -181,7 +227,9 @@ def _documents(tokens: Metadata) -> np.ndarray:
 
 @once
 def packed_calls(table: TileTable) -> list[PackedCall] | None:
-    """The calls of one pass over a table, which compute every allowed pair once; None where its mask is another."""
+    """The calls of one pass over a table, which compute every allowed pair once; None where its
+    mask is another.
+    """
     queries, keys = _documents(table.q), _documents(table.k)
     q, k, window = table.q.take(queries), table.k.take(keys), table.reach.window
     if table.num_tiles == 0:
@@ -189,20 +237,29 @@ def packed_calls(table: TileTable) -> list[PackedCall] | None:
     if np.array_equal(q.order, k.order):
         lengths = np.unique(q.leave, return_counts=True)[1]
         calls = [PackedCall(queries, keys, lengths, lengths, True, window)]
-        far = np.maximum(0, lengths - window) if window else 0 * lengths  # queries that do not see the first key
+        far = (
+            np.maximum(0, lengths - window) if window else 0 * lengths
+        )  # queries that do not see the first key
         area = int((lengths * (lengths + 1) - far * (far + 1)).sum()) // 2
-        window = window if (np.diff(q.order)[np.diff(q.leave) == 0] > 1).any() else 0  # counted in the tokens at hand
+        window = (
+            window if (np.diff(q.order)[np.diff(q.leave) == 0] > 1).any() else 0
+        )  # counted in the tokens at hand
     else:
         calls = _stairs(table, queries, keys)
         area = sum(int((call.q_lengths * call.k_lengths).sum()) for call in calls)
-    # keys up to the query of the same document are allowed, chunks and windows aside: as many pairs are all pairs
+    # keys up to the query of the same document are allowed, chunks and windows aside: as many pairs
+    # are all pairs
     return None if table.reach.chunk or window or area != table.area else calls
 
 
 def _stairs(table: TileTable, queries: np.ndarray, keys: np.ndarray) -> list[PackedCall]:
-    """The calls for keys that are none of the queries' own tokens; step i of every document is in call i."""
+    """The calls for keys that are none of the queries' own tokens; step i of every document is in
+    call i.
+    """
     q, k = table.q.take(queries), table.k.take(keys)
-    wide = 1 + max(q.order.max(initial=0), k.order.max(initial=0))  # all documents on one line, each in its own part
+    wide = 1 + max(
+        q.order.max(initial=0), k.order.max(initial=0)
+    )  # all documents on one line, each in its own part
     line = k.leave * wide + k.order
     first = np.searchsorted(line, q.leave * wide)  # [queries]: the first key of the document
     seen = np.searchsorted(line, q.leave * wide + q.order, side="right") - first
@@ -216,7 +273,10 @@ def _stairs(table: TileTable, queries: np.ndarray, keys: np.ndarray) -> list[Pac
     calls = []
     for i in range(number.max(initial=-1) + 1):
         those = number == i
-        some = (queries[expand(steps[those], stop[those])[0]], keys[expand(begin[those], end[those])[0]])
+        some = (
+            queries[expand(steps[those], stop[those])[0]],
+            keys[expand(begin[those], end[those])[0]],
+        )
         calls.append(PackedCall(*some, (stop - steps)[those], (end - begin)[those], False))
     return calls
 
@@ -227,7 +287,10 @@ def fused_calls(table: TileTable, heads: Heads, deterministic: bool) -> list[Pac
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     if heads.dim > WIDEST_HEAD:
-        return f"cuDNN's gradients of heads wider than {WIDEST_HEAD} are wrong, these are {heads.dim} wide"
+        return (
+            f"cuDNN's gradients of heads wider than {WIDEST_HEAD} are wrong, these are "
+            f"{heads.dim} wide"
+        )
     if get_device_compute_capability() == (12, 0):
         return "cuDNN gives log-sum-exps in another form on this GPU"
     calls = packed_calls(table)
@@ -252,7 +315,9 @@ def fused_calls(table: TileTable, heads: Heads, deterministic: bool) -> list[Pac
 
 
 class CudnnKernel:
-    """A `WholeKernel` for bfloat16, which leaves tables of another mask to `other` and tells once that it does."""
+    """A `WholeKernel` for bfloat16, which leaves tables of another mask to `other` and tells once
+    that it does.
+    """
 
     def __init__(self, other: WholeKernel, tell: Callable[[str], None]) -> None:
         from transformer_engine.pytorch import DotProductAttention
@@ -274,7 +339,13 @@ class CudnnKernel:
             self._other.prepare(table, heads)
 
     def whole(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Caller = at_once
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: TileTable,
+        scale: float,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         calls = self._calls(table, Heads(q.shape[1], *k.shape[1:]))
         if not calls:  # a row of padding has none
@@ -300,7 +371,9 @@ class CudnnKernel:
             partial.untouched = False
 
     @torch.no_grad()
-    def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
+    def attend_backward(
+        self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV
+    ) -> None:
         calls = self._calls(table, Heads(saved.q.shape[1], *kv[0].shape[1:]))
         if calls is None:
             return self._other.attend_backward(saved, kv, table, scale, grads)
@@ -320,7 +393,13 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PackedCall, scale: float, deterministic: bool
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: PackedCall,
+        scale: float,
+        deterministic: bool,
     ) -> torch.Tensor:
         out, lse = call.forward((q, k, v), scale)
         out = _spread(out, call.on(q.device)[0], len(q))
@@ -334,5 +413,7 @@ class _Whole(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         grads = ctx.call.backward(Saved(q, out, lse, dout), (k, v), ctx.scale, ctx.deterministic)
         rows, keys, _ = ctx.call.on(q.device)
-        whole = (_spread(x, where, len(q)) for x, where in zip(grads, (rows, keys, keys), strict=True))
+        whole = (
+            _spread(x, where, len(q)) for x, where in zip(grads, (rows, keys, keys), strict=True)
+        )
         return *whole, None, None, None

@@ -37,7 +37,10 @@ KERNELS = {
     "math": KernelChoice(lambda cap, tell: MathKernel(cap)),
     "flex": KernelChoice(lambda cap, tell: FlexKernel(cap=cap), "cuda", ("float32", "bfloat16")),
     "flex_flash": KernelChoice(
-        lambda cap, tell: FlexKernel(whole_backend="FLASH", cap=cap), "cuda", ("bfloat16",), flash_problem
+        lambda cap, tell: FlexKernel(whole_backend="FLASH", cap=cap),
+        "cuda",
+        ("bfloat16",),
+        flash_problem,
     ),
     "cudnn": KernelChoice(
         lambda cap, tell: FlexKernel(cap=cap) if cap else CudnnKernel(FlexKernel(), tell),
@@ -49,11 +52,14 @@ KERNELS = {
 """Kernels by name; the names `auto` and `dense` have no row."""
 
 FASTEST = {"cpu": ("flash",), "cuda": ("cudnn", "flex"), STAND_IN: ("flex",)}
-"""What auto means on a type of device: the first that can be had and adds up in the model's dtype; else math."""
+"""What auto means on a type of device: the first that can be had and adds up in the model's dtype;
+else math.
+"""
 
 
 def kernel_problem(name: str, device_type: str, dtype: str = "") -> str | None:
-    """Return why a kernel cannot run on a device type (`cpu`, `cuda`) in a dtype (any, if empty), or None.
+    """Return why a kernel cannot run on a device type (`cpu`, `cuda`) in a dtype (any, if empty),
+    or None.
 
     Names without a row in `KERNELS` return None.
     """
@@ -73,12 +79,17 @@ def kernel_problem(name: str, device_type: str, dtype: str = "") -> str | None:
 def kernel_name(name: str, device_type: str, dtype: str = "") -> str:
     """Return the kernel that a name means.
 
-    `auto` is flash on CPU, cudnn or flex on CUDA, and math for float64 on CUDA and on any other device. Every other
-    name means itself; ValueError with the reason of `kernel_problem` if it cannot run.
+    `auto` is flash on CPU, cudnn or flex on CUDA, and math for float64 on CUDA and on any other
+    device. Every other name means itself; ValueError with the reason of `kernel_problem` if it
+    cannot run.
     """
     if name == "auto":
         # a name asked for is an error where it cannot run; auto never is
-        fastest = (each for each in FASTEST.get(device_type, ()) if not kernel_problem(each, device_type, dtype))
+        fastest = (
+            each
+            for each in FASTEST.get(device_type, ())
+            if not kernel_problem(each, device_type, dtype)
+        )
         return next(fastest, "math")
     problem = kernel_problem(name, device_type, dtype)
     if problem:
@@ -87,16 +98,21 @@ def kernel_name(name: str, device_type: str, dtype: str = "") -> str:
 
 
 def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
-    """Return the kernel that `auto` means for tensors of any dtype; it accumulates at least as wide."""
+    """Return the kernel that `auto` means for tensors of any dtype; it accumulates at least as
+    wide.
+    """
     wide = dtype if dtype == torch.bfloat16 else accumulation_dtype(dtype)
     return kernel_name("auto", device_type, str(wide).removeprefix("torch."))
 
 
-def select_kernel(name: str, device: torch.device, cap: float = 0.0, tell: Tell = lambda line: None) -> Kernel:
+def select_kernel(
+    name: str, device: torch.device, cap: float = 0.0, tell: Tell = lambda line: None
+) -> Kernel:
     """Build the kernel of a name; ValueError if it is unknown or cannot run.
 
-    torch's flash attention for the CPU does not support a `cap` on scores: plain torch takes its place. The dtype is
-    not known here: for a float64 model, resolve `auto` first by `kernel_name` or `auto_kernel`.
+    torch's flash attention for the CPU does not support a `cap` on scores: plain torch takes its
+    place. The dtype is not known here: for a float64 model, resolve `auto` first by `kernel_name`
+    or `auto_kernel`.
     """
     chosen = kernel_name(name, device.type, "float32" if name == "auto" else "")
     if chosen not in KERNELS:

@@ -1,19 +1,23 @@
-"""The attention mask as data: a few integers per token, and an exact cover of it by rectangles and triangles.
+"""The attention mask as data: a few integers per token, and an exact cover of it by rectangles and
+triangles.
 
-A row holds trees in depth-first order: a document is a tree whose root is its prefix, and any node may branch. Of a
-token the rule knows its `order` in the row, and `leave`, the order at which the subtree of its node ends:
+A row holds trees in depth-first order: a document is a tree whose root is its prefix, and any node
+may branch. Of a token the rule knows its `order` in the row, and `leave`, the order at which the
+subtree of its node ends:
 
     allow(q, k) = order[k] <= order[q] < leave[k]   or   span[q] == span[k] != 0
 
-Padding has leave 0. A layer may look back a limited way along the path of the tree (`Reach`), where a token stands
-`depth` tokens from its root.
+Padding has leave 0. A layer may look back a limited way along the path of the tree (`Reach`), where
+a token stands `depth` tokens from its root.
 
-Nothing of size S x S is ever made. Both sides are cut into runs of equal metadata and consecutive order, cut again at
-each other's ends, and where a window begins. Two runs then cover the same tokens or are disjoint, as are a run and
-another moved on by the window. So every pair of runs is empty, full, or one triangle: no tile is ever partly masked.
-All of it is arithmetic on arrays, without a loop over documents or tiles.
+Nothing of size S x S is ever made. Both sides are cut into runs of equal metadata and consecutive
+order, cut again at each other's ends, and where a window begins. Two runs then cover the same
+tokens or are disjoint, as are a run and another moved on by the window. So every pair of runs is
+empty, full, or one triangle: no tile is ever partly masked. All of it is arithmetic on arrays,
+without a loop over documents or tiles.
 
-Letters: `T` tokens of a row, `n` of one side of a table, `m` chosen ones; `i` and `j` number runs of queries and keys.
+Letters: `T` tokens of a row, `n` of one side of a table, `m` chosen ones; `i` and `j` number runs
+of queries and keys.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ FULL = 1
 CAUSAL = 2
 """A square tile of which a triangle is allowed: `k_index - k_start <= q_index - q_start`."""
 WINDOW = 3
-"""A square tile of which the other triangle is allowed: `k_index - k_start >= q_index - q_start`."""
+"""A square tile of which the other triangle is allowed: `k_index - k_start >= q_index - q_start`.
+"""
 
 _PART = 64
 """Queries of a window's rows are cut to a multiple of it, which kernels like."""
@@ -63,24 +68,35 @@ class Metadata:
         """The metadata of a whole row in its own order, from `leave[T]` and `span[T]`."""
         real = leave > 0
         order = np.arange(len(leave))
-        # the depth of a token: the real tokens before it, less those of nodes whose subtree has ended by then
+        # the depth of a token: the real tokens before it, less those of nodes whose subtree has
+        # ended by then
         left = np.cumsum(np.bincount(leave[real], minlength=len(leave) + 1))[: len(leave)]
         return Metadata(leave, span, order, np.cumsum(real) - real - left)
 
     @staticmethod
-    def of_documents(document: np.ndarray, branch: np.ndarray | int = 0, span: np.ndarray | int = 0) -> Metadata:
-        """The metadata of a row of `document[T]` (-1: padding): prefixes, branch 0, and alternative endings 1, 2, ...
+    def of_documents(
+        document: np.ndarray, branch: np.ndarray | int = 0, span: np.ndarray | int = 0
+    ) -> Metadata:
+        """The metadata of a row of `document[T]` (-1: padding): prefixes, branch 0, and alternative
+        endings 1, 2, ...
 
-        Spans of one number in several documents or branches are several spans. ValueError for a document that stands in
-        several places of the row; padding may lie in it.
+        Spans of one number in several documents or branches are several spans. ValueError for a
+        document that stands in several places of the row; padding may lie in it.
         """
         columns = [np.broadcast_to(x, document.shape) for x in (document, branch, span)]
-        # a span is one inside a branch; a node ends with its last token, a prefix with its document's
+        # a span is one inside a branch; a node ends with its last token, a prefix with its
+        # document's
         number = np.unique(np.stack(columns), axis=1, return_inverse=True)[1].reshape(-1) + 1
-        node = np.where(columns[1] == 0, _last(document), _last(_last(document) * len(document) + columns[1]))
-        row = Metadata.of_row(np.where(document >= 0, node + 1, 0), np.where(columns[2] != 0, number, 0))
+        node = np.where(
+            columns[1] == 0, _last(document), _last(_last(document) * len(document) + columns[1])
+        )
+        row = Metadata.of_row(
+            np.where(document >= 0, node + 1, 0), np.where(columns[2] != 0, number, 0)
+        )
         if row.document.max(initial=-1) + 1 != len(np.unique(document[document >= 0])):
-            raise ValueError("a document of this row stands in several places: its tokens must follow one another")
+            raise ValueError(
+                "a document of this row stands in several places: its tokens must follow one another"
+            )
         return row
 
     def __len__(self) -> int:
@@ -95,7 +111,9 @@ class Metadata:
         """int64 `[n]`: number of each token's tree in this row; -1 for padding."""
         by_order = np.argsort(self.order, kind="stable")
         end = np.empty(len(self), np.int64)
-        end[by_order] = np.maximum.accumulate(self.leave[by_order])  # no node of a tree ends later than its root
+        end[by_order] = np.maximum.accumulate(
+            self.leave[by_order]
+        )  # no node of a tree ends later than its root
         real = self.leave > 0
         number = np.full(len(self), -1)
         number[real] = np.unique(end[real], return_inverse=True)[1]
@@ -117,9 +135,13 @@ class Metadata:
         return self.cost_within(UNLIMITED)
 
     def cost_within(self, reach: Reach) -> np.ndarray:
-        """int64 `[n]`: how many of these tokens each one sees; counted with types sorted, which needs fewer tiles."""
+        """int64 `[n]`: how many of these tokens each one sees; counted with types sorted, which
+        needs fewer tiles.
+        """
         cost = np.empty(len(self), np.int64)
-        cost[text_before_images(self)] = tile_table(self.by_type, self.by_type, reach).keys_per_query
+        cost[text_before_images(self)] = tile_table(
+            self.by_type, self.by_type, reach
+        ).keys_per_query
         return cost
 
 
@@ -132,7 +154,9 @@ def _last(values: np.ndarray) -> np.ndarray:
 
 
 def text_before_images(metadata: Metadata) -> np.ndarray:
-    """Indices `[n]` of a row with the text of each document before its images, otherwise in order."""
+    """Indices `[n]` of a row with the text of each document before its images, otherwise in
+    order.
+    """
     if not metadata.span.any():
         return np.arange(len(metadata))
     return np.lexsort((metadata.order, metadata.span != 0, metadata.document))
@@ -149,7 +173,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileRow:
-    """Queries `[q_start, q_stop)` and every tile they see, in key order; at most one of each triangle."""
+    """Queries `[q_start, q_stop)` and every tile they see, in key order; at most one of each
+    triangle.
+    """
 
     q_start: int
     q_stop: int
@@ -160,8 +186,8 @@ class TileRow:
 class TileTable:
     """The non-empty part of a mask between queries `q` and keys `k`, as arrays over rows and tiles.
 
-    Row i holds the queries `[row_start[i], row_stop[i])`, rows are disjoint and ascending; its tiles are numbered
-    `first[i]` to `first[i + 1]` in key order. Queries without a row see nothing.
+    Row i holds the queries `[row_start[i], row_stop[i])`, rows are disjoint and ascending; its
+    tiles are numbered `first[i]` to `first[i + 1]` in key order. Queries without a row see nothing.
     """
 
     q: Metadata
@@ -206,13 +232,16 @@ class TileTable:
         """int64 `[queries]`: how many keys each query token sees; the sum is `area`."""
         full = np.where(self.kind == FULL, self.k_stop - self.k_start, 0)  # [tiles]
         bounds = np.concatenate([[0], np.cumsum(full)])
-        width = bounds[self.first[1:]] - bounds[self.first[:-1]]  # [rows]: keys of a row's full tiles
+        width = (
+            bounds[self.first[1:]] - bounds[self.first[:-1]]
+        )  # [rows]: keys of a row's full tiles
         causal, window = np.zeros((2, len(self.row_start)), bool)  # [rows]: those with such a tile
         causal[self.row_of_tile[self.kind == CAUSAL]] = True
         window[self.row_of_tile[self.kind == WINDOW]] = True
         seen = np.zeros(self.queries, np.int64)
         index, row = expand(self.row_start, self.row_stop)
-        # of a causal triangle the first query sees one key and the last all, of a window's the other way round
+        # of a causal triangle the first query sees one key and the last all, of a window's the
+        # other way round
         seen[index] = width[row] + np.where(causal[row], index - self.row_start[row] + 1, 0)
         seen[index] += np.where(window[row], self.row_stop[row] - index, 0)
         return seen
@@ -232,12 +261,18 @@ class TileTable:
         columns = (self.k_start.tolist(), self.k_stop.tolist(), self.kind.tolist())
         tiles = [Tile(*numbers) for numbers in zip(*columns, strict=True)]
         bounds = self.first.tolist()
-        ends = zip(self.row_start.tolist(), self.row_stop.tolist(), bounds[:-1], bounds[1:], strict=True)
-        return tuple(TileRow(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends)
+        ends = zip(
+            self.row_start.tolist(), self.row_stop.tolist(), bounds[:-1], bounds[1:], strict=True
+        )
+        return tuple(
+            TileRow(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends
+        )
 
 
 def allowed(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
-    """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references, tests and single small tiles."""
+    """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references, tests and
+    single small tiles.
+    """
     order = q.order[:, None]
     back = q.depth[:, None] - k.depth[None]  # tokens on the path from the key to the query
     on_path = (k.order[None] <= order) & (order < k.leave[None]) & (q.leave[:, None] > 0)
@@ -250,7 +285,9 @@ def allowed(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
 
 
 def expand(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All integers of the intervals `[start, stop)`, one interval after the other, and the interval of each."""
+    """All integers of the intervals `[start, stop)`, one interval after the other, and the interval
+    of each.
+    """
     count = stop - start
     owner = np.repeat(np.arange(len(count)), count)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
@@ -259,7 +296,9 @@ def expand(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class _Runs:
-    """Maximal stretches of local tokens with equal metadata and consecutive order; padding left out."""
+    """Maximal stretches of local tokens with equal metadata and consecutive order; padding left
+    out.
+    """
 
     start: np.ndarray
     stop: np.ndarray
@@ -285,20 +324,26 @@ def _runs(meta: Metadata) -> _Runs:
         change[1:] |= values[1:] != values[:-1]
     start = np.flatnonzero(change)
     stop = np.append(start[1:], n)
-    runs = _Runs(start, stop, *(values[start] for values in (meta.order, meta.leave, meta.span, meta.depth)))
+    runs = _Runs(
+        start, stop, *(values[start] for values in (meta.order, meta.leave, meta.span, meta.depth))
+    )
     return runs.take(np.flatnonzero(runs.leave > 0))
 
 
 def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
     """Cut runs at every one of the sorted `ends` that falls strictly inside them."""
-    first = np.searchsorted(ends, runs.order, side="right")  # of each run, the cuts ends[first:last] are inside
+    first = np.searchsorted(
+        ends, runs.order, side="right"
+    )  # of each run, the cuts ends[first:last] are inside
     last = np.searchsorted(ends, runs.order + runs.length, side="left")
     parts = last - first + 1  # [runs]
     if (parts == 1).all():
         return runs
     within, owner = expand(np.zeros_like(parts), parts)  # number of a part in its run, and the run
     cut = runs.take(owner)  # [parts], as are all arrays below
-    begin = cut.order.copy()  # a part begins where its run does or at a cut, and ends where the next one begins
+    begin = (
+        cut.order.copy()
+    )  # a part begins where its run does or at a cut, and ends where the next one begins
     inner = within > 0
     begin[inner] = ends[first[owner[inner]] + within[inner] - 1]
     end = (runs.order + runs.length)[owner]
@@ -309,17 +354,25 @@ def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
 
 
 def _window_cuts(q: _Runs, k: _Runs, window: int) -> np.ndarray:
-    """Orders of queries that stand `window - 1` behind the beginning or the end of a run of keys on their path.
+    """Orders of queries that stand `window - 1` behind the beginning or the end of a run of keys on
+    their path.
 
-    Depths of all trees lie on one line: each tree has more than `wide` numbers, and no depth or edge has as many. So
-    one search finds the edges in each run of queries, those of its own tree.
+    Depths of all trees lie on one line: each tree has more than `wide` numbers, and no depth or
+    edge has as many. So one search finds the edges in each run of queries, those of its own tree.
     """
     orders = np.concatenate([q.order, k.order])
     leaves = np.concatenate([q.leave, k.leave])
     by_order = np.argsort(orders, kind="stable")
     end = np.maximum.accumulate(leaves[by_order])  # of the tree, which it names
-    wide = int(max(q.depth.max(initial=0), k.depth.max(initial=0))) + int(k.length.max(initial=0)) + window
-    trees = [end[np.searchsorted(orders[by_order], x.order, side="right") - 1] * (wide + 1) for x in (q, k)]
+    wide = (
+        int(max(q.depth.max(initial=0), k.depth.max(initial=0)))
+        + int(k.length.max(initial=0))
+        + window
+    )
+    trees = [
+        end[np.searchsorted(orders[by_order], x.order, side="right") - 1] * (wide + 1)
+        for x in (q, k)
+    ]
     first = trees[1] + k.depth + window - 1  # [runs of k], on the line
     edges = np.unique(np.concatenate([first, first + k.length]))
     begin = trees[0] + q.depth  # [runs of q]
@@ -328,20 +381,24 @@ def _window_cuts(q: _Runs, k: _Runs, window: int) -> np.ndarray:
 
 
 def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
-    """Orders at which runs of queries are cut, so that a part sees of a run of keys at most a triangle of the tokens a
-    window before it (W), keys that all of it sees (F), and a triangle of its own tokens (C).
+    """Orders at which runs of queries are cut, so that a part sees of a run of keys at most a
+    triangle of the tokens a window before it (W), keys that all of it sees (F), and a triangle of
+    its own tokens (C).
 
-    A window of 4 over one document cuts the queries every 3, as the W of a longer part would reach its C:
+    A window of 4 over one document cuts the queries every 3, as the W of a longer part would reach
+    its C:
 
         key        0 1 2 3 4 5
         query 3    W W W C . .     part [3, 6)
         query 4    . W W C C .
         query 5    . . W C C C
 
-    Where another rank holds keys [0, 5), queries [5, 12) are cut at 6 and 9 for that, and at 8, the first that is too
-    far behind key 4. Part [6, 8) sees a W of keys 3 and 4: query 6 both, query 7 the second.
+    Where another rank holds keys [0, 5), queries [5, 12) are cut at 6 and 9 for that, and at 8, the
+    first that is too far behind key 4. Part [6, 8) sees a W of keys 3 and 4: query 6 both, query 7
+    the second.
     """
-    # no run of keys begins or ends within a part: it holds the own tokens of all its queries, or of none
+    # no run of keys begins or ends within a part: it holds the own tokens of all its queries, or of
+    # none
     ends = [k.order, k.order + k.length]
     shift = reach.window - 1
     if reach.window:
@@ -357,27 +414,40 @@ def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
     return np.unique(np.concatenate(ends))
 
 
-def _tiles_of_pairs(q: _Runs, k: _Runs, i: np.ndarray, j: np.ndarray, reach: Reach) -> tuple[np.ndarray, ...]:
-    """(run of q, k_start, k_stop, kind) of the tiles of the pairs (run i of q, run j of k): at most three of a pair.
+def _tiles_of_pairs(
+    q: _Runs, k: _Runs, i: np.ndarray, j: np.ndarray, reach: Reach
+) -> tuple[np.ndarray, ...]:
+    """(run of q, k_start, k_stop, kind) of the tiles of the pairs (run i of q, run j of k): at most
+    three of a pair.
 
-    Places are counted from the first key of run j. Queries [6, 8) see of keys [0, 8) under a window of 6:
+    Places are counted from the first key of run j. Queries [6, 8) see of keys [0, 8) under a window
+    of 6:
 
         0          edge = 1      low = 3       own = high = 6     8
         | unseen   | WINDOW      | FULL        | CAUSAL           |
                    |-- length ---|             |---- length ------|
     """
-    length = q.length[i]  # [pairs], as all arrays here; a single query has no triangles, all it sees is FULL
+    length = q.length[
+        i
+    ]  # [pairs], as all arrays here; a single query has no triangles, all it sees is FULL
     keys = k.length[j]
     same_span = (q.span[i] != 0) & (q.span[i] == k.span[j])
     on_path = (k.order[j] <= q.order[i]) & (q.order[i] < k.leave[j])
-    own = q.order[i] - k.order[j]  # where the queries' own tokens begin in the run of keys, if they are there
-    holds = on_path & (own < keys) & ~same_span & (length > 1)  # else one query sees itself as it sees others
-    # all queries see [low, high): a run of their span whole, a run of their path up to their own tokens, others not
+    own = (
+        q.order[i] - k.order[j]
+    )  # where the queries' own tokens begin in the run of keys, if they are there
+    holds = (
+        on_path & (own < keys) & ~same_span & (length > 1)
+    )  # else one query sees itself as it sees others
+    # all queries see [low, high): a run of their span whole, a run of their path up to their own
+    # tokens, others not
     low = 0 * own
     high = np.where(same_span, keys, np.where(on_path, np.minimum(keys, own + (length == 1)), 0))
     high = np.where(holds, own, high)
     back = q.depth[i] - k.depth[j]  # the key as deep as the first query
-    edge = back - (reach.window - 1)  # the first key that the first query sees, where there is a window
+    edge = back - (
+        reach.window - 1
+    )  # the first key that the first query sees, where there is a window
     square = np.zeros(len(i), bool)
     if reach.window:
         square = (edge >= 0) & (edge < keys) & (length > 1) & (high > 0)
@@ -388,7 +458,12 @@ def _tiles_of_pairs(q: _Runs, k: _Runs, i: np.ndarray, j: np.ndarray, reach: Rea
         high = np.minimum(high, first + reach.chunk)
         square &= edge >= first
     found = [
-        (i[kept], k.start[j[kept]] + begin[kept], k.start[j[kept]] + end[kept], np.full(len(kept), kind))
+        (
+            i[kept],
+            k.start[j[kept]] + begin[kept],
+            k.start[j[kept]] + end[kept],
+            np.full(len(kept), kind),
+        )
         for kept, begin, end, kind in (
             (np.flatnonzero(high > low), low, high, FULL),
             (np.flatnonzero(holds), own, own + length, CAUSAL),
@@ -402,7 +477,9 @@ def _chunks(count: np.ndarray) -> list[slice]:
     """Slices of the q runs with at most about `_PAIRS_AT_ONCE` pairs each."""
     group = np.cumsum(count) // _PAIRS_AT_ONCE
     bounds = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(count)]
-    return [slice(low, high) for low, high in zip(bounds[:-1], bounds[1:], strict=True) if high > low]
+    return [
+        slice(low, high) for low, high in zip(bounds[:-1], bounds[1:], strict=True) if high > low
+    ]
 
 
 def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
@@ -411,7 +488,8 @@ def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
     `q` is sorted by start, `k` by order.
     """
     found = []
-    # a run of queries sees keys [first, last) by the path: they begin no later, and some of their trees are not left
+    # a run of queries sees keys [first, last) by the path: they begin no later, and some of their
+    # trees are not left
     last = np.searchsorted(k.order, q.order, side="right")
     first = np.minimum(last, np.searchsorted(np.maximum.accumulate(k.leave), q.order, side="right"))
     for part in _chunks(last - first):
@@ -422,7 +500,9 @@ def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
     # and the runs of its own span, wherever they stand
     images = np.flatnonzero(q.span)
     by_span = np.argsort(k.span, kind="stable")
-    first, last = (np.searchsorted(k.span[by_span], q.span[images], side=side) for side in ("left", "right"))
+    first, last = (
+        np.searchsorted(k.span[by_span], q.span[images], side=side) for side in ("left", "right")
+    )
     for part in _chunks(last - first):
         j, i = expand(first[part], last[part])
         found.append(_tiles_of_pairs(q, k, images[i + part.start], by_span[j], reach))
@@ -432,8 +512,12 @@ def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
     in_key_order = np.lexsort((start, row))
     row, start, stop, kind = (array[in_key_order] for array in (row, start, stop, kind))
     # [tiles - 1]: a full tile goes on where the one before it ended
-    joins = (row[1:] == row[:-1]) & (kind[1:] == FULL) & (kind[:-1] == FULL) & (start[1:] == stop[:-1])
-    heads = np.flatnonzero(np.append(True, ~joins)[: len(row)])  # the first of those that are one tile
+    joins = (
+        (row[1:] == row[:-1]) & (kind[1:] == FULL) & (kind[:-1] == FULL) & (start[1:] == stop[:-1])
+    )
+    heads = np.flatnonzero(
+        np.append(True, ~joins)[: len(row)]
+    )  # the first of those that are one tile
     tails = np.append(heads[1:], len(row))[: len(heads)] - 1
     return row[heads], start[heads], stop[tails], kind[heads]
 
@@ -445,7 +529,9 @@ def _equal_to_previous(table: TileTable) -> np.ndarray:
     equal[1:] = (table.row_start[1:] == table.row_stop[:-1]) & (count[1:] == count[:-1])
     tile = np.flatnonzero(equal[table.row_of_tile])  # the tiles of rows that may be equal
     before = tile - count[table.row_of_tile[tile]]  # the tile of the same number in the row before
-    same = (table.k_start[tile] == table.k_start[before]) & (table.k_stop[tile] == table.k_stop[before])
+    same = (table.k_start[tile] == table.k_start[before]) & (
+        table.k_stop[tile] == table.k_stop[before]
+    )
     same &= (table.kind[tile] == FULL) & (table.kind[before] == FULL)
     equal[table.row_of_tile[tile[~same]]] = False
     return equal
@@ -456,7 +542,9 @@ def _join_rows(table: TileTable) -> TileTable:
     equal = _equal_to_previous(table)
     if not equal.any():
         return table
-    kept = np.flatnonzero(~equal)  # the first row of each that becomes one, whose tiles are those of all
+    kept = np.flatnonzero(
+        ~equal
+    )  # the first row of each that becomes one, whose tiles are those of all
     last = np.append(kept[1:], len(equal)) - 1
     tiles = np.flatnonzero(~equal[table.row_of_tile])
     first = np.concatenate([[0], np.cumsum(np.diff(table.first)[kept])])
@@ -474,9 +562,11 @@ def _join_rows(table: TileTable) -> TileTable:
 
 
 def tile_table(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> TileTable:
-    """Exact cover of `allowed(q, k, reach)` by disjoint tiles, in time and memory proportional to pairs of runs.
+    """Exact cover of `allowed(q, k, reach)` by disjoint tiles, in time and memory proportional to
+    pairs of runs.
 
-    Places must be unique on each side and hold equal metadata on both sides, as in any permutation of one row.
+    Places must be unique on each side and hold equal metadata on both sides, as in any permutation
+    of one row.
     """
     q_runs = _runs(q)
     k_runs = _runs(k)
@@ -487,4 +577,6 @@ def tile_table(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> TileTable:
     run, k_start, k_stop, kind = _tiles(q_runs, k_runs, reach)
     seen, first = np.unique(run, return_index=True)  # runs of queries with a tile become the rows
     bounds = np.append(first, len(run)).astype(np.int64)
-    return _join_rows(TileTable(q, k, reach, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind))
+    return _join_rows(
+        TileTable(q, k, reach, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind)
+    )

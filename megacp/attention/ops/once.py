@@ -16,10 +16,11 @@ Part = TypeVar("Part")
 
 
 def once(derive: Callable[[Owner, *More], Part]) -> Callable[[Owner, *More], Part]:
-    """`derive`, run once for each owner and further arguments: what it returns is kept with the owner, as its part.
-    Threads hand an owner over, and do not share it.
+    """`derive`, run once for each owner and further arguments: what it returns is kept with the
+    owner, as its part. Threads hand an owner over, and do not share it.
 
-    A plan or a table has parts of many rooms, made for all layers together. They are named by their functions.
+    A plan or a table has parts of many rooms, made for all layers together. They are named by their
+    functions.
     """
 
     @functools.wraps(derive)

@@ -1,6 +1,8 @@
-"""Is NVIDIA's apex here? It has no wheel, and the package `apex` on the public index is an unrelated web toolkit.
+"""Is NVIDIA's apex here? It has no wheel, and the package `apex` on the public index is an
+unrelated web toolkit.
 
-The search imports nothing: `import apex` would succeed for the impostor, run its code and fail later.
+The search imports nothing: `import apex` would succeed for the impostor, run its code and fail
+later.
 """
 
 from __future__ import annotations
@@ -44,8 +46,13 @@ def describe_apex() -> str:
 
 
 def weight_gradient_kernel() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
-    """apex's product `(total[f, h] float32, dy[t, f], x[t, h])` that adds `dy^T x` to the total; None without it."""
-    if apex_status() not in ("nvidia", "nvidia without extensions") or find_spec(GRADIENT_KERNEL) is None:
+    """apex's product `(total[f, h] float32, dy[t, f], x[t, h])` that adds `dy^T x` to the total;
+    None without it.
+    """
+    if (
+        apex_status() not in ("nvidia", "nvidia without extensions")
+        or find_spec(GRADIENT_KERNEL) is None
+    ):
         return None
     kernel = import_module(GRADIENT_KERNEL)
 

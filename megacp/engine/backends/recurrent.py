@@ -1,8 +1,14 @@
-"""Transports of recurrent states for the layers of a run: their kernel is chosen here, once per rule."""
+"""Transports of recurrent states for the layers of a run: their kernel is chosen here, once per
+rule.
+"""
 
 from __future__ import annotations
 
-from megacp.attention.context_parallel.fused_states import FUSED, fused_mover, linear_attention_problem
+from megacp.attention.context_parallel.fused_states import (
+    FUSED,
+    fused_mover,
+    linear_attention_problem,
+)
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.state_transport import StateTransport
 from megacp.attention.ops.recurrence import Rule
@@ -14,7 +20,9 @@ from megacp.engine.layers.attention import transport_of
 from megacp.engine.tensor_parallel.parameters import LinearOptions
 
 STATE_TEMPORARIES = 32 << 20
-"""Bytes up to which temporaries of a rule with a state stay in a CPU's heap: the most that glibc takes."""
+"""Bytes up to which temporaries of a rule with a state stay in a CPU's heap: the most that glibc
+takes.
+"""
 
 
 class RecurrentStates:

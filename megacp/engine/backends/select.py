@@ -1,6 +1,7 @@
 """Which backend a run uses: chosen once, before any layer exists.
 
-A backend or kernel that was asked for and cannot run is refused with all its reasons, before any process group exists.
+A backend or kernel that was asked for and cannot run is refused with all its reasons, before any
+process group exists.
 """
 
 from __future__ import annotations
@@ -11,23 +12,39 @@ from megacp.distributed.grid import ProcessGrid
 from megacp.engine.backends.apex import weight_gradient_kernel
 from megacp.engine.backends.native import NativeBackend
 from megacp.engine.backends.support import layer_reasons, needed_by
-from megacp.engine.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
+from megacp.engine.backends.transformer_engine import (
+    TransformerEngineBackend,
+    fp8_problem,
+    package_problem,
+)
 from megacp.engine.config.run import RunConfig
 from megacp.engine.pipeline_parallel.schedules import defers
-from megacp.engine.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients, add_weight_gradient
+from megacp.engine.tensor_parallel.weight_gradients import (
+    DeferredWeightGradients,
+    WeightGradients,
+    add_weight_gradient,
+)
 
 
 def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
-    """Why Transformer Engine cannot run this config on a type of device; None asks only about the config."""
+    """Why Transformer Engine cannot run this config on a type of device; None asks only about the
+    config.
+    """
     if device_type is None:
         return list(layer_reasons(config))
     package = package_problem()
     asked = package is None and device_type == "cuda" and config.training.fp8 != "off"
-    return list(layer_reasons(config, device_type, package, fp8_problem(config.training.fp8) if asked else None))
+    return list(
+        layer_reasons(
+            config, device_type, package, fp8_problem(config.training.fp8) if asked else None
+        )
+    )
 
 
 def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
-    """Why the run cannot have the kernel and the layers that it asks for; None asks only about the config."""
+    """Why the run cannot have the kernel and the layers that it asks for; None asks only about the
+    config.
+    """
     training, wanted = config.training, needed_by(config)
     problems = []
     if device_type is not None:
@@ -51,7 +68,8 @@ def _refused(wanted: list[str], reasons: list[str]) -> list[str]:
 def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     """The backend of a checked config, bound to the grid.
 
-    Raises ValueError with all reasons where the config needs Transformer Engine and that cannot run.
+    Raises ValueError with all reasons where the config needs Transformer Engine and that cannot
+    run.
     """
     wanted = needed_by(config)
     if config.training.transformer_impl == "native" or not (wanted or grid.device.type == "cuda"):
@@ -68,7 +86,9 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
 
 
 def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients | None:
-    """What takes the weight gradients of native linears to the buckets; None leaves them to autograd."""
+    """What takes the weight gradients of native linears to the buckets; None leaves them to
+    autograd.
+    """
     asked = config.parallel.defers_weight_gradients
     if not (asked or config.training.gradient_accumulation_fusion):
         return None

@@ -1,8 +1,9 @@
-"""A row of packed documents in the terms of Transformer Engine: cumulative lengths, true and padded, and its order.
+"""A row of packed documents in the terms of Transformer Engine: cumulative lengths, true and
+padded, and its order.
 
-Its packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself: rank r holds the
-slices r and 2 cp - 1 - r of each. Whether a row stands in this order is computed from the plan that every rank holds;
-where it does not, the answer is the reason.
+Its packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself:
+rank r holds the slices r and 2 cp - 1 - r of each. Whether a row stands in this order is computed
+from the plan that every rank holds; where it does not, the answer is the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from megacp.distributed.grid import Axis, split_axis
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of a row: int32 `true[n]` and `padded[n]` lengths; sequence i fills `padded[i]` places of the row."""
+    """Sequences of a row: int32 `true[n]` and `padded[n]` lengths; sequence i fills `padded[i]`
+    places of the row.
+    """
 
     true: np.ndarray
     padded: np.ndarray
@@ -46,14 +49,18 @@ class Sequences:
         if cp == 1:
             return np.arange(self.cu_padded[-1])[None]
         ranks: list[list[np.ndarray]] = [[] for _ in range(cp)]
-        for start, stop in zip(self.cu_padded[:-1].tolist(), self.cu_padded[1:].tolist(), strict=True):
+        for start, stop in zip(
+            self.cu_padded[:-1].tolist(), self.cu_padded[1:].tolist(), strict=True
+        ):
             slices = np.arange(start, stop).reshape(2 * cp, -1)
             for rank in range(cp):
                 ranks[rank].append(slices[list(zigzag_slices(cp, rank))].reshape(-1))
         return np.stack([np.concatenate(parts) for parts in ranks])
 
     def tokens(self, first: np.ndarray) -> np.ndarray:
-        """Index in the row of the token at each place, -1 for padding; sequence i's tokens begin at `first[i]`."""
+        """Index in the row of the token at each place, -1 for padding; sequence i's tokens begin at
+        `first[i]`.
+        """
         inside = np.arange(self.cu_padded[-1]) - np.repeat(self.cu_padded[:-1], self.padded)
         token = np.repeat(first, self.padded) + inside
         return np.where(inside < np.repeat(self.true, self.padded), token, -1)
@@ -69,7 +76,11 @@ def mask_reason(metadata: Metadata, reach: Reach) -> str | None:
         found.append("branches")
     if reach.chunk:
         found.append("chunks")
-    return f"the row's mask has {' and '.join(found)}, which is no mask of Transformer Engine's" if found else None
+    return (
+        f"the row's mask has {' and '.join(found)}, which is no mask of Transformer Engine's"
+        if found
+        else None
+    )
 
 
 def _per_document(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
@@ -86,11 +97,15 @@ def _per_document(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
 def _whole_row(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
     """One sequence that fills the row; only its beginning may hold tokens."""
     true = int((metadata.leave > 0).sum())
-    return Sequences(np.array([true], np.int32), np.array([len(metadata)], np.int32)), np.zeros(1, np.int64)
+    return Sequences(np.array([true], np.int32), np.array([len(metadata)], np.int32)), np.zeros(
+        1, np.int64
+    )
 
 
 def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
-    """One rank holds the row: each document with the padding behind it is a sequence, also padding in front."""
+    """One rank holds the row: each document with the padding behind it is a sequence, also padding
+    in front.
+    """
     start, stop = document_bounds(metadata)
     true, edges = stop - start, np.append(start, len(metadata))
     if start[0] > 0:
@@ -100,7 +115,9 @@ def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
 
 @once
 def thd_sequences(plan: AttentionPlan) -> Sequences | str:
-    """The row as Transformer Engine's sequences, or why it cannot be handed over; alike on all ranks of the group."""
+    """The row as Transformer Engine's sequences, or why it cannot be handed over; alike on all
+    ranks of the group.
+    """
     metadata, cp = plan.metadata, plan.cp
     reason = mask_reason(metadata, plan.reach)
     if reason:
@@ -108,10 +125,16 @@ def thd_sequences(plan: AttentionPlan) -> Sequences | str:
     start, _ = document_bounds(metadata)
     if not len(start):
         return "the row holds padding alone"
-    ways = [_as_it_stands] if cp == 1 else [_per_document] + ([_whole_row] if len(start) == 1 and start[0] == 0 else [])
+    ways = (
+        [_as_it_stands]
+        if cp == 1
+        else [_per_document] + ([_whole_row] if len(start) == 1 and start[0] == 0 else [])
+    )
     for way in ways:
         sequences, first = way(metadata, cp)
-        if sequences.cu_padded[-1] != len(metadata) or (cp > 1 and (sequences.padded % (2 * cp)).any()):
+        if sequences.cu_padded[-1] != len(metadata) or (
+            cp > 1 and (sequences.padded % (2 * cp)).any()
+        ):
             continue
         expected = sequences.tokens(first)[sequences.order(cp)]  # [T] -> [cp, t]
         held = np.where(metadata.leave[plan.indices] > 0, plan.indices, -1)
@@ -125,7 +148,9 @@ def thd_sequences(plan: AttentionPlan) -> Sequences | str:
 
 @once
 def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cumulative lengths of the row, true and padded: one tensor where equal, by which Transformer Engine knows it."""
+    """Cumulative lengths of the row, true and padded: one tensor where equal, by which Transformer
+    Engine knows it.
+    """
     padded = to_device(sequences.cu_padded, device)
     equal = (sequences.true == sequences.padded).all()
     return padded if equal else to_device(sequences.cu_lengths, device), padded
@@ -139,19 +164,27 @@ def _padding_on(plan: AttentionPlan, device: torch.device) -> torch.Tensor | Non
 
 
 def window_of(tokens: int) -> tuple[int, int]:
-    """Transformer Engine's word for a window of so many tokens, 0 for none: how far to the left, and to the right."""
+    """Transformer Engine's word for a window of so many tokens, 0 for none: how far to the left,
+    and to the right.
+    """
     return tokens - 1, 0
 
 
 class PackedAttention:
     """The attention of all layers, `scale` on the scores.
 
-    `comm_type` and `inner` (ranks of the all-to-all in a2a+p2p) matter from two ranks on; making the groups of a2a+p2p
-    is collective.
+    `comm_type` and `inner` (ranks of the all-to-all in a2a+p2p) matter from two ranks on; making
+    the groups of a2a+p2p is collective.
     """
 
     def __init__(
-        self, attention: Any, scale: float, cp: Axis, comm_type: str, inner: int, device: torch.device
+        self,
+        attention: Any,
+        scale: float,
+        cp: Axis,
+        comm_type: str,
+        inner: int,
+        device: torch.device,
     ) -> None:
         self.attention = attention
         self.scale = scale
@@ -165,7 +198,9 @@ class PackedAttention:
         self.windows = cp.size == 1 or engine.windows
         """Whether rows may have a sliding window."""
         self.keeps = cp.size == 1 or engine.saves_own_tokens
-        """Whether it saves tensors of this rank's tokens; under a2a heads of all tokens are more than its result."""
+        """Whether it saves tensors of this rank's tokens; under a2a heads of all tokens are more
+        than its result.
+        """
         if cp.size == 1:
             return
         groups: Any = cp.group
@@ -191,8 +226,15 @@ class PackedAttention:
     def sequences(self, plan: AttentionPlan) -> Sequences | str:
         """`thd_sequences` of a plan."""
         if plan.reach.window and not self.windows:
-            able = " or ".join(row.name for row in TRANSPORTS.values() if row.engine is not None and row.engine.windows)
-            return f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: choose {able}"
+            able = " or ".join(
+                row.name
+                for row in TRANSPORTS.values()
+                if row.engine is not None and row.engine.windows
+            )
+            return (
+                f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: "
+                f"choose {able}"
+            )
         return thd_sequences(plan)
 
     def __call__(
@@ -204,11 +246,15 @@ class PackedAttention:
         sequences: Sequences,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways."""
+        """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding
+        are 0 both ways.
+        """
         lengths, places = _bounds_on(sequences, q.device)
         longest = int(sequences.padded.max())
         empty = _padding_on(plan, q.device)
-        if empty is not None:  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
+        if (
+            empty is not None
+        ):  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
         attention = functools.partial(
             self.attention,

@@ -1,14 +1,17 @@
-"""The Transformer Engine backend: NVIDIA's linears and norms, fused, its attention with context parallelism, FP8.
+"""The Transformer Engine backend: NVIDIA's linears and norms, fused, its attention with context
+parallelism, FP8.
 
-Parameters carry the same specs as the native ones, so optimizer and checkpoints cannot tell the backends apart.
-Vocabulary tables, LayerNorm and norms over the heads of several ranks stay native, vision towers stay out of 8 bits. A
-row with another mask or order than its attention takes uses our transports, and one line says why.
+Parameters carry the same specs as the native ones, so optimizer and checkpoints cannot tell the
+backends apart. Vocabulary tables, LayerNorm and norms over the heads of several ranks stay native,
+vision towers stay out of 8 bits. A row with another mask or order than its attention takes uses our
+transports, and one line says why.
 
-Under selective recomputation and beside low-rank pairs norms and linears stay apart: the fused modules store the
-outputs of norm and SwiGLU, where a recipe or a pair belongs between two steps.
+Under selective recomputation and beside low-rank pairs norms and linears stay apart: the fused
+modules store the outputs of norm and SwiGLU, where a recipe or a pair belongs between two steps.
 
-Only this file and attention/ops/cudnn.py import transformer_engine, inside functions. Arguments go by keyword, because
-releases insert parameters in the middle; tests bind every call to the real signatures.
+Only this file and attention/ops/cudnn.py import transformer_engine, inside functions. Arguments go
+by keyword, because releases insert parameters in the middle; tests bind every call to the real
+signatures.
 """
 
 from __future__ import annotations
@@ -39,13 +42,16 @@ from megacp.engine.tensor_parallel.parameters import LinearOptions, parameter_sp
 from megacp.engine.tensor_parallel.weight_gradients import WeightGradients
 
 SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2P_COMM": "1"}
-"""Environment variables. By two of them attention that cuDNN cannot do raises instead of becoming another kernel; one
-is read when the package is imported. By the third the ring's messages use the group's communicator, not each pair's.
+"""Environment variables. By two of them attention that cuDNN cannot do raises instead of becoming
+another kernel; one is read when the package is imported. By the third the ring's messages use the
+group's communicator, not each pair's.
 """
 
 
 def package_problem() -> str | None:
-    """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where it is installed."""
+    """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where
+    it is installed.
+    """
     set_defaults(SETTINGS)
     return engine_problem()
 
@@ -64,7 +70,9 @@ def _leave(weight: torch.Tensor) -> None:
 
 
 def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
-    """What every module with linears takes: how it is cut, whether gradients go to the buckets, dtype and device."""
+    """What every module with linears takes: how it is cut, whether gradients go to the buckets,
+    dtype and device.
+    """
     return {
         "sequence_parallel": options.sequence_parallel,
         "fuse_wgrad_accumulation": options.weight_gradients is not None and options.trained,
@@ -78,7 +86,9 @@ def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
 
 
 class Fused(nn.Module):
-    """`te.LayerNormLinear` or `te.LayerNormMLP`: `save` is not asked, they store what their backward needs."""
+    """`te.LayerNormLinear` or `te.LayerNormMLP`: `save` is not asked, they store what their
+    backward needs.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -89,7 +99,8 @@ class Fused(nn.Module):
 
 
 class EngineLinear(nn.Module):
-    """`te.Linear` in a `parallel_mode`: `column` is `x[t/tp, h] -> y[t, f/tp]`, `row` is `x[t, f/tp] -> y[t/tp, h]`.
+    """`te.Linear` in a `parallel_mode`: `column` is `x[t/tp, h] -> y[t, f/tp]`, `row` is `x[t,
+    f/tp] -> y[t/tp, h]`.
 
     Without sequence parallelism t/tp is t.
     """
@@ -107,14 +118,20 @@ class EngineLinear(nn.Module):
         self.linear.requires_grad_(options.trained)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product, its communication and the bias; more than two dims only without sequence parallelism."""
+        """The product, its communication and the bias; more than two dims only without sequence
+        parallelism.
+        """
         if x.dim() == 2:
             return self.linear(x)
-        return self.linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # [..., h] -> [n, h] -> [n, f] -> [..., f]
+        return self.linear(x.flatten(0, -2)).unflatten(
+            0, x.shape[:-1]
+        )  # [..., h] -> [n, h] -> [n, f] -> [..., f]
 
 
 class HighPrecision(nn.Module):
-    """A layer that stays out of 8 bits: patches of a crop and pooled windows are no multiple of what those need."""
+    """A layer that stays out of 8 bits: patches of a crop and pooled windows are no multiple of
+    what those need.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -137,7 +154,9 @@ def fp8_recipe(name: str, reduce_amax: bool) -> Any:
     from transformer_engine.common import recipe
 
     makers = {
-        "delayed": lambda: recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, reduce_amax=reduce_amax),
+        "delayed": lambda: recipe.DelayedScaling(
+            fp8_format=recipe.Format.HYBRID, reduce_amax=reduce_amax
+        ),
         "current": lambda: recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID),
         "blockwise": lambda: recipe.Float8BlockScaling(fp8_format=recipe.Format.E4M3),
     }
@@ -147,8 +166,8 @@ def fp8_recipe(name: str, reduce_amax: bool) -> Any:
 def packed_attention(
     model: ModelConfig, tp: Axis, cp: Axis, comm_type: str, inner: int, device: torch.device
 ) -> PackedAttention:
-    """`DotProductAttention` for all layers of a model; `comm_type` and `inner` (ranks of the all-to-all in a2a+p2p)
-    matter from two cp ranks on. Collective for a2a+p2p.
+    """`DotProductAttention` for all layers of a model; `comm_type` and `inner` (ranks of the
+    all-to-all in a2a+p2p) matter from two cp ranks on. Collective for a2a+p2p.
     """
     from transformer_engine.pytorch import DotProductAttention
 
@@ -168,12 +187,19 @@ def packed_attention(
 
 
 def selector_problem(
-    packed: PackedAttention, heads: Heads, dtype: torch.dtype, tokens: int, longest: int, window: int = 0
+    packed: PackedAttention,
+    heads: Heads,
+    dtype: torch.dtype,
+    tokens: int,
+    longest: int,
+    window: int = 0,
 ) -> str | None:
-    """Why Transformer Engine has no fused kernel for rows of `tokens` with sequences of up to `longest`; None: it has.
+    """Why Transformer Engine has no fused kernel for rows of `tokens` with sequences of up to
+    `longest`; None: it has.
 
-    Its selector is asked what each forward will ask, where a refusal is an error, perhaps hours into a run. It bounds
-    deterministic kernels by sequences x longest^2: most where two thirds of the row are one document.
+    Its selector is asked what each forward will ask, where a refusal is an error, perhaps hours
+    into a run. It bounds deterministic kernels by sequences x longest^2: most where two thirds of
+    the row are one document.
     """
     deterministic, least = packed.attention.deterministic, packed.least_sequence
     for length in (longest, min(longest, 2 * tokens // 3)) if deterministic else (longest,):
@@ -184,7 +210,9 @@ def selector_problem(
             qkv_dtype=dtype,
             batch_size=count,
             **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), length),
-            **dict.fromkeys(("num_tokens_q", "num_tokens_kv"), max(tokens, length) // packed.cp["cp_size"]),
+            **dict.fromkeys(
+                ("num_tokens_q", "num_tokens_kv"), max(tokens, length) // packed.cp["cp_size"]
+            ),
             attn_mask_type="padding_causal",
             window_size=window_of(window),
             pad_between_seqs=True,
@@ -193,11 +221,16 @@ def selector_problem(
             **packed.cp,
         )
         if refusal is not None:
-            return f"Transformer Engine has no kernel for rows (sequences {count}, longest {length}): {refusal}"
+            return (
+                f"Transformer Engine has no kernel for rows (sequences {count}, longest "
+                f"{length}): {refusal}"
+            )
     return None
 
 
-def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+def fused_adam(
+    groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
     """`FusedAdam` with decoupled decay."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -205,7 +238,9 @@ def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: fl
 
 
 class TransformerEngineBackend(NativeBackend):
-    """A `NativeBackend` of the engine's layers; `support.layer_reasons` must have no reason against `config`."""
+    """A `NativeBackend` of the engine's layers; `support.layer_reasons` must have no reason against
+    `config`.
+    """
 
     name = "transformer_engine"
 
@@ -218,28 +253,41 @@ class TransformerEngineBackend(NativeBackend):
         self.fp8, self.token_multiple = training.fp8, FP8_MULTIPLES[training.fp8]
         self.apart = training.recompute_mode.repeats_activations or self.lora is not None
         self.in_tower = False
-        self.norms = {"normalization": "RMSNorm", "zero_centered_gamma": config.model.apply_layernorm_1p}
+        self.norms = {
+            "normalization": "RMSNorm",
+            "zero_centered_gamma": config.model.apply_layernorm_1p,
+        }
         amax = grid.over("tp", "cp")
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
         self.packed = self._packed_attention(grid, config)
         if self.fp8 == "delayed":
             connect([amax], grid.device)  # in no step of another run
-            self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
+            self.tell(
+                "fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint"
+            )
         self._tell_of_norms(config)
 
     def _packed_attention(self, grid: ProcessGrid, config: RunConfig) -> PackedAttention | None:
-        """Return the engine's attention; None, with a line that says why, if it cannot run for this config."""
+        """Return the engine's attention; None, with a line that says why, if it cannot run for this
+        config.
+        """
         parallel = config.parallel
         reasons = "; ".join(attention_reasons(config))
         if not reasons:
             inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
-            packed = packed_attention(config.model, grid.tp, grid.cp, parallel.cp_comm_type, inner, grid.device)
+            packed = packed_attention(
+                config.model, grid.tp, grid.cp, parallel.cp_comm_type, inner, grid.device
+            )
             pack = config.data.seq_length
             tokens = pack * config.training.micro_batch_size
             windows = {layer.window for layer in layers_of(config.model)}
             asked = (packed, self.heads, self.dtype, tokens, pack)
-            refusals = {selector_problem(*asked, window) for window in windows if not window or packed.windows}
+            refusals = {
+                selector_problem(*asked, window)
+                for window in windows
+                if not window or packed.windows
+            }
             reasons = "; ".join(filter(None, refusals))
             if not reasons:
                 return packed
@@ -308,7 +356,9 @@ class TransformerEngineBackend(NativeBackend):
         )
         specs = {"layer_norm_weight": self._norm_spec(norm)}
         for name, linear in (("fc1", gate_up), ("fc2", down)):
-            specs |= zip((f"{name}_weight", f"{name}_bias"), linear_specs(linear, self.options), strict=False)
+            specs |= zip(
+                (f"{name}_weight", f"{name}_bias"), linear_specs(linear, self.options), strict=False
+            )
         return self.tiled(self._fused(layer, specs))
 
     def _norm_spec(self, norm: NormSpec, partial: bool | None = None) -> ParameterSpec:
@@ -325,8 +375,13 @@ class TransformerEngineBackend(NativeBackend):
         from transformer_engine.pytorch import RMSNorm
 
         options = self.options
-        settings = {"zero_centered_gamma": self.norms["zero_centered_gamma"], "device": options.device}
-        layer = RMSNorm(normalized_shape=norm.size, eps=norm.epsilon, dtype=options.dtype, **settings)
+        settings = {
+            "zero_centered_gamma": self.norms["zero_centered_gamma"],
+            "device": options.device,
+        }
+        layer = RMSNorm(
+            normalized_shape=norm.size, eps=norm.epsilon, dtype=options.dtype, **settings
+        )
         options.attach(layer.weight, self._norm_spec(norm, True if over_heads else None))
         return layer.requires_grad_(options.trained)
 
@@ -354,7 +409,9 @@ class TransformerEngineBackend(NativeBackend):
             self.tell(f"attention: ours for some rows, {sequences}")
             return super().attention(q, k, v, plan, scale, sinks, call)
         self.tell("attention: Transformer Engine's fused one for causal packs")
-        assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
+        assert scale == self.packed.scale, (
+            f"scale {scale}, the attention was made for {self.packed.scale}"
+        )
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
             return self.packed(q, k, v, plan, sequences, call)
 

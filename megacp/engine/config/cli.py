@@ -1,7 +1,7 @@
 """The command line: flags and YAML files, read left to right, the last one wins.
 
-A YAML file stands where its `--config` stands among the flags. tyro derives flags, types and help from the fields and
-their docstrings, so there is no second table of flags.
+A YAML file stands where its `--config` stands among the flags. tyro derives flags, types and help
+from the fields and their docstrings, so there is no second table of flags.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ DESCRIPTION = (
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser of other commands, that prints no usage with its errors and has `--version`."""
+    """An argument parser of other commands, that prints no usage with its errors and has
+    `--version`.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.register("type", Path, _path)
-        self.add_argument("--version", action="version", version=f"megacp {__version__}", help="print the version")
+        self.add_argument(
+            "--version", action="version", version=f"megacp {__version__}", help="print the version"
+        )
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print what argparse has to say: help, version and errors, which quote arguments."""
@@ -85,7 +89,8 @@ class FlagGroup:
 
 
 def flag_groups(argv: Sequence[str], prog: str = PROGRAM) -> list[FlagGroup]:
-    """Return the groups of flags as the parser has them. Their defaults are the values of the files in `argv`.
+    """Return the groups of flags as the parser has them. Their defaults are the values of the files
+    in `argv`.
 
     Raises ValueError as `parse`.
     """
@@ -96,16 +101,32 @@ def flag_groups(argv: Sequence[str], prog: str = PROGRAM) -> list[FlagGroup]:
     with warnings.catch_warnings():
         # tyro plans to remove this function, and has no other one that returns the parser
         warnings.simplefilter("ignore", DeprecationWarning)
-        parser = tyro.extras.get_parser(flat, prog=prog, description=DESCRIPTION, default=config, add_help=False)
-    return [FlagGroup(group.title or "", tuple(group._group_actions)) for group in parser._action_groups]
+        parser = tyro.extras.get_parser(
+            flat, prog=prog, description=DESCRIPTION, default=config, add_help=False
+        )
+    return [
+        FlagGroup(group.title or "", tuple(group._group_actions)) for group in parser._action_groups
+    ]
 
 
 def _before_last_flags(argv: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
-    """Return the configuration after the last `--config`, and the flags after it, without `--help`."""
+    """Return the configuration after the last `--config`, and the flags after it, without
+    `--help`.
+    """
     arguments = [argument for argument in argv if argument not in HELP]
-    known = {"config"} | set(fields()) | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
-    names = {argument.partition("=")[0]: None for argument in arguments if argument.startswith("--")}
-    unknown = [(name, name[2:].replace("-", "_")) for name in names if name[2:].replace("-", "_") not in known]
+    known = (
+        {"config"}
+        | set(fields())
+        | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
+    )
+    names = {
+        argument.partition("=")[0]: None for argument in arguments if argument.startswith("--")
+    }
+    unknown = [
+        (name, name[2:].replace("-", "_"))
+        for name in names
+        if name[2:].replace("-", "_") not in known
+    ]
     if unknown:
         near = []
         for name, field in unknown[:_MOST_UNKNOWN]:
@@ -116,9 +137,14 @@ def _before_last_flags(argv: Sequence[str], prog: str) -> tuple[RunConfig, list[
         if len(unknown) > _MOST_UNKNOWN:
             near.append(f"and {len(unknown) - _MOST_UNKNOWN} more")
         raise ValueError("\n".join(near))
-    for argument in arguments:  # such a name cannot stand in a config, a log or a message: the first save would fail
+    for argument in (
+        arguments
+    ):  # such a name cannot stand in a config, a log or a message: the first save would fail
         if any("\ud800" <= character <= "\udfff" for character in argument):
-            raise ValueError(f"{argument!r} on the command line is no text in UTF-8: rename the file or directory")
+            raise ValueError(
+                f"{argument!r} on the command line is no text in UTF-8: rename the file or "
+                "directory"
+            )
     config = RunConfig()
     *parts, (last, _) = _segments(arguments)
     for flags, path in parts:
@@ -136,19 +162,30 @@ def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
 
 
 def given_names(argv: Sequence[str]) -> frozenset[str]:
-    """The fields that flags or YAML files of a command line set, whatever the value; ValueError as `parse`."""
+    """The fields that flags or YAML files of a command line set, whatever the value; ValueError as
+    `parse`.
+    """
     return given_flags(argv).union(*(values_of_file(path) for _, path in _segments(argv) if path))
 
 
 def given_flags(argv: Sequence[str]) -> frozenset[str]:
-    """The fields that flags of a command line set, files aside; ValueError for a `--config` without a path."""
-    flags = (text for flags, _ in _segments(argv) for text in flags if text.startswith("--") and text not in HELP)
+    """The fields that flags of a command line set, files aside; ValueError for a `--config` without
+    a path.
+    """
+    flags = (
+        text
+        for flags, _ in _segments(argv)
+        for text in flags
+        if text.startswith("--") and text not in HELP
+    )
     plain = (text.partition("=")[0][2:].replace("-", "_") for text in flags)
     return frozenset(name if name in fields() else name.removeprefix("no_") for name in plain)
 
 
 def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
-    """The flags before each `--config` with its file, and at last those after all of them with no file."""
+    """The flags before each `--config` with its file, and at last those after all of them with no
+    file.
+    """
     parts: list[tuple[list[str], str]] = []
     segment: list[str] = []
     rest = iter(arguments)

@@ -1,7 +1,8 @@
-"""The architecture: a decoder with RMSNorm, rotary embedding, grouped queries and gated MLPs; a vision tower before it.
+"""The architecture: a decoder with RMSNorm, rotary embedding, grouped queries and gated MLPs; a
+vision tower before it.
 
-Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3, Gemma 3 and Molmo2 are settings of it. No field speaks
-of ranks.
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3, Gemma 3 and Molmo2 are settings of it.
+No field speaks of ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from megacp.engine.config.ranges import MAX_EXPERTS, MAX_LAYERS, AboveZero, Fraction, NotNegative, Positive, Range
+from megacp.engine.config.ranges import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    AboveZero,
+    Fraction,
+    NotNegative,
+    Positive,
+    Range,
+)
 
 VOCABULARY_MULTIPLE = 8
-"""Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
+"""Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no
+checkpoint.
+"""
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
-"""Short words of --lora-targets. Each means all kinds of linears whose names end in it; `all` means all words."""
+"""Short words of --lora-targets. Each means all kinds of linears whose names end in it; `all` means
+all words.
+"""
 LORA_KINDS = (
     *("attention.q", "attention.k", "attention.v", "attention.output"),
     *("linear_attention.q", "linear_attention.k", "linear_attention.v", "linear_attention.output"),
@@ -28,8 +41,9 @@ LORA_KINDS = (
     *("shared.gate", "shared.up", "shared.down"),
     *("experts.gate", "experts.up", "experts.down"),
 )
-"""Kinds of linears that can have a low-rank pair: the part of a block, and the linear in it. `mlp` is a dense MLP,
-`shared` the MLP that all tokens pass next to their experts, `experts` all routed experts of a layer.
+"""Kinds of linears that can have a low-rank pair: the part of a block, and the linear in it. `mlp`
+is a dense MLP, `shared` the MLP that all tokens pass next to their experts, `experts` all routed
+experts of a layer.
 """
 
 
@@ -77,8 +91,9 @@ class PairSize:
 def parse_lora_targets(text: str, usual: PairSize) -> tuple[dict[str, PairSize], list[str]]:
     """Return the sizes of the kinds that --lora-targets names, and its faulty words.
 
-    A kind has the rank and alpha of its word (`experts.gate:4:8`), or the usual ones. If several words name a kind, the
-    last one decides. `attention.q+v` is a pair of q and v together, with one A.
+    A kind has the rank and alpha of its word (`experts.gate:4:8`), or the usual ones. If several
+    words name a kind, the last one decides. `attention.q+v` is a pair of q and v together, with one
+    A.
     """
     words = text.replace(",", " ").split()
     if words == ["all"]:
@@ -97,14 +112,18 @@ def parse_lora_targets(text: str, usual: PairSize) -> tuple[dict[str, PairSize],
             shares = kinds[0].partition(".")[2]
             found |= dict.fromkeys(kinds[1:], replace(size, shares=shares))
     for kind, size in list(found.items()):
-        if size.shares and found.get(f"{kind.partition('.')[0]}.{size.shares}") != replace(size, shares=""):
+        if size.shares and found.get(f"{kind.partition('.')[0]}.{size.shares}") != replace(
+            size, shares=""
+        ):
             faults.append(f"{kind} shares A of {size.shares}, which has another rank or alpha")
             del found[kind]
     return found, faults
 
 
 def _kinds_of(name: str) -> list[str]:
-    """Return the kinds that a word means: all of its name, one, or several that share A; none for an unknown word."""
+    """Return the kinds that a word means: all of its name, one, or several that share A; none for
+    an unknown word.
+    """
     if name in LINEARS:
         return [kind for kind in LORA_KINDS if kind.endswith(f".{name}")]
     if name in LORA_KINDS:
@@ -112,11 +131,17 @@ def _kinds_of(name: str) -> list[str]:
     part, _, joined = name.partition(".")
     linears = joined.split("+")
     in_order = [linear for linear in _ONE_INPUT.get(part, ()) if linear in linears]
-    return [f"{part}.{linear}" for linear in linears] if len(linears) > 1 and linears == in_order else []
+    return (
+        [f"{part}.{linear}" for linear in linears]
+        if len(linears) > 1 and linears == in_order
+        else []
+    )
 
 
 def joined_words(sizes: Mapping[str, PairSize]) -> dict[str, PairSize]:
-    """Return sizes by words of --lora-targets, those of kinds that share A in one: `attention.q+v`."""
+    """Return sizes by words of --lora-targets, those of kinds that share A in one:
+    `attention.q+v`.
+    """
     found = dict[str, PairSize]()
     for kind in LORA_KINDS:
         part, _, linear = kind.partition(".")
@@ -144,7 +169,9 @@ def _pair_size(words: list[str]) -> PairSize | None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of the decoder. Head counts and sizes are global, before tensor parallelism."""
+    """Sizes and options of the decoder. Head counts and sizes are global, before tensor
+    parallelism.
+    """
 
     num_layers: Annotated[int, Range(1, MAX_LAYERS)] = 4
     """Decoder blocks."""
@@ -165,18 +192,20 @@ class ModelConfig:
     """Width of one head (default: hidden size / attention heads)."""
 
     vocab_size: NotNegative[int] = 0
-    """Token ids that can be predicted: rows of the output head; 0 takes it from the tokenizer of the dataset."""
+    """Token ids that can be predicted: rows of the output head; 0 takes it from the tokenizer of
+    the dataset.
+    """
 
     additional_vocab_size: NotNegative[int] = 0
-    """Further rows of the embedding, for tokens that are read but never predicted (Molmo2's image tokens); needs
-    --untie-embeddings-and-output-weights."""
+    """Further rows of the embedding, for tokens that are read but never predicted (Molmo2's image
+    tokens); needs --untie-embeddings-and-output-weights."""
 
     rotary_base: Annotated[float, Range(1, low_open=True)] = 10000.0
     """Theta of the rotary position embedding."""
 
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Stretching of rotary frequencies for longer contexts: linear divides positions, llama3 and yarn only the slow
-    frequencies; yarn also scales the attention scores."""
+    """Stretching of rotary frequencies for longer contexts: linear divides positions, llama3 and
+    yarn only the slow frequencies; yarn also scales the attention scores."""
 
     rope_scaling_factor: Annotated[float, Range(1)] = 1.0
     """Factor by which rotary frequencies are slowed when scaling is on."""
@@ -188,28 +217,35 @@ class ModelConfig:
     """yarn scaling: the frequencies between which it blends have whole numbers (gpt-oss: not)."""
 
     window_rotary_base: Annotated[float | None, Range(1, low_open=True)] = None
-    """Theta in layers with a sliding window, where nothing is stretched then (default: as in the others; Gemma 3)."""
+    """Theta in layers with a sliding window, where nothing is stretched then (default: as in the
+    others; Gemma 3).
+    """
 
     rotary_percent: Annotated[float, Range(0, 1, low_open=True)] = 1.0
     """Part of a head that the rotary embedding turns: its first dimensions (Qwen3.5: 0.25)."""
 
     mrope_section: tuple[int, int, int] | None = None
-    """Angles of the rotary embedding that turn by time, by row and by column of an image's token, interleaved, half as
-    many in all as dimensions are turned (default: all by one position; Qwen3.5: 11 11 10)."""
+    """Angles of the rotary embedding that turn by time, by row and by column of an image's token,
+    interleaved, half as many in all as dimensions are turned (default: all by one position;
+    Qwen3.5: 11 11 10)."""
 
     no_rope_freq: str | None = None
-    """Layers without rotary embedding: N leaves it out of every N-th layer, [0,0,1] out of the third of each three."""
+    """Layers without rotary embedding: N leaves it out of every N-th layer, [0,0,1] out of the
+    third of each three.
+    """
 
     window_size: Positive[int | None] = None
-    """Tokens that a layer with a sliding window sees, the query's own included (default: no layer has one)."""
+    """Tokens that a layer with a sliding window sees, the query's own included (default: no layer
+    has one).
+    """
 
     window_attn_skip_freq: str | None = None
-    """Which layers have the window: N leaves it out of every N-th layer, [1,1,0] of the third of each three (default:
-    all have it)."""
+    """Which layers have the window: N leaves it out of every N-th layer, [1,1,0] of the third of
+    each three (default: all have it)."""
 
     linear_attention_freq: str | None = None
-    """Which layers have a state instead of attention: N leaves it out of every N-th layer, [1,1,0] of the third of each
-    three (default: none has it; Qwen3.5: 4)."""
+    """Which layers have a state instead of attention: N leaves it out of every N-th layer, [1,1,0]
+    of the third of each three (default: none has it; Qwen3.5: 4)."""
 
     linear_attention_rule: Literal["gated_delta", "mamba2"] = "gated_delta"
     """What moves the state: a gated delta rule or Mamba-2."""
@@ -230,7 +266,9 @@ class ModelConfig:
     """Tokens of the convolution before a state, the token itself included."""
 
     max_position_embeddings: Positive[int | None] = None
-    """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""
+    """Positions that the model is for, as an exported config says (default: --seq-length); changes
+    no computation.
+    """
 
     norm_epsilon: AboveZero[float] = 1e-5
     """Epsilon inside RMSNorm."""
@@ -245,21 +283,27 @@ class ModelConfig:
     """What the embedding of text tokens is multiplied by (Gemma: sqrt(hidden size))."""
 
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """Whether each head has a learned score that takes its share of attention and gives nothing: a sink (gpt-oss)."""
+    """Whether each head has a learned score that takes its share of attention and gives nothing: a
+    sink (gpt-oss).
+    """
 
     qk_layernorm: Literal["off", "head", "all_heads"] = "off"
-    """RMSNorm on q and k before the rotary embedding: on each head (Qwen3), or on all of a token together (OLMo2)."""
+    """RMSNorm on q and k before the rotary embedding: on each head (Qwen3), or on all of a token
+    together (OLMo2).
+    """
 
     norm_position: Literal["before", "after", "both"] = "before"
-    """Where the norms of a block stand: before attention and MLP, after them, before the residual sum (OLMo2), or in
-    both places (Gemma)."""
+    """Where the norms of a block stand: before attention and MLP, after them, before the residual
+    sum (OLMo2), or in both places (Gemma)."""
 
     mlp_activation: Literal["swiglu", "geglu", "clamped_swiglu"] = "swiglu"
-    """What the gate of the MLP passes: SiLU, GELU by its tanh approximation (Gemma), or, of a gate up to 7, a steeper
-    SiLU that multiplies 1 + a value within 7 (gpt-oss)."""
+    """What the gate of the MLP passes: SiLU, GELU by its tanh approximation (Gemma), or, of a gate
+    up to 7, a steeper SiLU that multiplies 1 + a value within 7 (gpt-oss)."""
 
     attention_output_gate: bool = False
-    """Attention's output times the sigmoid of a gate that the query projection gives beside the queries (Qwen3.5)."""
+    """Attention's output times the sigmoid of a gate that the query projection gives beside the
+    queries (Qwen3.5).
+    """
 
     add_qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2, Molmo2)."""
@@ -286,15 +330,17 @@ class ModelConfig:
     """That MLP's output times the sigmoid of a score of the token (Qwen3.5)."""
 
     moe_layer_freq: str = "1"
-    """Which layers have experts: N gives them to the first of every N layers, [0,1,1] tells of each of three."""
+    """Which layers have experts: N gives them to the first of every N layers, [0,1,1] tells of each
+    of three.
+    """
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes weights of an expert's score: the softmax, or a sigmoid, to which a correction is added where experts
-    are chosen (DeepSeek-V3, GLM-4.5)."""
+    """What makes weights of an expert's score: the softmax, or a sigmoid, to which a correction is
+    added where experts are chosen (DeepSeek-V3, GLM-4.5)."""
 
     moe_router_pre_softmax: bool = False
-    """Weigh experts by the softmax over all of them, as it is (OLMoE), instead of over the chosen ones (Mixtral); by
-    sigmoids as they are, instead of their shares of the chosen ones' sum."""
+    """Weigh experts by the softmax over all of them, as it is (OLMoE), instead of over the chosen
+    ones (Mixtral); by sigmoids as they are, instead of their shares of the chosen ones' sum."""
 
     moe_router_topk_scaling_factor: AboveZero[float] = 1.0
     """What the weights of chosen experts are multiplied by."""
@@ -318,28 +364,33 @@ class ModelConfig:
     """Dropout on the outputs of attention and MLP, in [0, 1)."""
 
     hf_model_type: str | None = None
-    """The `model_type` that an exported config has (default: the first that can say these options)."""
+    """The `model_type` that an exported config has (default: the first that can say these options).
+    """
 
     lora_rank: NotNegative[int] = 0
-    """Rank of the low-rank pairs that are trained beside a frozen model (LoRA): y = x W + alpha / rank x A B; 0 trains
-    the model itself. It starts from --load-hf, or from --load with --finetune."""
+    """Rank of the low-rank pairs that are trained beside a frozen model (LoRA): y = x W + alpha /
+    rank x A B; 0 trains the model itself. It starts from --load-hf, or from --load with
+    --finetune."""
 
     lora_alpha: AboveZero[float | None] = None
-    """Weight of the pairs over 1 / --lora-rank (default: --lora-rank, so a weight of 1, as peft's 8 and 8)."""
+    """Weight of the pairs over 1 / --lora-rank (default: --lora-rank, so a weight of 1, as peft's 8
+    and 8).
+    """
 
     lora_targets: str | None = None
-    """Linears of the decoder that get a pair, separated by commas: a word (q, k, v, output, gate, up or down) means all
-    linears of that name, a kind (attention.q, linear_attention.q, mlp.gate, shared.gate, experts.gate) only that one;
-    KIND:RANK:ALPHA gives it a rank and alpha of its own, attention.q+v is one pair with one A for both; all means all
-    words (default: q,v, as in peft for most decoders)."""
+    """Linears of the decoder that get a pair, separated by commas: a word (q, k, v, output, gate,
+    up or down) means all linears of that name, a kind (attention.q, linear_attention.q, mlp.gate,
+    shared.gate, experts.gate) only that one; KIND:RANK:ALPHA gives it a rank and alpha of its own,
+    attention.q+v is one pair with one A for both; all means all words (default: q,v, as in peft for
+    most decoders)."""
 
     lora_dropout: Fraction[float] = 0.0
     """Dropout on what the pairs are given, in [0, 1); the frozen model is given all of it."""
 
     @functools.cached_property
     def lora_pairs(self) -> Mapping[str, PairSize]:
-        """Kinds of linears with a low-rank pair, in the order of `LORA_KINDS`, also those that no layer has. Faulty
-        words of `lora_targets` are left out.
+        """Kinds of linears with a low-rank pair, in the order of `LORA_KINDS`, also those that no
+        layer has. Faulty words of `lora_targets` are left out.
         """
         if self.lora_rank == 0:
             return {}
@@ -348,7 +399,9 @@ class ModelConfig:
 
     @property
     def usual_pair(self) -> PairSize:
-        """Rank and alpha of kinds without their own. Without --lora-alpha the pairs have a weight of 1."""
+        """Rank and alpha of kinds without their own. Without --lora-alpha the pairs have a weight
+        of 1.
+        """
         alpha = float(self.lora_rank) if self.lora_alpha is None else self.lora_alpha
         return PairSize(self.lora_rank, alpha)
 
@@ -365,11 +418,17 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head: `kv_channels`, or hidden size / heads."""
-        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+        return (
+            self.kv_channels
+            if self.kv_channels is not None
+            else self.hidden_size // self.num_attention_heads
+        )
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by: `softmax_scale`, or 1 / sqrt(width of a head)."""
+        """What attention scores are multiplied by: `softmax_scale`, or 1 / sqrt(width of a
+        head).
+        """
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
@@ -380,12 +439,16 @@ class ModelConfig:
     @property
     def query_groups(self) -> int:
         """Number of key/value heads: `num_query_groups`, or the number of heads."""
-        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+        return (
+            self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+        )
 
     @property
     def expert_hidden_size(self) -> int:
         """Width of an expert: `moe_ffn_hidden_size`, or that of a dense MLP."""
-        return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+        return (
+            self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+        )
 
     @property
     def rotary_dim(self) -> int:
@@ -394,7 +457,8 @@ class ModelConfig:
 
 
 def skip_pattern(flag: str, text: str | None, skips: str = "1") -> tuple[bool, ...]:
-    """Which layers of a repeating pattern go without: of N the last, of a list those with the digit `skips`.
+    """Which layers of a repeating pattern go without: of N the last, of a list those with the digit
+    `skips`.
 
     ValueError when `text` is neither.
     """

@@ -1,7 +1,7 @@
 """The whole configuration of a run as one frozen value, and its flat view by flag name.
 
-Every field name is unique over all rooms: flag, YAML key and field are one name, as in Megatron. The nesting is for the
-code that reads it.
+Every field name is unique over all rooms: flag, YAML key and field are one name, as in Megatron.
+The nesting is for the code that reads it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     dry_run: bool = False
-    """Check the configuration, print grid, stages and memory, and stop; needs one process and no GPU."""
+    """Check the configuration, print grid, stages and memory, and stop; needs one process and no
+    GPU.
+    """
 
     world_size: Count[int | None] = None
     """World size to check with --dry-run (default: tp x pp x cp)."""
@@ -58,16 +60,26 @@ class RunConfig:
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model: tp x pp x cp."""
         p = self.parallel
-        return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+        return (
+            p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+        )
 
     @functools.cached_property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Parts among `text`, `vision` and `connector` whose weights stay; beside low-rank pairs all do."""
+        """Parts among `text`, `vision` and `connector` whose weights stay; beside low-rank pairs
+        all do.
+        """
         parts = ("text", "vision", "connector")
-        return parts if self.model.lora_rank > 0 else tuple(name for name in parts if name in self.vision.frozen)
+        return (
+            parts
+            if self.model.lora_rank > 0
+            else tuple(name for name in parts if name in self.vision.frozen)
+        )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Data-parallel ranks in a world of `world_size`, rounded down (`checks` refuses a remainder)."""
+        """Data-parallel ranks in a world of `world_size`, rounded down (`checks` refuses a
+        remainder).
+        """
         return world_size // self.model_ranks
 
     def grid_shape(self, world_size: int) -> GridShape:
@@ -82,13 +94,17 @@ class RunConfig:
         )
 
     def num_microbatches(self, world_size: int) -> int:
-        """Microbatches per step and data-parallel rank: global batch / (micro batch x dp), rounded down."""
-        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
+        """Microbatches per step and data-parallel rank: global batch / (micro batch x dp), rounded
+        down.
+        """
+        return self.training.global_batch_size // (
+            self.training.micro_batch_size * self.data_parallel_size(world_size)
+        )
 
     @property
     def log_path(self) -> Path | None:
-        """The JSONL file: `log_file`, or log.jsonl beside the checkpoints of a local --save, or megacp_log.jsonl; None
-        for /dev/null.
+        """The JSONL file: `log_file`, or log.jsonl beside the checkpoints of a local --save, or
+        megacp_log.jsonl; None for /dev/null.
         """
         usual = self._local_save / "log.jsonl" if self._local_save else "megacp_log.jsonl"
         path = Path(usual if self.log.log_file is None else self.log.log_file)
@@ -107,7 +123,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """Where a flag lives: `room` is the field of RunConfig that holds it, "" for RunConfig itself."""
+    """Where a flag lives: `room` is the field of RunConfig that holds it, "" for RunConfig
+    itself.
+    """
 
     name: str
     room: str
@@ -121,11 +139,15 @@ class FieldInfo:
     @functools.cached_property
     def words(self) -> list[str]:
         """The words that the field may hold, beside a number or instead of it."""
-        literals = (part for part in union_types(self.hint) if typing.get_origin(part) is typing.Literal)
+        literals = (
+            part for part in union_types(self.hint) if typing.get_origin(part) is typing.Literal
+        )
         return [word for part in literals for word in typing.get_args(part)]
 
     def problem(self, value: Value) -> str | None:
-        """Why the field cannot hold this value: missing, not one of its words, out of range; None when it can."""
+        """Why the field cannot hold this value: missing, not one of its words, out of range; None
+        when it can.
+        """
         words = self.words
         if value is None:
             return None if type(None) in union_types(self.hint) else "needs a value"
@@ -144,7 +166,11 @@ class FieldInfo:
 
 def union_types(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (types.UnionType, typing.Union)
+        else (hint,)
+    )
 
 
 @functools.cache
@@ -153,9 +179,13 @@ def fields() -> dict[str, FieldInfo]:
     table: dict[str, FieldInfo] = {}
     for room, room_type in typing.get_type_hints(RunConfig, include_extras=True).items():
         inside = dataclasses.is_dataclass(room_type)
-        hints = typing.get_type_hints(room_type, include_extras=True) if inside else {room: room_type}
+        hints = (
+            typing.get_type_hints(room_type, include_extras=True) if inside else {room: room_type}
+        )
         for name, hint in hints.items():
-            assert name not in table, f"the flag {name} is declared in {room} and in {table[name].room}"
+            assert name not in table, (
+                f"the flag {name} is declared in {room} and in {table[name].room}"
+            )
             marks = getattr(hint, "__metadata__", ())
             plain = typing.get_args(hint)[0] if marks else hint
             allowed = next((mark for mark in marks if isinstance(mark, Range)), None)
@@ -172,12 +202,15 @@ def flag(name: str) -> str:
 def flatten(config: RunConfig) -> dict[str, Value]:
     """All values by field name."""
     return {
-        info.name: getattr(getattr(config, info.room) if info.room else config, info.name) for info in fields().values()
+        info.name: getattr(getattr(config, info.room) if info.room else config, info.name)
+        for info in fields().values()
     }
 
 
 def with_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
-    """A copy of `config` with some fields replaced, by flat field name. KeyError for a name that is no field."""
+    """A copy of `config` with some fields replaced, by flat field name. KeyError for a name that is
+    no field.
+    """
     rooms: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         rooms.setdefault(fields()[name].room, {})[name] = value

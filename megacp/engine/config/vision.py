@@ -1,8 +1,10 @@
-"""The vision tower: its flags, and the row of each family of towers, as far as flags say what it is.
+"""The vision tower: its flags, and the row of each family of towers, as far as flags say what it
+is.
 
-A new family needs a row here and a row for its preprocessing rules (`training/data/vision`), the sizes and costs of its
-tower and connector (`engine/layers/vision.py`), their modules (`engine/models/multimodal.py`) and the names of its
-tensors in a Hugging Face folder (`huggingface/convert`).
+A new family needs a row here and a row for its preprocessing rules (`training/data/vision`), the
+sizes and costs of its tower and connector (`engine/layers/vision.py`), their modules
+(`engine/models/multimodal.py`) and the names of its tensors in a Hugging Face folder
+(`huggingface/convert`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ class VisionFamily:
     """A family of towers: what follows from its name, for all that reads the flags."""
 
     has_grids: bool = False
-    """Images have any shape, and each patch is a crop of its own; else crops are squares of patches."""
+    """Images have any shape, and each patch is a crop of its own; else crops are squares of
+    patches.
+    """
     frames: int = 1
     """Frames of a patch."""
     replaces: bool = False
@@ -38,25 +42,29 @@ class VisionFamily:
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "molmo2": VisionFamily(has_feature_layers=True, token_rows=128),
-    "qwen3_5": VisionFamily(has_grids=True, frames=2, replaces=True, is_causal=True, head_multiple=4),
+    "qwen3_5": VisionFamily(
+        has_grids=True, frames=2, replaces=True, is_causal=True, head_multiple=4
+    ),
 }
 """Families by the words of --vision-family."""
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The ViT that encodes crops, the connector that pools its patches, and which towers are trained; as Molmo2's.
+    """The ViT that encodes crops, the connector that pools its patches, and which towers are
+    trained; as Molmo2's.
 
-    With `vision_num_layers` 0 there is no tower, and no other field here has a meaning. The connector has the width of
-    the tower.
+    With `vision_num_layers` 0 there is no tower, and no other field here has a meaning. The
+    connector has the width of the tower.
     """
 
     vision_num_layers: Annotated[int, Range(0, MAX_LAYERS)] = 0
     """Blocks of the vision tower; 0 trains a language model without one. Molmo2 has 25."""
 
     vision_family: Literal["molmo2", "qwen3_5"] = "molmo2"
-    """What the tower is: Molmo2's (square crops, outputs of two layers, attention over windows of patches) or Qwen3.5's
-    (whole images of any shape, patches of two frames, 2 x 2 of them side by side)."""
+    """What the tower is: Molmo2's (square crops, outputs of two layers, attention over windows of
+    patches) or Qwen3.5's (whole images of any shape, patches of two frames, 2 x 2 of them side by
+    side)."""
 
     vision_hidden_size: Positive[int] = 1152
     """Width of the vision tower, and of the connector's attention output."""
@@ -71,19 +79,20 @@ class VisionConfig:
     """Side of a patch in pixels."""
 
     vision_image_size: Positive[int] = 378
-    """Side of a crop in pixels: crops are squares of (image size / patch size)^2 patches. Of Qwen3.5 that of the square
-    whose learned positions are resampled for each image (768)."""
+    """Side of a crop in pixels: crops are squares of (image size / patch size)^2 patches. Of
+    Qwen3.5 that of the square whose learned positions are resampled for each image (768)."""
 
     vision_feature_layers: Annotated[tuple[int, int], Range(-(2**31), 2**31 - 1)] = (-1, -7)
-    """The two layers whose outputs go to the connector, in this order: from 0 up, or counted from the end with -1 as
-    the last. One of them must be the last layer."""
+    """The two layers whose outputs go to the connector, in this order: from 0 up, or counted from
+    the end with -1 as the last. One of them must be the last layer."""
 
     connector_ffn_hidden_size: Positive[int | None] = None
-    """Width of the SwiGLU projector between pooled patches and text (default: --ffn-hidden-size)."""
+    """Width of the SwiGLU projector between pooled patches and text (default: --ffn-hidden-size).
+    """
 
     freeze: str | None = None
-    """Parts whose weights stay as they are, without gradients and optimizer state: of vision, connector and text (with
-    embedding and head) those that are named, with commas between."""
+    """Parts whose weights stay as they are, without gradients and optimizer state: of vision,
+    connector and text (with embedding and head) those that are named, with commas between."""
 
     vision_lr_multiplier: AboveZero[float] = 1.0
     """Learning rate of the vision tower over that of the language model, at every step."""
@@ -92,8 +101,8 @@ class VisionConfig:
     """Learning rate of the connector over that of the language model, at every step."""
 
     vision_planned_crops: Positive[int | None] = None
-    """Crops of one pack that pipeline stages and memory are planned for (default: those that fill a pack with pooled
-    windows of 2 x 2 patches)."""
+    """Crops of one pack that pipeline stages and memory are planned for (default: those that fill a
+    pack with pooled windows of 2 x 2 patches)."""
 
     @property
     def patches_per_side(self) -> int:
@@ -123,7 +132,11 @@ class VisionConfig:
     @property
     def smallest_image(self) -> tuple[int, int]:
         """Crops and pooled tokens of the smallest image, with windows of 2 x 2 patches."""
-        return (POOLED_PATCHES, 1) if self.family.has_grids else (1, (-(-self.patches_per_side // 2)) ** 2)
+        return (
+            (POOLED_PATCHES, 1)
+            if self.family.has_grids
+            else (1, (-(-self.patches_per_side // 2)) ** 2)
+        )
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -1,13 +1,15 @@
-"""Parameters, gradients and optimizer state all sharded over dp x cp (ZeRO-3), those of experts over the ranks that
-hold the same ones, by torch's `fully_shard`.
+"""Parameters, gradients and optimizer state all sharded over dp x cp (ZeRO-3), those of experts
+over the ranks that hold the same ones, by torch's `fully_shard`.
 
-A part (a block, the vision encoder, the embedding, the head) is whole only while it computes. Its shard
-is the parameter that the optimizer updates, in float32 for a 16-bit model, so there are no master weights beside it.
-Gradients are summed over the ranks after every backward and added to this rank's part.
+A part (a block, the vision encoder, the embedding, the head) is whole only while it computes. Its
+shard is the parameter that the optimizer updates, in float32 for a 16-bit model, so there are no
+master weights beside it. Gradients are summed over the ranks after every backward and added to this
+rank's part.
 
-Without a pipeline a part is gathered for its forward and again for its backward, while the one before it computes. A
-pipeline stage computes other microbatches in between, so its chunks are gathered by actions of the schedule and stay.
-The model is sharded part by part as it is built: no rank ever holds it whole.
+Without a pipeline a part is gathered for its forward and again for its backward, while the one
+before it computes. A pipeline stage computes other microbatches in between, so its chunks are
+gathered by actions of the schedule and stay. The model is sharded part by part as it is built: no
+rank ever holds it whole.
 """
 
 from __future__ import annotations
@@ -33,16 +35,21 @@ from megacp.engine.data_parallel.shards import ParameterShard, ParameterSlice, S
 from megacp.engine.layers.table import DATA
 
 
-def _slices(spec: ParameterSpec, shape: tuple[int, ...], start: int, values: torch.Tensor) -> list[ParameterSlice]:
-    """What a rank holds of one parameter: elements `[start, start + n)` of the flattened local parameter."""
+def _slices(
+    spec: ParameterSpec, shape: tuple[int, ...], start: int, values: torch.Tensor
+) -> list[ParameterSlice]:
+    """What a rank holds of one parameter: elements `[start, start + n)` of the flattened local
+    parameter.
+    """
     return [ParameterSlice(spec, shape, start, values)] if values.numel() else []
 
 
 class FullShards(ShardedParameters):
-    """Shards of the parts that `add` is given while the chunks are built, in order, each chunk last.
+    """Shards of the parts that `add` is given while the chunks are built, in order, each chunk
+    last.
 
-    `narrow` is the dtype in which the model computes. `by_schedule`: chunks are gathered and freed only by
-    `unshard` and `reshard`, not around each of their parts.
+    `narrow` is the dtype in which the model computes. `by_schedule`: chunks are gathered and freed
+    only by `unshard` and `reshard`, not around each of their parts.
     """
 
     def __init__(
@@ -64,25 +71,33 @@ class FullShards(ShardedParameters):
         self._reading: list[torch.Tensor] = []
 
     def add(self, module: nn.Module, role: str) -> list[ParameterSlice]:
-        """Shard the parameters of `module` that are in no part yet, as one part: each over the axis it is reduced over.
-        What this rank holds of them, which has no values yet.
+        """Shard the parameters of `module` that are in no part yet, as one part: each over the axis
+        it is reduced over. What this rank holds of them, which has no values yet.
 
-        An "embedding" needs no parameter in backward. The backward of a "head" follows its forward at once, so nothing
-        is freed between. A "chunk" holds the parts before it; its own parameters are there for all of its forward.
+        An "embedding" needs no parameter in backward. The backward of a "head" follows its forward
+        at once, so nothing is freed between. A "chunk" holds the parts before it; its own
+        parameters are there for all of its forward.
         """
         before, wide = own_parameters(module), accumulation_dtype(self.narrow)
         specs = {name: (spec_of(p), tuple(p.shape)) for name, p in before.items()}
         for parameter in before.values():
             if parameter.requires_grad:  # the shard is the master weight
                 parameter.data = parameter.data.to(wide)
-        axes = {parameter: self.axes[specs[name][0].reduced_over] for name, parameter in before.items()}
-        part, held = shard_module(module, axes, self.axes[DATA], self.narrow, wide), list[ParameterSlice]()
+        axes = {
+            parameter: self.axes[specs[name][0].reduced_over] for name, parameter in before.items()
+        }
+        part, held = (
+            shard_module(module, axes, self.axes[DATA], self.narrow, wide),
+            list[ParameterSlice](),
+        )
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
             axis = self.axes[spec.reduced_over]
             rows = -(-shape[0] // axis.size)  # of every rank but the last ones
             start = min(axis.rank * rows, shape[0]) * (parameter.numel() // shape[0])
-            shard = ParameterShard(local_part(parameter), self.narrow, spec, partial(_slices, spec, shape, start))
+            shard = ParameterShard(
+                local_part(parameter), self.narrow, spec, partial(_slices, spec, shape, start)
+            )
             if parameter.requires_grad:
                 self._trained.append(parameter)
             (self.shards if parameter.requires_grad else self._frozen).append(shard)
@@ -115,7 +130,9 @@ class FullShards(ShardedParameters):
 
     def _summed(self) -> list[torch.Tensor]:
         pairs = zip(self._trained, self.shards, strict=True)
-        return [torch.zeros_like(s.values) if p.grad is None else local_part(p.grad) for p, s in pairs]
+        return [
+            torch.zeros_like(s.values) if p.grad is None else local_part(p.grad) for p, s in pairs
+        ]
 
     def zero(self) -> None:
         super().zero()
@@ -133,7 +150,9 @@ class FullShards(ShardedParameters):
         return self.parameter_slices()
 
     def parameters_to_load(self) -> list[ParameterSlice]:
-        """This rank's part of every parameter; copies stand in for those whose shards are wider than the model."""
+        """This rank's part of every parameter; copies stand in for those whose shards are wider
+        than the model.
+        """
         self._reading = [shard.values.to(self.narrow) for shard in self.shards]
         return self._slices_of(self._reading)
 

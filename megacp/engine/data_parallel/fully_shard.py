@@ -1,8 +1,10 @@
-"""torch's `fully_shard` on one `Axis`: plain sums, and collectives that are ours, so they are counted.
+"""torch's `fully_shard` on one `Axis`: plain sums, and collectives that are ours, so they are
+counted.
 
-A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its local part is one stretch of the row-major
-parameter; the last ranks may hold less, or nothing. torch's own collectives would divide by factors that gloo refuses,
-and its 2-D mesh would reduce over replicas once a microbatch instead of a step.
+A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its local part is one stretch
+of the row-major parameter; the last ranks may hold less, or nothing. torch's own collectives would
+divide by factors that gloo refuses, and its 2-D mesh would reduce over replicas once a microbatch
+instead of a step.
 """
 
 from __future__ import annotations
@@ -33,8 +35,14 @@ def _mesh(group: dist.ProcessGroup, device_type: str) -> FSDPMeshInfo:
 
 
 def with_group(axis: Axis) -> Axis:
-    """The axis with a process group, which torch asks also of one rank. Every rank calls it for the same axes."""
-    return axis if axis.group is not None else dataclasses.replace(axis, group=new_group(axis.global_ranks))
+    """The axis with a process group, which torch asks also of one rank. Every rank calls it for the
+    same axes.
+    """
+    return (
+        axis
+        if axis.group is not None
+        else dataclasses.replace(axis, group=new_group(axis.global_ranks))
+    )
 
 
 class _Arriving(dist.Work):
@@ -55,7 +63,9 @@ class _Collective:
     def __init__(self, start: Callable[[torch.Tensor, torch.Tensor], dist.Work | None]) -> None:
         self._start = start
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Uninitialised memory of the device."""
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -74,25 +84,35 @@ def _scattering(axis: Axis) -> _Collective:
 
 
 def shard_module(
-    module: nn.Module, axes: Mapping[nn.Parameter, Axis], others: Axis, compute: torch.dtype, wide: torch.dtype
+    module: nn.Module,
+    axes: Mapping[nn.Parameter, Axis],
+    others: Axis,
+    compute: torch.dtype,
+    wide: torch.dtype,
 ) -> FSDPModule:
-    """Shard the parameters of `module` that no sharded module inside it holds, each over its own of `axes`: gathered
-    before it runs, freed after. All axes have a process group; `others` is that of a module without parameters.
+    """Shard the parameters of `module` that no sharded module inside it holds, each over its own of
+    `axes`: gathered before it runs, freed after. All axes have a process group; `others` is that of
+    a module without parameters.
 
-    They keep the dtype in which they come; the module computes in `compute`, gradients are summed in `wide`.
+    They keep the dtype in which they come; the module computes in `compute`, gradients are summed
+    in `wide`.
     """
     device = next(module.parameters()).device.type
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
     by_group = {axis.group: axis for axis in (*axes.values(), others)}
 
     def placed(parameter: nn.Parameter) -> Any:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # torch 2.12
+        from torch.distributed.fsdp._fully_shard._fsdp_common import (
+            ShardPlacementResult,
+        )  # torch 2.12
 
         return ShardPlacementResult(Shard(0), _mesh(axes[parameter].group, device))
 
     place = placed if len(by_group) > 1 else None
     # the new class of the module keeps its parameters' names and order
-    fully_shard(module, mesh=_mesh(others.group, device).mesh, mp_policy=policy, shard_placement_fn=place)
+    fully_shard(
+        module, mesh=_mesh(others.group, device).mesh, mp_policy=policy, shard_placement_fn=place
+    )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
@@ -110,12 +130,16 @@ def shard_module(
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that are not in a sharded module inside it, by name."""
-    inner = tuple(f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule))
+    inner = tuple(
+        f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule)
+    )
     return {name: p for name, p in module.named_parameters() if not name.startswith(inner)}
 
 
 def shard_of(x: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor that torch shards (a DTensor), in its memory; any other tensor as it is."""
+    """This rank's shard of a tensor that torch shards (a DTensor), in its memory; any other tensor
+    as it is.
+    """
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -1,7 +1,8 @@
-"""What a local parameter is in the global model: names, shapes and offsets, attached to the parameter itself.
+"""What a local parameter is in the global model: names, shapes and offsets, attached to the
+parameter itself.
 
-Initialisation, gradient reduction, the optimizer, checkpoints and converters all read this one value. None of them
-needs to know how a layer is cut.
+Initialisation, gradient reduction, the optimizer, checkpoints and converters all read this one
+value. None of them needs to know how a layer is cut.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megacp.engine.layers.table import DATA, Tensor
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A box of one global tensor, stored in dim-0 rows `[start, start + shape[0])` of a local parameter."""
+    """A box of one global tensor, stored in dim-0 rows `[start, start + shape[0])` of a local
+    parameter.
+    """
 
     name: str
     """Global name, for example `layers.3.attention.q.weight`; the layer index is global."""
@@ -41,8 +44,8 @@ class ParameterSpec:
 
     pieces: tuple[TensorSlice, ...]
     init: str = "normal"
-    """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate within 0.01 and 16),
-    `step` (what softplus makes a step of within 0.001 and 0.1)."""
+    """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate
+    within 0.01 and 16), `step` (what softplus makes a step of within 0.001 and 0.1)."""
     std: float = 0.02
     treated: Treated = "matrix"
     """Rule that steps it, as `Tensor.treated` says; `reduced_over` likewise."""
@@ -52,15 +55,22 @@ class ParameterSpec:
     partial_over: tuple[str, ...] = ()
     """Further axes over which that sum is partial: `tp`, `embedding`."""
     counted: bool = True
-    """Whether this rank counts the parameter in the global gradient norm: copies are counted once."""
+    """Whether this rank counts the parameter in the global gradient norm: copies are counted once.
+    """
     lr_multiplier: float = 1.0
     """Learning rate of the parameter over that of the schedule."""
     fused_gradient: bool = False
-    """Whether the layer adds its gradient to the parameter's `main_grad`, its part of a bucket, and then says so."""
+    """Whether the layer adds its gradient to the parameter's `main_grad`, its part of a bucket, and
+    then says so.
+    """
 
     @classmethod
     def of(
-        cls, tensor: Tensor, pieces: Iterable[TensorSlice], partial_over: tuple[str, ...] = (), counted: bool = True
+        cls,
+        tensor: Tensor,
+        pieces: Iterable[TensorSlice],
+        partial_over: tuple[str, ...] = (),
+        counted: bool = True,
     ) -> ParameterSpec:
         """The spec of pieces of tensors that are described as this one, but for name and shape."""
         described = tensor.init, tensor.std, tensor.treated, tensor.decays, tensor.reduced_over
@@ -78,7 +88,9 @@ Attached = TypeVar("Attached", bound=torch.Tensor)
 def attach(parameter: Attached, spec: ParameterSpec) -> Attached:
     """Give a parameter, or a tensor that is saved beside them, its spec and return it."""
     rows = sum(piece.shape[0] for piece in spec.pieces)
-    assert rows <= parameter.shape[0], f"{[p.name for p in spec.pieces]} hold {rows} rows of {tuple(parameter.shape)}"
+    assert rows <= parameter.shape[0], (
+        f"{[p.name for p in spec.pieces]} hold {rows} rows of {tuple(parameter.shape)}"
+    )
     parameter.megacp_spec = spec  # type: ignore[attr-defined]  # ours, on a parameter of torch
     return parameter
 

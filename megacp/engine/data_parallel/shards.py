@@ -1,7 +1,8 @@
-"""What the optimizer, checkpoints and the pipeline ask of sharded parameters and gradients, however they are sharded.
+"""What the optimizer, checkpoints and the pipeline ask of sharded parameters and gradients, however
+they are sharded.
 
-A shard is a flat piece of this rank's parameters that are decayed, counted and stepped alike. It knows
-which elements of which parameters it holds, so files do not depend on the strategy.
+A shard is a flat piece of this rank's parameters that are decayed, counted and stepped alike. It
+knows which elements of which parameters it holds, so files do not depend on the strategy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ JOINED_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Elements `[start, start + len(values))` of the row-major flattening of one local parameter (or of its state)."""
+    """Elements `[start, start + len(values))` of the row-major flattening of one local parameter
+    (or of its state).
+    """
 
     spec: ParameterSpec
     shape: tuple[int, ...]
@@ -38,7 +41,9 @@ class ParameterShard:
     """What this rank updates of one group of parameters."""
 
     values: torch.Tensor
-    """`[n]` parameters, a view: in the model's dtype, or in `wide` where they are the master weights themselves."""
+    """`[n]` parameters, a view: in the model's dtype, or in `wide` where they are the master
+    weights themselves.
+    """
     narrow: torch.dtype
     """Dtype in which the model computes."""
     spec: ParameterSpec
@@ -48,24 +53,29 @@ class ParameterShard:
 
     @property
     def wide(self) -> torch.dtype:
-        """Dtype of gradients, moments and master weights: float32, or float64 in a float64 model."""
+        """Dtype of gradients, moments and master weights: float32, or float64 in a float64
+        model.
+        """
         return accumulation_dtype(self.narrow)
 
 
 class ShardedParameters(ABC):
     """The parameters of this rank's chunks, their gradients, and the ranks that share them.
 
-    `reduce_axes` maps the names in `ParameterSpec.reduced_over` to their axes, `partial_axes` those in `partial_over`.
-    With several instances each is a group of neighbouring ranks of a reduce axis that shards among itself, and the
-    instances hold copies. A step is: backwards between `start_backward` and `end_backward`, `finish`, the optimizer,
-    which reads `grad_shard`, writes `ParameterShard.values` and calls `publish`, then `zero`. What a strategy has no
-    use for does nothing here.
+    `reduce_axes` maps the names in `ParameterSpec.reduced_over` to their axes, `partial_axes` those
+    in `partial_over`. With several instances each is a group of neighbouring ranks of a reduce axis
+    that shards among itself, and the instances hold copies. A step is: backwards between
+    `start_backward` and `end_backward`, `finish`, the optimizer, which reads `grad_shard`, writes
+    `ParameterShard.values` and calls `publish`, then `zero`. What a strategy has no use for does
+    nothing here.
     """
 
     by_schedule = False
     """Whether the actions of the pipeline gather and free the parameters of a chunk."""
 
-    def __init__(self, reduce_axes: Mapping[str, Axis], partial_axes: Mapping[str, Axis], instances: int = 1) -> None:
+    def __init__(
+        self, reduce_axes: Mapping[str, Axis], partial_axes: Mapping[str, Axis], instances: int = 1
+    ) -> None:
         self.axes = dict(reduce_axes)
         """The ranks among which parameters are sharded, by `ParameterSpec.reduced_over`."""
         self.copies = {name: single_axis("copies") for name in self.axes}
@@ -74,10 +84,14 @@ class ShardedParameters(ABC):
             self.axes[name], self.copies[name] = split_axis(axis, axis.size // instances)
         self.partial_axes = dict(partial_axes)
         self.shards: list[ParameterShard] = []
-        self._sums: list[torch.Tensor] | None = None  # [n] of each shard, between `finish` and `zero`
+        self._sums: list[torch.Tensor] | None = (
+            None  # [n] of each shard, between `finish` and `zero`
+        )
 
     def counts(self, spec: ParameterSpec) -> bool:
-        """Whether the gradient norm counts a parameter on this rank, which then saves its shard: no other copy is."""
+        """Whether the gradient norm counts a parameter on this rank, which then saves its shard: no
+        other copy is.
+        """
         return spec.counted and self.copies[spec.reduced_over].rank == 0
 
     def unshard(self, chunk: int) -> None:
@@ -107,7 +121,9 @@ class ShardedParameters(ABC):
         """Gradients of all shards, summed each over its axis of `axes`."""
 
     def grad_shard(self, index: int) -> torch.Tensor:
-        """Summed gradients of a shard, `[n]`, wide; they may be changed in place between `finish` and `zero`."""
+        """Summed gradients of a shard, `[n]`, wide; they may be changed in place between `finish`
+        and `zero`.
+        """
         assert self._sums is not None, "grad_shard is valid between finish and zero"
         return self._sums[index]
 
@@ -120,20 +136,26 @@ class ShardedParameters(ABC):
 
     @abstractmethod
     def parameter_slices(self) -> list[ParameterSlice]:
-        """This rank's share of the parameters in the model's dtype, frozen ones included; the ranks of its
-        axis together hold each element once.
+        """This rank's share of the parameters in the model's dtype, frozen ones included; the ranks
+        of its axis together hold each element once.
         """
 
     @abstractmethod
     def parameters_held(self) -> list[ParameterSlice]:
-        """All values of parameters that this rank holds for good, copies of other ranks included."""
+        """All values of parameters that this rank holds for good, copies of other ranks
+        included.
+        """
 
     def parameters_to_load(self) -> list[ParameterSlice]:
-        """What this rank reads of a checkpoint's weights, in the model's dtype; `loaded` ends it."""
+        """What this rank reads of a checkpoint's weights, in the model's dtype; `loaded` ends
+        it.
+        """
         return self.parameters_held()
 
     def loaded(self, masters: bool) -> None:
-        """The slices of `parameters_to_load` are filled, and with `masters` the optimizer's master weights too."""
+        """The slices of `parameters_to_load` are filled, and with `masters` the optimizer's master
+        weights too.
+        """
 
     @abstractmethod
     def clear(self) -> None:
@@ -141,14 +163,19 @@ class ShardedParameters(ABC):
 
     def shard_slices(self, values: Iterable[torch.Tensor]) -> list[ParameterSlice]:
         """What `values[i]`, shaped like shard i, hold parameter by parameter."""
-        return [part for shard, x in zip(self.shards, values, strict=True) for part in shard.slices_of(x)]
+        return [
+            part
+            for shard, x in zip(self.shards, values, strict=True)
+            for part in shard.slices_of(x)
+        ]
 
     def gradient_slices(self) -> list[ParameterSlice]:
         """This rank's share of the summed gradients, between `finish` and `zero`."""
         return self.shard_slices(self.grad_shard(i) for i in range(len(self.shards)))
 
     def _sum_copies_and_partial(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients of all shards summed over the instances and over the axes on which they are still partial.
+        """Gradients of all shards summed over the instances and over the axes on which they are
+        still partial.
 
         Few all-reduces for each axis; all ranks of it get identical bits, so copies stay equal.
         """
@@ -165,7 +192,9 @@ class ShardedParameters(ABC):
         for axis, members in axes:
             for group in _joined(members, found):
                 summed = all_reduce(torch.cat([found[i] for i in group]), axis)
-                for i, part in zip(group, summed.split([found[i].numel() for i in group]), strict=True):
+                for i, part in zip(
+                    group, summed.split([found[i].numel() for i in group]), strict=True
+                ):
                     found[i] = part
         return found
 

@@ -1,14 +1,15 @@
-"""Balance of experts: two terms beside the loss, and a correction of the choice, all as one process would have them.
+"""Balance of experts: two terms beside the loss, and a correction of the choice, all as one process
+would have them.
 
-A step has N real tokens, of all ranks and microbatches, known before its first forward. A layer has E experts, of which
-a token is given to k. Over documents d and experts e,
+A step has N real tokens, of all ranks and microbatches, known before its first forward. A layer has
+E experts, of which a token is given to k. Over documents d and experts e,
 
-    document    a E / (k N) sum of f[d, e] P[d, e] / n[d]    f tokens of e, P sum of probabilities, n tokens of d
-    z           z / N sum over tokens of logsumexp(scores)^2
-    correction  b[e] += g sign(sum of c - E c[e])            c tokens of e in the whole step
+    document    a E / (k N) sum of f[d, e] P[d, e] / n[d]    f tokens of e, P sum of probabilities,
+    n tokens of d z           z / N sum over tokens of logsumexp(scores)^2 correction  b[e] += g
+    sign(sum of c - E c[e])            c tokens of e in the whole step
 
-The ranks of a row sum f, in integers; all else is local. Terms are no part of the loss that goes through the stages: a
-layer adds their gradients to those of its scores.
+The ranks of a row sum f, in integers; all else is local. Terms are no part of the loss that goes
+through the stages: a layer adds their gradients to those of its scores.
 """
 
 from __future__ import annotations
@@ -35,10 +36,15 @@ from megacp.engine.tensor_parallel.parameters import parameter_spec
 
 
 def _terms(
-    score: ScoreFunction, document: torch.Tensor, price: torch.Tensor | None, z: float, scores: torch.Tensor
+    score: ScoreFunction,
+    document: torch.Tensor,
+    price: torch.Tensor | None,
+    z: float,
+    scores: torch.Tensor,
 ) -> torch.Tensor:
-    """Both terms `[2]` of `scores[t, E]`, of this rank's tokens. `price[D, E]` is what a probability of 1 adds to the
-    first, of a token of each document (None: there is no such term), `z` what a squared logsumexp adds to the second.
+    """Both terms `[2]` of `scores[t, E]`, of this rank's tokens. `price[D, E]` is what a
+    probability of 1 adds to the first, of a token of each document (None: there is no such term),
+    `z` what a squared logsumexp adds to the second.
     """
     first = second = scores.new_zeros(())
     if price is not None:
@@ -57,11 +63,17 @@ def _gradient(terms: Terms, grad: torch.Tensor, scores: torch.Tensor) -> tuple[t
 
 def with_terms(scores: torch.Tensor, terms: Terms | None) -> torch.Tensor:
     """The same scores, to whose gradient that of the terms is added."""
-    return scores if terms is None else FromInputs.apply(torch.Tensor.detach, partial(_gradient, terms), scores)
+    return (
+        scores
+        if terms is None
+        else FromInputs.apply(torch.Tensor.detach, partial(_gradient, terms), scores)
+    )
 
 
 class LayerBalance(nn.Module):
-    """What this rank counts of a layer in a step, and the correction of its choice, which is no parameter."""
+    """What this rank counts of a layer in a step, and the correction of its choice, which is no
+    parameter.
+    """
 
     correction: torch.Tensor | None
     """float32 `[E]`."""
@@ -84,12 +96,20 @@ class LayerBalance(nn.Module):
             self.correction = attach(zeros, parameter_spec([tensor], backend.options))
 
     def count(self, scores: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> Terms | None:
-        """Count a microbatch, and say what it adds to the loss. Collective over tp and the ranks of the row."""
+        """Count a microbatch, and say what it adds to the loss. Collective over tp and the ranks of
+        the row.
+        """
         experts = scores.shape[1]
-        document, lengths = routes.documents if self.document > 0 else (chosen.new_zeros(len(chosen)), None)
+        document, lengths = (
+            routes.documents if self.document > 0 else (chosen.new_zeros(len(chosen)), None)
+        )
         rows = 1 if lengths is None else len(lengths)
         places = (document.unsqueeze(1) * experts + chosen).flatten()  # [t k], into [D, E]
-        found = chosen.new_zeros(rows * experts).scatter_add_(0, places, torch.ones_like(places)).view(rows, experts)
+        found = (
+            chosen.new_zeros(rows * experts)
+            .scatter_add_(0, places, torch.ones_like(places))
+            .view(rows, experts)
+        )
         self.counts += found.sum(0)
         if self.document == self.z == 0:
             return None
@@ -107,18 +127,23 @@ class LayerBalance(nn.Module):
 class Balance:
     """That of all layers with experts on this rank, over the ranks of its grid."""
 
-    def __init__(self, layers: Sequence[LayerBalance], config: RunConfig, grid: ProcessGrid) -> None:
+    def __init__(
+        self, layers: Sequence[LayerBalance], config: RunConfig, grid: ProcessGrid
+    ) -> None:
         self.layers, self.model, self.grid = layers, config.model, grid
         training = config.training
         self.rate = training.moe_router_bias_update_rate
-        self.terms = ("balance_loss", training.moe_aux_loss_coeff), ("z_loss", training.moe_z_loss_coeff)
+        self.terms = (
+            ("balance_loss", training.moe_aux_loss_coeff),
+            ("z_loss", training.moe_z_loss_coeff),
+        )
         self.corrections = [layer.correction for layer in layers if layer.correction is not None]
         self.counts = torch.empty(0)
         """int64 `[layers, E]`: tokens of each expert in the last step, of all ranks."""
 
     def settle(self, tokens: int) -> dict[str, float]:
-        """Sum what a step of so many tokens has counted, and forget it: its figures, by their names in logs. Collective
-        over the world; nothing where nothing was counted.
+        """Sum what a step of so many tokens has counted, and forget it: its figures, by their names
+        in logs. Collective over the world; nothing where nothing was counted.
         """
         if tokens == 0 or self.model.num_experts == 0:
             return {}
@@ -142,8 +167,12 @@ class Balance:
         return {**figures, "expert_load": load, "dropped": int(dropped)}
 
     def correct(self) -> None:
-        """Move the corrections by the counts of the last step; integers say where to, so all ranks do the same."""
-        for correction, counts in zip(self.corrections, self.counts, strict=True) if self.rate > 0 else ():
+        """Move the corrections by the counts of the last step; integers say where to, so all ranks
+        do the same.
+        """
+        for correction, counts in (
+            zip(self.corrections, self.counts, strict=True) if self.rate > 0 else ()
+        ):
             correction.add_(self.rate * (counts.sum() - len(counts) * counts).sign())
 
     def slices(self) -> list[ParameterSlice]:

@@ -1,4 +1,6 @@
-"""Rows to experts and back, for autograd: each way's backward is the other one, so both save nothing but the route."""
+"""Rows to experts and back, for autograd: each way's backward is the other one, so both save
+nothing but the route.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class _Way(torch.autograd.Function):
 
 @fused
 def _sum(slots: torch.Tensor) -> torch.Tensor:
-    """`[t, k, h] -> [t, h]`, one slot after the other, fp32 or wider: the same sum on every grid."""
+    """`[t, k, h] -> [t, h]`, one slot after the other, fp32 or wider: the same sum on every
+    grid.
+    """
     total = slots[:, 0].to(accumulation_dtype(slots.dtype))
     for slot in range(1, slots.shape[1]):
         total = total + slots[:, slot]
@@ -41,19 +45,27 @@ def _ways(route: Route, tokens: int) -> tuple[Send, Send]:
         return route.spread(x.index_select(0, route.places.index_select(0, route.order // count)))
 
     def back(rows: torch.Tensor) -> torch.Tensor:
-        slots = route.collect(rows).index_select(0, route.slots).view(*route.chosen.shape, rows.shape[1])  # [t, k, h]
+        slots = (
+            route.collect(rows)
+            .index_select(0, route.slots)
+            .view(*route.chosen.shape, rows.shape[1])
+        )  # [t, k, h]
         return rows.new_zeros(tokens, rows.shape[1]).index_copy_(0, route.places, _sum(slots))
 
     return there, back
 
 
 def to_experts(x: torch.Tensor, route: Route) -> torch.Tensor:
-    """`x[t/tp, h]`, padding included, to the rows `[R, h]` of this rank's experts, expert by expert."""
+    """`x[t/tp, h]`, padding included, to the rows `[R, h]` of this rank's experts, expert by
+    expert.
+    """
     return _Way.apply(x, *_ways(route, len(x)))
 
 
 def to_tokens(rows: torch.Tensor, route: Route, tokens: int) -> torch.Tensor:
-    """What experts made of their rows, `[R, h]`, summed for each of a rank's tokens: `[t/tp, h]`, 0 for padding."""
+    """What experts made of their rows, `[R, h]`, summed for each of a rank's tokens: `[t/tp, h]`, 0
+    for padding.
+    """
     there, back = _ways(route, tokens)
     return _Way.apply(rows, back, there)
 
@@ -65,6 +77,8 @@ def weights_to_experts(weights: torch.Tensor, route: Route) -> torch.Tensor:
         return route.spread(x.flatten().index_select(0, route.order)).unsqueeze(1)
 
     def back(column: torch.Tensor) -> torch.Tensor:
-        return route.collect(column.squeeze(1)).index_select(0, route.slots).view(route.chosen.shape)
+        return (
+            route.collect(column.squeeze(1)).index_select(0, route.slots).view(route.chosen.shape)
+        )
 
     return _Way.apply(weights, there, back)

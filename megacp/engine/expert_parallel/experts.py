@@ -1,6 +1,8 @@
-"""The experts of a rank over their rows: two products, and an activation between them; low-rank pairs beside them.
+"""The experts of a rank over their rows: two products, and an activation between them; low-rank
+pairs beside them.
 
-A product is one kernel for bf16 on CUDA, which reads on the device where the rows of each expert end, else a loop.
+A product is one kernel for bf16 on CUDA, which reads on the device where the rows of each expert
+end, else a loop.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ from megacp.engine.tensor_parallel.parameters import LinearOptions, row_paramete
 
 
 def _one_kernel(x: torch.Tensor, width: int) -> bool:
-    """Whether torch's grouped product takes these rows, times matrices of another `width`: bf16 on CUDA, rows of whole
-    16 bytes.
+    """Whether torch's grouped product takes these rows, times matrices of another `width`: bf16 on
+    CUDA, rows of whole 16 bytes.
     """
-    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and x.shape[1] % 8 == width % 8 == 0
+    return (
+        x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and x.shape[1] % 8 == width % 8 == 0
+    )
 
 
 def _rows(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -42,14 +46,16 @@ def _rows(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tens
     y = empty((len(x), matrices.shape[2]), x)
     if x.device.type == STAND_IN:  # nobody knows how many rows each expert has
         return y
-    for out, rows, matrix in zip(y.split(groups.counts), x.split(groups.counts), matrices, strict=True):
+    for out, rows, matrix in zip(
+        y.split(groups.counts), x.split(groups.counts), matrices, strict=True
+    ):
         torch.mm(rows, matrix, out=out)
     return y
 
 
 def _weights(grad: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """`grad[R, b]` and `x[R, a]` by expert to the gradients `[n b, a]`: zeros of an expert without rows, for whose
-    gradient its bucket waits.
+    """`grad[R, b]` and `x[R, a]` by expert to the gradients `[n b, a]`: zeros of an expert without
+    rows, for whose gradient its bucket waits.
     """
     if _one_kernel(x, grad.shape[1]):
         return F.grouped_mm(grad.t(), x, offs=groups.ends).flatten(0, 1)
@@ -84,11 +90,17 @@ def matrices_product(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> t
 
 
 class _Biased(torch.autograd.Function):
-    """`rows[R, out]` and the bias of each one's expert, of `[n out]`, times the weight of the row `[R, 1]`, if any."""
+    """`rows[R, out]` and the bias of each one's expert, of `[n out]`, times the weight of the row
+    `[R, 1]`, if any.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, bias: torch.Tensor, weights: torch.Tensor | None, groups: Groups
+        ctx: Any,
+        rows: torch.Tensor,
+        bias: torch.Tensor,
+        weights: torch.Tensor | None,
+        groups: Groups,
     ) -> torch.Tensor:
         ctx.save_for_backward(bias, weights)
         ctx.groups = groups
@@ -102,7 +114,9 @@ class _Biased(torch.autograd.Function):
         if weights is not None:
             each = groups.spread(bias, len(grad))
             d_weights = (grad.to(weights.dtype) * each).sum(-1, keepdim=True)
-        if ctx.needs_input_grad[1]:  # sums over the rows of an expert, as a product with columns of ones
+        if ctx.needs_input_grad[
+            1
+        ]:  # sums over the rows of an expert, as a product with columns of ones
             weighed = grad if weights is None else (grad * weights).to(grad.dtype)
             d_bias = _weights(weighed, weighed.new_ones(len(weighed), 8), groups)[:, 0].contiguous()
         return grad, d_bias, d_weights, None
@@ -126,16 +140,24 @@ def _gradients(
 
 def activated(gate_up: torch.Tensor, weights: torch.Tensor, activation: Activation) -> torch.Tensor:
     """`activation(gate_up)[R, I]` times the weight of each row `[R, 1]`; saves the two."""
-    return FromInputs.apply(partial(_activate, activation), partial(_gradients, activation), gate_up, weights)
+    return FromInputs.apply(
+        partial(_activate, activation), partial(_gradients, activation), gate_up, weights
+    )
 
 
 class ExpertLinear(nn.Module):
-    """`x[R, in]` by expert to `[R, out]`: the named matrices of each expert, and the low-rank pairs of those that have
-    one. A pair has the names, and the axis of its sums, of the expert beside which it stands.
+    """`x[R, in]` by expert to `[R, out]`: the named matrices of each expert, and the low-rank pairs
+    of those that have one. A pair has the names, and the axis of its sums, of the expert beside
+    which it stands.
     """
 
     def __init__(
-        self, prefix: str, names: Sequence[str], experts: range, config: ModelConfig, options: LinearOptions
+        self,
+        prefix: str,
+        names: Sequence[str],
+        experts: range,
+        config: ModelConfig,
+        options: LinearOptions,
     ) -> None:
         super().__init__()
         tensors = [expert_tensors(config, name, experts) for name in names]
@@ -155,10 +177,16 @@ class ExpertLinear(nn.Module):
                     downs += a
                     ups.append(b)
             down = list(chain(*zip(*downs, strict=True)))
-            self.low = row_parameter(prefix, down, trained)  # A of all pairs of an expert in turn, [n ranks, in]
-            self.high = nn.ParameterList(row_parameter(prefix, b, trained) for b in ups)  # B of each, [n out, r]
+            self.low = row_parameter(
+                prefix, down, trained
+            )  # A of all pairs of an expert in turn, [n ranks, in]
+            self.high = nn.ParameterList(
+                row_parameter(prefix, b, trained) for b in ups
+            )  # B of each, [n out, r]
 
-    def forward(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`weights[R, 1]`: what biases are to be multiplied by, as x has been."""
         y = matrices_product(x, self.weight, groups)
         y = y if self.bias is None else _Biased.apply(y, self.bias, weights, groups)
@@ -166,22 +194,34 @@ class ExpertLinear(nn.Module):
             return y
         inputs, ups = matrices_product(x, self.low, groups).split(self.ranks, -1), iter(self.high)
         parts = []
-        for part, size, place in zip(y.split(self.widths, -1), self.sizes, self.places, strict=True):
+        for part, size, place in zip(
+            y.split(self.widths, -1), self.sizes, self.places, strict=True
+        ):
             if size is not None:
-                part = torch.add(part, matrices_product(inputs[place], next(ups), groups), alpha=size.scale)
+                part = torch.add(
+                    part, matrices_product(inputs[place], next(ups), groups), alpha=size.scale
+                )
             parts.append(part)
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 class Experts(nn.Module):
-    """`x[R, h]` by expert, and the weight of each row `[R, 1]`, to what they make of it, `[R, h]`."""
+    """`x[R, h]` by expert, and the weight of each row `[R, 1]`, to what they make of it, `[R,
+    h]`.
+    """
 
-    def __init__(self, prefix: str, experts: range, config: ModelConfig, options: LinearOptions) -> None:
+    def __init__(
+        self, prefix: str, experts: range, config: ModelConfig, options: LinearOptions
+    ) -> None:
         super().__init__()
         self.gate_up = ExpertLinear(prefix, ("gate", "up"), experts, config, options)
         self.down = ExpertLinear(prefix, ("down",), experts, config, options)
         self.activation = ACTIVATIONS[config.mlp_activation]
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, groups: Groups, save: Save) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, weights: torch.Tensor, groups: Groups, save: Save
+    ) -> torch.Tensor:
         gate_up = self.gate_up(x, groups)  # [R, 2I]
-        return self.down(save(partial(activated, activation=self.activation), gate_up, weights), groups, weights)
+        return self.down(
+            save(partial(activated, activation=self.activation), gate_up, weights), groups, weights
+        )

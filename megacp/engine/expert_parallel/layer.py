@@ -1,4 +1,6 @@
-"""The layer: norm, router, experts over the rows that come to them, and the sum of what they and a shared one made."""
+"""The layer: norm, router, experts over the rows that come to them, and the sum of what they and a
+shared one made.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class MixtureOfExperts(nn.Module):
         norm = NormSpec(f"layers.{layer}.mlp_norm", config.hidden_size, config.norm_epsilon)
         self.norm = backend.norm(norm) if config.has_input_norms else None
         self.score = SCORES[config.moe_router_score_function]
-        self.weigh, self.factor = self.score.weigh[config.moe_router_pre_softmax], config.moe_router_topk_scaling_factor
+        self.weigh, self.factor = (
+            self.score.weigh[config.moe_router_pre_softmax],
+            config.moe_router_topk_scaling_factor,
+        )
         self.groups = config.moe_router_num_groups, config.moe_router_group_topk
         own = self.experts // self.axis.size
         here = range(self.axis.rank * own, (self.axis.rank + 1) * own)
@@ -42,7 +47,9 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate: nn.Parameter | None = None
         if config.moe_shared_expert_intermediate_size:
             linears = SHARED.linears(config)
-            products = (LinearSpec.of(f"{prefix}.shared", linears, *names) for names in SHARED.products)
+            products = (
+                LinearSpec.of(f"{prefix}.shared", linears, *names) for names in SHARED.products
+            )
             self.shared = backend.norm_mlp(None, *products)
         if config.moe_shared_expert_gate:
             self.shared_gate = row_parameter(prefix, [shared_gate_tensor(config)], backend.options)
@@ -56,7 +63,9 @@ class MixtureOfExperts(nn.Module):
             scores = products + self.router_bias
         if (route := routes.by_layer.get(self.layer)) is None:
             chosen = self._choose(products.detach())
-            route = routes.by_layer[self.layer] = routes.make(chosen, routes.places, self.experts, self.axis)
+            route = routes.by_layer[self.layer] = routes.make(
+                chosen, routes.places, self.experts, self.axis
+            )
             if routes.tokens > 0:
                 routes.terms[self.layer] = self.balance.count(scores.detach(), chosen, routes)
         of_all = self._of_all(normed, save)  # launched before the host waits for numbers of rows
@@ -68,9 +77,11 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def _choose(self, products: torch.Tensor) -> torch.Tensor:
-        """Return int64 `[t, k]`, the experts of each token, from the products `[t, E]` of tokens and router.
+        """Return int64 `[t, k]`, the experts of each token, from the products `[t, E]` of tokens
+        and router.
 
-        From the product on everything is done element by element, so experts that are alike stay alike.
+        From the product on everything is done element by element, so experts that are alike stay
+        alike.
         """
         scores = products.index_select(1, first_of_equals(self.router))
         if self.router_bias is not None:
@@ -87,4 +98,8 @@ class MixtureOfExperts(nn.Module):
         if self.shared is None:
             return None
         made = self.shared(normed, save)
-        return made if self.shared_gate is None else sigmoid_gate(made, product(normed, self.shared_gate))
+        return (
+            made
+            if self.shared_gate is None
+            else sigmoid_gate(made, product(normed, self.shared_gate))
+        )

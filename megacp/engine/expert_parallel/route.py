@@ -1,8 +1,9 @@
-"""The way of a layer's tokens to their experts and back, in integers: found once a microbatch, used in every pass.
+"""The way of a layer's tokens to their experts and back, in integers: found once a microbatch, used
+in every pass.
 
-A token has k slots, one for each of its experts. Slots are sorted by expert, then token, and go to the ep rank of their
-expert. What has come from all ranks is sorted by expert again. No row is dropped, and none is added: a rank may get
-none. Padding has no slots, it would load k experts.
+A token has k slots, one for each of its experts. Slots are sorted by expert, then token, and go to
+the ep rank of their expert. What has come from all ranks is sorted by expert again. No row is
+dropped, and none is added: a rank may get none. Padding has no slots, it would load k experts.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ class Groups:
 
 
 class Route:
-    """The way of `t` tokens of this rank, and of the `R` rows that its experts are given. The ranks of `axis` build it
-    together.
+    """The way of `t` tokens of this rank, and of the `R` rows that its experts are given. The ranks
+    of `axis` build it together.
 
-    On one ep rank the host waits for nothing; on several when `sent` is first asked for, so what is launched before
-    is done meanwhile.
+    On one ep rank the host waits for nothing; on several when `sent` is first asked for, so what is
+    launched before is done meanwhile.
     """
 
-    def __init__(self, chosen: torch.Tensor, places: torch.Tensor, experts: int, axis: Axis) -> None:
+    def __init__(
+        self, chosen: torch.Tensor, places: torch.Tensor, experts: int, axis: Axis
+    ) -> None:
         self.axis = axis
         self.chosen = chosen
         """int64 `[t, k]`: the experts of each token, in order of their numbers."""
@@ -65,9 +68,13 @@ class Route:
         self.slots = self.order.argsort()
         """The inverse of `order`."""
         # bincount would wait for the device
-        ends = torch.searchsorted(sorted_slots, torch.arange(experts, device=chosen.device), right=True)
+        ends = torch.searchsorted(
+            sorted_slots, torch.arange(experts, device=chosen.device), right=True
+        )
         counts = ends.diff(prepend=ends.new_zeros(1))  # [E]
-        self._found = all_to_all(counts, axis).view(axis.size, -1)  # [ep, n]: rows of every source for each expert here
+        self._found = all_to_all(counts, axis).view(
+            axis.size, -1
+        )  # [ep, n]: rows of every source for each expert here
         self.groups = Groups(self._found.sum(0))
         """The rows of this rank's experts."""
         rows = torch.stack([counts.view(axis.size, -1).sum(1), self._found.sum(1)])
@@ -96,7 +103,9 @@ class Route:
         return self.arrived.argsort()
 
     def spread(self, slots: torch.Tensor) -> torch.Tensor:
-        """What stands by expert and token here, `[t k, ...]`, to the rows `[R, ...]` of this rank's experts."""
+        """What stands by expert and token here, `[t k, ...]`, to the rows `[R, ...]` of this rank's
+        experts.
+        """
         if self.axis.size == 1:
             return slots
         return all_to_all(slots, self.axis, self.sent, self.received).index_select(0, self.arrived)
@@ -109,7 +118,9 @@ class Route:
 
 
 class PlannedRoute(Route):
-    """A route on tensors without numbers: this rank's experts get the share of rows that is planned for the busiest."""
+    """A route on tensors without numbers: this rank's experts get the share of rows that is planned
+    for the busiest.
+    """
 
     load = 1.0
     """Rows of this rank's experts over those of an even load; at least 1."""
@@ -139,8 +150,8 @@ Terms = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Routes:
-    """What the layers of a microbatch share, and the route of each: a layer that is computed again takes the same,
-    so it gives every token to the same experts.
+    """What the layers of a microbatch share, and the route of each: a layer that is computed again
+    takes the same, so it gives every token to the same experts.
     """
 
     plan: AttentionPlan
@@ -165,7 +176,9 @@ class Routes:
 
     @functools.cached_property
     def documents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The document of each token here, int64 `[t]`, and the tokens of each of the row's documents `[D]`."""
+        """The document of each token here, int64 `[t]`, and the tokens of each of the row's
+        documents `[D]`.
+        """
         number, device = self.plan.metadata.document, self.places.device
         lengths = np.bincount(number[number >= 0], minlength=1)
         return to_device(number[self.here], device), to_device(lengths, device)

@@ -1,16 +1,16 @@
 """Which experts a token is given to, and by which weights.
 
-Scores are fp32 or wider: in bf16 several scores of a token would be equal. Equal scores are chosen by the number of the
-expert, which `topk` does not promise.
+Scores are fp32 or wider: in bf16 several scores of a token would be equal. Equal scores are chosen
+by the number of the expert, which `topk` does not promise.
 
-A matrix product does not give equal rows of the router equal scores: the order of its sums depends on the place of a
-column and on the number of tokens, and so on the grid. `first_of_equals` finds equal rows, and all of them are chosen
-by the score of the first. So experts with equal rows, biases and corrections are chosen by their numbers, exactly, on
-every grid and in every dtype.
+A matrix product does not give equal rows of the router equal scores: the order of its sums depends
+on the place of a column and on the number of tokens, and so on the grid. `first_of_equals` finds
+equal rows, and all of them are chosen by the score of the first. So experts with equal rows, biases
+and corrections are chosen by their numbers, exactly, on every grid and in every dtype.
 
-Training keeps rows equal only up to rounding. In float64, in which grids are compared, scores that differ by rounding
-are therefore taken for equal too (`without_noise`). In fp32 and bf16 they are not: there the hidden states of two grids
-differ as much as clearly different scores.
+Training keeps rows equal only up to rounding. In float64, in which grids are compared, scores that
+differ by rounding are therefore taken for equal too (`without_noise`). In fp32 and bf16 they are
+not: there the hidden states of two grids differ as much as clearly different scores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.to(wide) @ weight.to(wide).t()  # [t, h] x [h, E]
 
 
-def _gradients(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gradients(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     dx, d_weight = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
     return dx.to(x.dtype), d_weight.to(weight.dtype)
 
@@ -40,7 +42,9 @@ def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _fingerprints(weight: torch.Tensor) -> torch.Tensor:
-    """Return an int64 `[E]` for the rows of `weight[E, h]`, the same for equal rows: sums of integers have no order."""
+    """Return an int64 `[E]` for the rows of `weight[E, h]`, the same for equal rows: sums of
+    integers have no order.
+    """
     positive = weight + 0.0  # -0.0 equals 0.0, but has other bits
     if positive.shape[1] * positive.element_size() % 8 > 0:
         positive = positive.double()
@@ -53,48 +57,63 @@ def _fingerprints(weight: torch.Tensor) -> torch.Tensor:
 
 
 def first_of_equals(weight: torch.Tensor) -> torch.Tensor:
-    """Return int64 `[E]`: for each row of `weight[E, h]` the number of the first row that equals it, often its own.
+    """Return int64 `[E]`: for each row of `weight[E, h]` the number of the first row that equals
+    it, often its own.
 
-    The host does not wait for the device. The cost is that of a few tokens: every weight is read some times.
+    The host does not wait for the device. The cost is that of a few tokens: every weight is read
+    some times.
     """
     found = _fingerprints(weight)
-    first = (found.unsqueeze(1) == found).to(torch.uint8).argmax(1)  # of [E, E]; the first of several ones
+    first = (
+        (found.unsqueeze(1) == found).to(torch.uint8).argmax(1)
+    )  # of [E, E]; the first of several ones
     are_equal = (weight == weight.index_select(0, first)).all(1)  # not only their fingerprints
     return torch.where(are_equal, first, torch.arange(len(weight), device=weight.device))
 
 
 NOISE = 2.0**-32
-"""Scores of a token are equal in float64 if they differ by less than this part of the largest: 10^5 times what sums in
-another order leave, and less than a float32 can hold."""
+"""Scores of a token are equal in float64 if they differ by less than this part of the largest: 10^5
+times what sums in another order leave, and less than a float32 can hold."""
 
 
 def without_noise(scores: torch.Tensor) -> torch.Tensor:
-    """Return `scores[t, E]` with one value for those that only rounding separates: the highest of them.
+    """Return `scores[t, E]` with one value for those that only rounding separates: the highest of
+    them.
 
-    They are neighbours in order. Rounding to fewer bits would not do: a boundary may lie between any two numbers.
+    They are neighbours in order. Rounding to fewer bits would not do: a boundary may lie between
+    any two numbers.
     """
     values, order = scores.sort(-1, descending=True)
-    largest = scores.abs().masked_fill(scores.isinf(), 0.0).amax(-1, keepdim=True)  # closed groups have -inf
+    largest = (
+        scores.abs().masked_fill(scores.isinf(), 0.0).amax(-1, keepdim=True)
+    )  # closed groups have -inf
     gaps = values[:, :-1] - values[:, 1:]  # [t, E - 1]; NaN between two -inf, which are equal
     places = torch.arange(1, scores.shape[1], device=scores.device)
-    # a clear gap begins a run of equal scores, and each score takes the value at the beginning of its run
+    # a clear gap begins a run of equal scores, and each score takes the value at the beginning of
+    # its run
     begins = torch.where(gaps > NOISE * largest, places, 0).cummax(-1).values
     begins = torch.cat([torch.zeros_like(order[:, :1]), begins], -1)  # [t, E]
     return torch.empty_like(scores).scatter_(-1, order, values.gather(-1, begins))
 
 
 def choose(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 `[t, count]`: the experts of each token with the highest scores `[t, E]`, in order of their numbers."""
+    """int64 `[t, count]`: the experts of each token with the highest scores `[t, E]`, in order of
+    their numbers.
+    """
     if scores.dtype == torch.float64:
         scores = without_noise(scores)
     return scores.argsort(dim=-1, descending=True, stable=True)[:, :count].sort(-1).values
 
 
 def in_groups(scores: torch.Tensor, groups: int, count: int) -> torch.Tensor:
-    """`scores[t, E]`, -inf outside of each token's `count` groups with the highest sums of two scores."""
+    """`scores[t, E]`, -inf outside of each token's `count` groups with the highest sums of two
+    scores.
+    """
     parts = scores.unflatten(1, (groups, -1))  # [t, groups, E / groups]
     best = choose(parts.topk(2, sorted=False).values.sum(-1), count)
-    closed = torch.ones_like(parts[:, :, 0], dtype=torch.bool).scatter_(1, best, False)  # [t, groups]
+    closed = torch.ones_like(parts[:, :, 0], dtype=torch.bool).scatter_(
+        1, best, False
+    )  # [t, groups]
     return parts.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
 
 
@@ -130,7 +149,8 @@ def shares_of_chosen(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor
 
 
 def _sigmoid(scores: torch.Tensor) -> torch.Tensor:
-    # torch's own gives the last numbers of a tensor other bits: an expert would be chosen by the length of a row
+    # torch's own gives the last numbers of a tensor other bits: an expert would be chosen by the
+    # length of a row
     return 1 / (1 + torch.exp(-scores))
 
 
@@ -153,7 +173,10 @@ SCORES = {
         lambda scores: scores, lambda scores: scores.softmax(-1), {False: of_chosen, True: of_all}
     ),
     "sigmoid": ScoreFunction(
-        _sigmoid, lambda scores: shares(scores.sigmoid()), {False: shares_of_chosen, True: sigmoids}, corrected=True
+        _sigmoid,
+        lambda scores: shares(scores.sigmoid()),
+        {False: shares_of_chosen, True: sigmoids},
+        corrected=True,
     ),
 }
 """By the words of --moe-router-score-function."""

@@ -1,4 +1,6 @@
-"""Self-attention with grouped queries: q, k, v in one product, perhaps norms of q and k, and the output."""
+"""Self-attention with grouped queries: q, k, v in one product, perhaps norms of q and k, and the
+output.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ def _linears(model: ModelConfig) -> dict[str, Linear]:
     heads = model.num_attention_heads * model.head_dim
     groups = model.query_groups * model.head_dim
     return {
-        "q": Linear(hidden, heads * (1 + model.attention_output_gate), std, bias),  # each head's gate behind its query
+        "q": Linear(
+            hidden, heads * (1 + model.attention_output_gate), std, bias
+        ),  # each head's gate behind its query
         "k": Linear(hidden, groups, std, bias),
         "v": Linear(hidden, groups, std, bias),
-        "output": Linear(heads, hidden, output_std(model), model.add_attention_output_bias, "columns"),
+        "output": Linear(
+            heads, hidden, output_std(model), model.add_attention_output_bias, "columns"
+        ),
     }
 
 
@@ -53,7 +59,9 @@ def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
 
 
 UNDECIDED = "all_gather"
-"""The transport that a plan assumes for `auto`, which is chosen at the start of a run: it holds the most."""
+"""The transport that a plan assumes for `auto`, which is chosen at the start of a run: it holds the
+most.
+"""
 
 
 def transport_of(config: RunConfig) -> TransportRow:
@@ -65,7 +73,9 @@ def transport_of(config: RunConfig) -> TransportRow:
 def heads_group(config: RunConfig) -> int:
     """Return the number of ranks that exchange tokens for heads; 1 if the transport does not."""
     p = config.parallel
-    return transport_of(config).head_ranks(p.context_parallel_size, p.hierarchical_context_parallel_sizes or ())
+    return transport_of(config).head_ranks(
+        p.context_parallel_size, p.hierarchical_context_parallel_sizes or ()
+    )
 
 
 ATTENTION = LayerKind("attention", _linears, (ATTENTION_PROJECTED, ("output",)), _others, _mixing)

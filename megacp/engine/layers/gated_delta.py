@@ -1,4 +1,6 @@
-"""A gated delta rule in the place of attention: queries, keys, values and rates in one product, then a convolution."""
+"""A gated delta rule in the place of attention: queries, keys, values and rates in one product,
+then a convolution.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from megacp.engine.config.model import ModelConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, output_std
 
 DELTA_PROJECTED = ("q", "k", "v", "z", "b", "a")
-"""Linears of one product: what the convolution is given, the gate of the output, and two rates of each value head."""
+"""Linears of one product: what the convolution is given, the gate of the output, and two rates of
+each value head.
+"""
 
 
 def _linears(model: ModelConfig) -> dict[str, Linear]:
@@ -35,9 +39,13 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
     """Products inside a chunk of C tokens, its map, and the scan."""
     keys, values = model.linear_key_head_dim, model.linear_value_head_dim
-    inside = CHUNK * (2 * keys + (keys + values) / 2 + keys + values)  # of a token: scores, solved, seen
+    inside = CHUNK * (
+        2 * keys + (keys + values) / 2 + keys + values
+    )  # of a token: scores, solved, seen
     across = keys * keys + 2 * keys * values + keys * keys * values / CHUNK
     return Flops(2.0 * tokens * model.linear_num_value_heads * (inside + across), 0.0)
 
 
-GATED_DELTA = LayerKind("linear_attention", _linears, (DELTA_PROJECTED, ("output",)), _others, _mixing)
+GATED_DELTA = LayerKind(
+    "linear_attention", _linears, (DELTA_PROJECTED, ("output",)), _others, _mixing
+)

@@ -1,7 +1,8 @@
-"""Mamba-2 in the place of attention: a gate, what states are made of and read by, and steps in one product.
+"""Mamba-2 in the place of attention: a gate, what states are made of and read by, and steps in one
+product.
 
-Flags of the delta rule say its sizes: key heads are groups of B and C, a key's width is the state's size, value heads
-and their width are the heads.
+Flags of the delta rule say its sizes: key heads are groups of B and C, a key's width is the state's
+size, value heads and their width are the heads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from megacp.engine.config.model import ModelConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, output_std
 
 MAMBA_PROJECTED = ("z", "x", "B", "C", "dt")
-"""Linears of one product: the gate, three that the convolution is given, and a step for each head."""
+"""Linears of one product: the gate, three that the convolution is given, and a step for each head.
+"""
 CONVOLVED = ("x", "B", "C")
 
 
@@ -22,7 +24,10 @@ def _linears(model: ModelConfig) -> dict[str, Linear]:
     values = heads * model.linear_value_head_dim
     keys = model.linear_num_key_heads * model.linear_key_head_dim
     widths = {"z": values, "x": values, "B": keys, "C": keys, "dt": heads}
-    found = {name: Linear(model.hidden_size, width, model.init_method_std) for name, width in widths.items()}
+    found = {
+        name: Linear(model.hidden_size, width, model.init_method_std)
+        for name, width in widths.items()
+    }
     return found | {"output": Linear(values, model.hidden_size, output_std(model), cut="columns")}
 
 
@@ -30,9 +35,13 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
     taps, linears = model.linear_conv_kernel_dim, _linears(model)
     for name in CONVOLVED:  # as torch's Conv1d has them, and draws the weight
         width = linears[name].outputs
-        yield Tensor(f"convolution_{name}.weight", (width, 1, taps), "rows", "uniform", (3 * taps) ** -0.5)
+        yield Tensor(
+            f"convolution_{name}.weight", (width, 1, taps), "rows", "uniform", (3 * taps) ** -0.5
+        )
     for name in CONVOLVED:
-        yield Tensor(f"convolution_{name}.bias", (linears[name].outputs,), "rows", "zeros", decays=False)
+        yield Tensor(
+            f"convolution_{name}.bias", (linears[name].outputs,), "rows", "zeros", decays=False
+        )
     heads = (model.linear_num_value_heads,)
     yield Tensor("dt_bias", heads, "rows", "step", 1.0, decays=False)
     yield Tensor("A_log", heads, "rows", "log_rate", 1.0, decays=False)
@@ -41,7 +50,9 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Products inside a chunk of C tokens, what it adds to its state, and what is read of the state before it."""
+    """Products inside a chunk of C tokens, what it adds to its state, and what is read of the state
+    before it.
+    """
     keys, values = model.linear_key_head_dim, model.linear_value_head_dim
     each = model.linear_num_value_heads * (CHUNK * values + 2 * keys * values)
     return Flops(2.0 * tokens * (model.linear_num_key_heads * CHUNK * keys + each), 0.0)

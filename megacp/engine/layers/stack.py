@@ -42,7 +42,9 @@ class Layer:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """All that stands in the block."""
-        return (self.mixer, self.mlp) if self.shared is None else (self.mixer, self.mlp, self.shared)
+        return (
+            (self.mixer, self.mlp) if self.shared is None else (self.mixer, self.mlp, self.shared)
+        )
 
     @property
     def has_state(self) -> bool:
@@ -68,7 +70,9 @@ class Layer:
             yield from kind.tensors(model, self.name)
 
     def flops(self, model: ModelConfig, tokens: int, area: int) -> Flops:
-        """The forward over some tokens with an area of allowed (query, key) pairs, without low-rank pairs."""
+        """The forward over some tokens with an area of allowed (query, key) pairs, without low-rank
+        pairs.
+        """
         weights = sum(linear.inputs * linear.outputs for linear in self.linears(model).values())
         mixing = self.mixer.mixing(model, tokens, area) + self.mlp.mixing(model, tokens, area)
         return Flops(2.0 * tokens * weights, 0.0) + mixing
@@ -109,7 +113,9 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
     if model.linear_attention_freq is None:
         attend = (True,)
     routed = skip_pattern("--moe-layer-freq", model.moe_layer_freq)
-    if model.moe_layer_freq.isdigit():  # Megatron counts the first of N, where others count the last
+    if (
+        model.moe_layer_freq.isdigit()
+    ):  # Megatron counts the first of N, where others count the last
         routed = routed[::-1]
     found = []
     for i in range(model.num_layers):
@@ -123,7 +129,13 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
 
 def vocabulary_table(model: ModelConfig, name: str, rows: int) -> Tensor:
     """A table of the vocabulary, embedding or head."""
-    return Tensor(f"{name}.weight", (rows, model.hidden_size), "rows", std=model.init_method_std, treated="table")
+    return Tensor(
+        f"{name}.weight",
+        (rows, model.hidden_size),
+        "rows",
+        std=model.init_method_std,
+        treated="table",
+    )
 
 
 def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
@@ -137,7 +149,9 @@ def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def lora_kinds(model: ModelConfig) -> tuple[str, ...]:
-    """The kinds of linears with a low-rank pair that some layer has, in the order of `LORA_KINDS`."""
+    """The kinds of linears with a low-rank pair that some layer has, in the order of
+    `LORA_KINDS`.
+    """
     found = {kind for layer in layers_of(model) for kind in layer.lora_linears(model)}
     return tuple(kind for kind in model.lora_pairs if kind in found)
 

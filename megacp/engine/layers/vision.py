@@ -34,7 +34,10 @@ def block_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
     """Linears of a ViT's block, by the ends of their names."""
     width, ffn, std = v.vision_hidden_size, v.vision_ffn_hidden_size, model.init_method_std
     last_std = output_std(model, v.vision_num_layers)
-    mlp = {"mlp.up": Linear(width, ffn, std, True), "mlp.down": Linear(ffn, width, last_std, True, "columns")}
+    mlp = {
+        "mlp.up": Linear(width, ffn, std, True),
+        "mlp.down": Linear(ffn, width, last_std, True, "columns"),
+    }
     return _attention(width, width, std, last_std) | mlp
 
 
@@ -44,7 +47,9 @@ def _vit_tensors(
     width, std = v.vision_hidden_size, model.init_method_std
     yield Tensor("vision.patch_embedding.weight", (width, *patch(v)), std=std, treated="matrix")
     yield Tensor("vision.patch_embedding.bias", (width,), init="zeros", decays=False)
-    yield Tensor("vision.position_embedding.weight", (v.patches_per_crop, width), std=std, treated="table")
+    yield Tensor(
+        "vision.position_embedding.weight", (v.patches_per_crop, width), std=std, treated="table"
+    )
     for block in (f"vision.blocks.{i}" for i in range(v.vision_num_layers)):
         for part in ("attention", "mlp"):
             yield from layer_norm_tensors(f"{block}.{part}_norm", width)
@@ -54,7 +59,9 @@ def _vit_tensors(
 
 def _vit_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
     """Each patch sees those of an image as large as the table of positions."""
-    weights = v.vision_num_layers * _weights(block_linears(v, model)) + v.vision_hidden_size * v.patch_dim
+    weights = (
+        v.vision_num_layers * _weights(block_linears(v, model)) + v.vision_hidden_size * v.patch_dim
+    )
     pairs = v.vision_num_layers * patches * v.patches_per_crop
     return Flops(2.0 * patches * weights, 4.0 * pairs * v.vision_hidden_size)
 
@@ -66,7 +73,11 @@ def _vit(patch: Callable[[VisionConfig], tuple[int, ...]]) -> VisionKind:
 
 def pooling_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
     """Attention over patches with the features of two layers, then a SwiGLU MLP."""
-    width, std, ffn = v.vision_hidden_size, model.init_method_std, v.connector_ffn_hidden_size or model.ffn_hidden_size
+    width, std, ffn = (
+        v.vision_hidden_size,
+        model.init_method_std,
+        v.connector_ffn_hidden_size or model.ffn_hidden_size,
+    )
     mlp = {"mlp.gate": Linear(width, ffn, std), "mlp.up": Linear(width, ffn, std)}
     mlp["mlp.down"] = Linear(ffn, model.hidden_size, std, cut="columns")
     return _attention(width, 2 * width, std, std) | mlp
@@ -81,7 +92,9 @@ def _pooling_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
     """Keys and values are those of each patch; the rest meets the pooled token alone."""
     linears = pooling_linears(v, model)
     each = _weights({name: linears[f"attention.{name}"] for name in "kv"})
-    return Flops(2.0 * (_weights(linears) + (patches - 1) * each), 4.0 * patches * v.vision_hidden_size)
+    return Flops(
+        2.0 * (_weights(linears) + (patches - 1) * each), 4.0 * patches * v.vision_hidden_size
+    )
 
 
 def merging_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
@@ -115,10 +128,16 @@ VISION_KINDS: dict[str, tuple[VisionKind, VisionKind]] = {
 def tower_tensors(config: RunConfig) -> Iterator[Tensor]:
     """All of the tower; none without one."""
     tower, _ = VISION_KINDS[config.vision.vision_family]
-    return tower.tensors(config.vision, config.model) if config.vision.vision_num_layers else iter(())
+    return (
+        tower.tensors(config.vision, config.model) if config.vision.vision_num_layers else iter(())
+    )
 
 
 def connector_tensors(config: RunConfig) -> Iterator[Tensor]:
     """All of the connector; none without a tower."""
     _, connector = VISION_KINDS[config.vision.vision_family]
-    return connector.tensors(config.vision, config.model) if config.vision.vision_num_layers else iter(())
+    return (
+        connector.tensors(config.vision, config.model)
+        if config.vision.vision_num_layers
+        else iter(())
+    )

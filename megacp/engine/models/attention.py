@@ -1,7 +1,8 @@
-"""Self-attention of the decoder: norm, fused q/k/v projection, optional q/k norms, rotary, core attention, output.
+"""Self-attention of the decoder: norm, fused q/k/v projection, optional q/k norms, rotary, core
+attention, output.
 
-Heads are cut over tp and tokens over cp; only the backend communicates. Separate projections would gather the
-sequence-parallel input three times.
+Heads are cut over tp and tokens over cp; only the backend communicates. Separate projections would
+gather the sequence-parallel input three times.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class SelfAttention(nn.Module):
         self.scale, self.reach = config.attention_scale, Reach(described.window)
         epsilon = config.norm_epsilon
         self.qkv = backend.norm_column_linear(
-            NormSpec(f"{prefix}_norm", config.hidden_size, epsilon) if config.has_input_norms else None,
+            NormSpec(f"{prefix}_norm", config.hidden_size, epsilon)
+            if config.has_input_norms
+            else None,
             LinearSpec.of(prefix, linears, *ATTENTION_PROJECTED),
         )
         self.widths = [linears[name].outputs // backend.tp.size for name in ATTENTION_PROJECTED]
@@ -50,25 +53,36 @@ class SelfAttention(nn.Module):
         self.sinks = own[0] if own else None  # [heads/tp]
         self.norms, self.column_norms = nn.ModuleList(), nn.ModuleList()
         for tensor in query_key_norms(config):
-            norm = NormSpec(f"{prefix}.{tensor.name.removesuffix('.weight')}", tensor.shape[0], epsilon)
+            norm = NormSpec(
+                f"{prefix}.{tensor.name.removesuffix('.weight')}", tensor.shape[0], epsilon
+            )
             if tensor.cut == "whole":  # one weight for every head
                 self.norms.append(backend.norm(norm, over_heads=True))
             else:
                 self.column_norms.append(backend.column_norm(norm))
 
-    def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
+    ) -> torch.Tensor:
         """Attend under the plan."""
         q, k, v = self.qkv(x, save).split(self.widths, -1)
         if self.gated:  # each head's queries stand before its gate
             q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
         if self.column_norms:
             q, k = self.column_norms[0](q.flatten(1)), self.column_norms[1](k)
-        q, k, v = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))  # [t, heads/tp * d] -> [.., d]
+        q, k, v = (
+            part.view(len(part), -1, self.head_dim) for part in (q, k, v)
+        )  # [t, heads/tp * d] -> [.., d]
         if self.norms:
-            q, k = self.norms[0](q), self.norms[1](k)  # their backward keeps the fused product, and v with it
+            q, k = (
+                self.norms[0](q),
+                self.norms[1](k),
+            )  # their backward keeps the fused product, and v with it
         elif not self.column_norms:
             v = v.contiguous()  # a view would keep the whole fused product alive for backward
         q, k = (rotate(part, *rotary) if self.rotates else part.contiguous() for part in (q, k))
-        out = self.backend.attention(q, k, v, plan.within(self.reach), self.scale, self.sinks, save.results)
+        out = self.backend.attention(
+            q, k, v, plan.within(self.reach), self.scale, self.sinks, save.results
+        )
         # [t, heads/tp, d] -> [t, heads/tp * d]
         return self.output(save(_opened, out, gate) if self.gated else out.flatten(1))

@@ -1,4 +1,5 @@
-"""One decoder block: attention and MLP, norms before or after them, with residuals, dropout and recomputation.
+"""One decoder block: attention and MLP, norms before or after them, with residuals, dropout and
+recomputation.
 
 The body says which values it would save. The recompute mode is chosen once, outside of it.
 """
@@ -34,12 +35,18 @@ from megacp.engine.save import Save, keep
 from megacp.engine.tensor_parallel.linear import LinearSpec
 from megacp.engine.tensor_parallel.lora import DropoutNames, LowRank
 
-MIXERS: dict[LayerKind, type[nn.Module]] = {ATTENTION: SelfAttention, GATED_DELTA: GatedDeltaNet, MAMBA2: Mamba2}
+MIXERS: dict[LayerKind, type[nn.Module]] = {
+    ATTENTION: SelfAttention,
+    GATED_DELTA: GatedDeltaNet,
+    MAMBA2: Mamba2,
+}
 
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What every block of a microbatch shares: the plan, rotary angles, and the names of its dropout bits."""
+    """What every block of a microbatch shares: the plan, rotary angles, and the names of its
+    dropout bits.
+    """
 
     plan: AttentionPlan
     rotary: tuple[Angles, Angles]
@@ -56,7 +63,9 @@ class BlockInputs:
 class Block(nn.Module):
     """`x[t/tp, h] -> [t/tp, h]`; the layer index is global."""
 
-    def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend, recompute: RecomputeMode) -> None:
+    def __init__(
+        self, layer: int, config: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+    ) -> None:
         super().__init__()
         prefix = f"layers.{layer}"
         described = layers_of(config)[layer]
@@ -80,7 +89,10 @@ class Block(nn.Module):
         else:
             self.mlp = backend.norm_mlp(
                 NormSpec(f"{prefix}.mlp_norm", hidden, epsilon) if config.has_input_norms else None,
-                *(LinearSpec.of(f"{prefix}.mlp", linears, *product) for product in described.mlp.products),
+                *(
+                    LinearSpec.of(f"{prefix}.mlp", linears, *product)
+                    for product in described.mlp.products
+                ),
             )
         self.precision = backend.precision if recompute.repeats_block else contextlib.nullcontext
         self.recompute = recompute
@@ -95,12 +107,16 @@ class Block(nn.Module):
         run = functools.partial(run_block, self._body, self.recompute)
         if self.offload is None:
             return run(x, inputs)
-        return self.offload(run, x, inputs, (*self.parameters(), *sum(inputs.rotary, ()), inputs.token_names))
+        return self.offload(
+            run, x, inputs, (*self.parameters(), *sum(inputs.rotary, ()), inputs.token_names)
+        )
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, save: Save) -> torch.Tensor:
         for pairs in self.pairs:
             pairs.names = DropoutNames(inputs.key, inputs.token_names, inputs.all_token_names)
-        with self.precision():  # the block that is computed again in backward stands in no other context
+        with (
+            self.precision()
+        ):  # the block that is computed again in backward stands in no other context
             rotary = inputs.rotary[self.has_window]
             attended = self.attention_norm(self.attention(x, inputs.plan, rotary, save))
             x = x + self._drop(attended, inputs, 2 * self.layer)
@@ -113,10 +129,16 @@ class Block(nn.Module):
         return dropout(x, key, inputs.token_names, self.dropout if self.training else 0.0)
 
 
-def offload_blocks(chunks: Sequence[nn.ModuleList], counts: Sequence[int], device: torch.device) -> None:
-    """Let the first `counts[c]` blocks of each chunk keep on the host what they save; they wait longest for it."""
+def offload_blocks(
+    chunks: Sequence[nn.ModuleList], counts: Sequence[int], device: torch.device
+) -> None:
+    """Let the first `counts[c]` blocks of each chunk keep on the host what they save; they wait
+    longest for it.
+    """
     memory = HostMemory(device)
     for blocks, count in zip(chunks, counts, strict=True):
-        for place, block in enumerate(blocks[: count + 1] if count else ()):  # one more, which brings them back
+        for place, block in enumerate(
+            blocks[: count + 1] if count else ()
+        ):  # one more, which brings them back
             assert isinstance(block, Block)
             block.offload = BlockOffload(memory, travels=place < count, first=place == 0)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def build_chunks(
     config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None, drawn: Drawn = ALL
 ) -> list[LanguageModelChunk]:
-    """This rank's chunks in order, initialised from `--seed`; with `shards` one part is whole at a time, and of each
-    this rank draws what it keeps.
+    """This rank's chunks in order, initialised from `--seed`; with `shards` one part is whole at a
+    time, and of each this rank draws what it keeps.
     """
     backend, seed = select_backend(config, grid), config.training.seed
 
@@ -58,9 +58,13 @@ def build_chunks(
 def build_sharded(
     config: RunConfig, grid: ProcessGrid, drawn: Drawn = ALL
 ) -> tuple[list[LanguageModelChunk], ShardedParameters]:
-    """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective over the world."""
+    """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective
+    over the world.
+    """
     parallel = config.parallel
-    reduced = {DATA: grid.over("dp", "cp")} | ({EXPERTS: grid.edp} if config.model.num_experts > 0 else {})
+    reduced = {DATA: grid.over("dp", "cp")} | (
+        {EXPERTS: grid.edp} if config.model.num_experts > 0 else {}
+    )
     partial = {"tp": grid.tp, "embedding": grid.embedding}
     instances = parallel.num_distributed_optimizer_instances
     # one rank has nothing to share
@@ -69,7 +73,11 @@ def build_sharded(
         from megacp.engine.data_parallel.full_shard import FullShards
 
         full = FullShards(
-            reduced, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
+            reduced,
+            partial,
+            DTYPES[config.training.dtype],
+            by_schedule=grid.pp.size > 1,
+            instances=instances,
         )
         chunks = build_chunks(config, grid, full, drawn)
         return chunks, full
@@ -81,13 +89,16 @@ def build_sharded(
         parallel.ddp_bucket_size,
         each_microbatch=parallel.sharding.gradients,
         instances=instances,
-        parts=_parts(chunks) if grid.device.type == "cuda" else (),  # CPU ranks send with the cores that compute
+        parts=_parts(chunks)
+        if grid.device.type == "cuda"
+        else (),  # CPU ranks send with the cores that compute
     )
     return chunks, buckets
 
 
 def _parts(chunks: Sequence[LanguageModelChunk]) -> list[nn.Module]:
-    """Modules that run all of the chunks, in the order of the forward; a whole chunk stands behind its parts.
+    """Modules that run all of the chunks, in the order of the forward; a whole chunk stands behind
+    its parts.
 
     A table that embeds and ends the model is thus the embedding's.
     """

@@ -1,7 +1,7 @@
 """Parameters and FLOPs of decoder, vision tower and connector.
 
-For the dry run, the cut of the pipeline, the deal of images and the logged utilisation. A multiply-add counts as two
-FLOPs; attention counts, the embedding multiplies nothing.
+For the dry run, the cut of the pipeline, the deal of images and the logged utilisation. A
+multiply-add counts as two FLOPs; attention counts, the embedding multiplies nothing.
 """
 
 from __future__ import annotations
@@ -25,22 +25,30 @@ from megacp.engine.pipeline_parallel.partition import partition
 
 Counted = TypeVar("Counted")
 LOSS_WORK = 2**29
-"""Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`, of halves on CUDA."""
+"""Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`, of halves on
+CUDA.
+"""
 
 
 def causal_area(tokens: int, window: int = 0) -> int:
-    """Allowed (query, key) pairs of one causal document: n (n + 1) / 2, or what a window leaves of them."""
+    """Allowed (query, key) pairs of one causal document: n (n + 1) / 2, or what a window leaves of
+    them.
+    """
     seen = min(tokens, window or tokens)
     return seen * (seen + 1) // 2 + (tokens - seen) * seen
 
 
 def layer_areas(model: ModelConfig, tokens: int) -> list[int]:
     """`causal_area` of each layer; 0 where a state takes the place of attention."""
-    return [0 if layer.has_state else causal_area(tokens, layer.window) for layer in layers_of(model)]
+    return [
+        0 if layer.has_state else causal_area(tokens, layer.window) for layer in layers_of(model)
+    ]
 
 
 @functools.cache
-def _sizes(model: ModelConfig, layer: int, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _sizes(
+    model: ModelConfig, layer: int, tp: int, ep: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Parameters of a layer on one rank, and of its low-rank pairs: all, and those of experts."""
 
     def sums(tensors: Iterator[Tensor]) -> tuple[int, int]:
@@ -58,7 +66,9 @@ def first_alike(model: ModelConfig) -> tuple[int, ...]:
     return tuple(map(nameless.index, nameless))
 
 
-def of_layers(model: ModelConfig, layers: Iterable[int], count: Callable[[int], Counted]) -> list[Counted]:
+def of_layers(
+    model: ModelConfig, layers: Iterable[int], count: Callable[[int], Counted]
+) -> list[Counted]:
     """`count(layer)` of each, found once for those that are alike."""
     first = first_alike(model)
     alike = [first[layer] for layer in layers]
@@ -66,7 +76,9 @@ def of_layers(model: ModelConfig, layers: Iterable[int], count: Callable[[int], 
     return [known[layer] for layer in alike]
 
 
-def _sizes_of(model: ModelConfig, layer: int, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _sizes_of(
+    model: ModelConfig, layer: int, tp: int, ep: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Layers that are alike are counted once: one may have a thousand tensors of experts."""
     return _sizes(model, first_alike(model)[layer], tp, ep)
 
@@ -82,12 +94,16 @@ def expert_parameters(model: ModelConfig, layer: int, ep: int = 1, *, pairs: boo
 
 
 def pair_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:
-    """Parameters of the low-rank pairs of one decoder block on one rank of tp and ep; 0 without them."""
+    """Parameters of the low-rank pairs of one decoder block on one rank of tp and ep; 0 without
+    them.
+    """
     return _sizes_of(model, layer, tp, ep)[1][0]
 
 
 def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
-    """Rows of a table of `rows` on each tp rank, padding included; 0 while the vocabulary is unknown."""
+    """Rows of a table of `rows` on each tp rank, padding included; 0 while the vocabulary is
+    unknown.
+    """
     return -(-rows // (tp * VOCABULARY_MULTIPLE)) * VOCABULARY_MULTIPLE
 
 
@@ -103,10 +119,12 @@ def head_flops(model: ModelConfig, tokens: int) -> Flops:
 
 
 def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """The whole model's forward over `tokens` tokens, without pairs; `area`, of a layer with attention, is summed over
-    their documents.
+    """The whole model's forward over `tokens` tokens, without pairs; `area`, of a layer with
+    attention, is summed over their documents.
     """
-    return sum((layer.flops(model, tokens, area) for layer in layers_of(model)), head_flops(model, tokens))
+    return sum(
+        (layer.flops(model, tokens, area) for layer in layers_of(model)), head_flops(model, tokens)
+    )
 
 
 def tower_parameters(config: RunConfig, tp: int = 1) -> int:
@@ -146,10 +164,15 @@ def pooled_flops(config: RunConfig, window: int = POOLED_PATCHES) -> Flops:
 
 
 def vision_flops(
-    config: RunConfig, crops: int, pooled: int, window: int = POOLED_PATCHES, *, published: bool = False
+    config: RunConfig,
+    crops: int,
+    pooled: int,
+    window: int = POOLED_PATCHES,
+    *,
+    published: bool = False,
 ) -> float:
-    """FLOPs of training on so many crops and pooled tokens of one row, without those that frozen parts leave out;
-    those of the model, as MFU is `published`, or all that are computed.
+    """FLOPs of training on so many crops and pooled tokens of one row, without those that frozen
+    parts leave out; those of the model, as MFU is `published`, or all that are computed.
     """
     frozen = config.frozen_parts
     tower, connector = crop_flops(config).times(crops), pooled_flops(config, window).times(pooled)
@@ -162,15 +185,20 @@ def vision_flops(
 
 def pair_flops(model: ModelConfig, tokens: int, layer: int) -> Flops:
     """The forward of a block's low-rank pairs."""
-    passed, of_experts = pair_parameters(model, 1, layer), expert_parameters(model, layer, pairs=True)
+    passed, of_experts = (
+        pair_parameters(model, 1, layer),
+        expert_parameters(model, layer, pairs=True),
+    )
     if of_experts:
         passed -= of_experts * (model.num_experts - model.moe_router_topk) // model.num_experts
     return Flops(2.0 * tokens * passed, 0.0)
 
 
-def block_flops(config: RunConfig, tokens: int, area: int, layer: int, *, published: bool = False) -> float:
-    """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it are trained.
-    `published` as in `vision_flops`.
+def block_flops(
+    config: RunConfig, tokens: int, area: int, layer: int, *, published: bool = False
+) -> float:
+    """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it
+    are trained. `published` as in `vision_flops`.
     """
     flops = layers_of(config.model)[layer].flops(config.model, tokens, area)
     flops = flops.published if published else flops
@@ -181,12 +209,17 @@ def block_flops(config: RunConfig, tokens: int, area: int, layer: int, *, publis
 def text_flops(config: RunConfig, tokens: int, area: int) -> float:
     """FLOPs of training of the decoder as MFU is published; `area` as in `model_flops`."""
     head = head_flops(config.model, tokens)
-    blocks = sum(block_flops(config, tokens, area, layer, published=True) for layer in range(config.model.num_layers))
+    blocks = sum(
+        block_flops(config, tokens, area, layer, published=True)
+        for layer in range(config.model.num_layers)
+    )
     return blocks + (head.passing if "text" in config.frozen_parts else head.training)
 
 
 def planned_images(config: RunConfig) -> tuple[int, int]:
-    """Planned crops and pooled tokens of one pack: `--vision-planned-crops`, or a full row of them."""
+    """Planned crops and pooled tokens of one pack: `--vision-planned-crops`, or a full row of
+    them.
+    """
     v, length = config.vision, config.data.seq_length
     if not v.vision_num_layers:
         return 0, 0
@@ -196,17 +229,20 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
 
 
 def encoders(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """Packs whose images are encoded together, and by how many ranks; replicated ones by each rank for itself."""
+    """Packs whose images are encoded together, and by how many ranks; replicated ones by each rank
+    for itself.
+    """
     p = config.parallel
     replicates = p.vision_shards == "replicate"
     return (packs_in_a_row(config, world_size), 1) if replicates else (1, p.context_parallel_size)
 
 
 def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], float, float]:
-    """Costs of each layer, of embedding and vision, and of head and loss: FLOPs of training on one causal pack.
+    """Costs of each layer, of embedding and vision, and of head and loss: FLOPs of training on one
+    causal pack.
 
-    Text is dealt over cp; vision that is not counts cp times. The embedding counts an operation per element, both ways.
-    Experts have the load that is planned for.
+    Text is dealt over cp; vision that is not counts cp times. The embedding counts an operation per
+    element, both ways. Experts have the load that is planned for.
     """
     model, tokens = config.model, config.data.seq_length
     head = head_flops(model, tokens)
@@ -215,18 +251,27 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     every = range(model.num_layers)
     blocks = of_layers(model, every, lambda layer: block_flops(config, tokens, areas[layer], layer))
     if model.num_experts > 0:
-        more = Flops(2.0 * tokens * (planned_load(config) - 1) * model.moe_router_topk / model.num_experts, 0.0)
+        more = Flops(
+            2.0 * tokens * (planned_load(config) - 1) * model.moe_router_topk / model.num_experts,
+            0.0,
+        )
         factor = more.passing if "text" in config.frozen_parts else more.training
         experts = of_layers(model, every, lambda layer: expert_parameters(model, layer))
         blocks = [cost + factor * count for cost, count in zip(blocks, experts, strict=True)]
     factor, sharers = encoders(config, world_size)
-    seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
+    seeing = (
+        vision_flops(config, *planned_images(config))
+        * factor
+        * config.parallel.context_parallel_size
+        / sharers
+    )
     first = 2.0 * tokens * model.hidden_size + seeing
     return blocks, first, last
 
 
 def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
-    """`[stage][chunk]` -> the global layers of that chunk: those that a run builds and the dry run prints.
+    """`[stage][chunk]` -> the global layers of that chunk: those that a run builds and the dry run
+    prints.
 
     Stages hold unequal numbers of layers where the head costs more than a layer.
     """
@@ -238,15 +283,21 @@ def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
 
 
 def first_trained_stage(config: RunConfig, world_size: int) -> int:
-    """Return the first virtual stage with a trained parameter; earlier ones take no part in the backward.
+    """Return the first virtual stage with a trained parameter; earlier ones take no part in the
+    backward.
 
-    Only low-rank pairs leave stages without one: some kinds of layers have no linear of `--lora-targets`.
+    Only low-rank pairs leave stages without one: some kinds of layers have no linear of
+    `--lora-targets`.
     """
     frozen = config.frozen_parts
-    trains_images = config.vision.vision_num_layers > 0 and not {"vision", "connector"} <= set(frozen)
+    trains_images = config.vision.vision_num_layers > 0 and not {"vision", "connector"} <= set(
+        frozen
+    )
     if "text" not in frozen or trains_images:
         return 0
-    adapted = {i for i, layer in enumerate(layers_of(config.model)) if layer.has_pairs(config.model)}
+    adapted = {
+        i for i, layer in enumerate(layers_of(config.model)) if layer.has_pairs(config.model)
+    }
     # virtual stages in the order of their layers: chunk 0 of every stage, then chunk 1, ...
     by_chunk = zip(*stage_layers(config, world_size), strict=True)
     in_order = itertools.chain.from_iterable(by_chunk)
@@ -258,7 +309,9 @@ _known_cut = functools.cache(partition)
 
 
 def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
-    """Blocks of each chunk of a stage that keep their activations on the host; the part asked for is rounded up."""
+    """Blocks of each chunk of a stage that keep their activations on the host; the part asked for
+    is rounded up.
+    """
     asked, blocks = config.training.activation_offload, sum(map(len, chunks))
     wanted = min(blocks, math.ceil(asked * blocks - 1e-9) if asked < 1 else int(asked))
     counts = []
@@ -271,15 +324,18 @@ def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
 def logit_bytes(config: RunConfig) -> int:
     """Bytes of one token's logits on a rank: softmax and gradient take their place.
 
-    A CPU has a wide copy of halves beside them; on CUDA two kernels read and write the halves themselves.
+    A CPU has a wide copy of halves beside them; on CUDA two kernels read and write the halves
+    themselves.
     """
-    rows = vocabulary_rows(config.model, config.model.vocab_size, config.parallel.tensor_model_parallel_size)
+    rows = vocabulary_rows(
+        config.model, config.model.vocab_size, config.parallel.tensor_model_parallel_size
+    )
     return rows * config.training.element_bytes
 
 
 def loss_chunk_tokens(config: RunConfig) -> int:
-    """Tokens whose logits exist at once; 0 for all of a row. `auto` takes all where they fit into `LOSS_WORK`, else the
-    largest power of two of them that does.
+    """Tokens whose logits exist at once; 0 for all of a row. `auto` takes all where they fit into
+    `LOSS_WORK`, else the largest power of two of them that does.
     """
     asked, each = config.training.cross_entropy_chunk_tokens, logit_bytes(config)
     if asked != "auto":

@@ -1,8 +1,10 @@
-"""Gated DeltaNet in the place of self-attention (Yang et al., 2025; Qwen3-Next, Qwen3.5): a state instead of keys.
+"""Gated DeltaNet in the place of self-attention (Yang et al., 2025; Qwen3-Next, Qwen3.5): a state
+instead of keys.
 
-One projection gives q, k, v, a gate z of the output, and for each value head the rate beta at which a token writes and
-what the decay of the state is made of. q, k and v pass a short convolution. Heads are cut over tp, a key head with the
-value heads it serves; tokens over cp, where the state goes from rank to rank.
+One projection gives q, k, v, a gate z of the output, and for each value head the rate beta at which
+a token writes and what the decay of the state is made of. q, k and v pass a short convolution.
+Heads are cut over tp, a key head with the value heads it serves; tokens over cp, where the state
+goes from rank to rank.
 """
 
 from __future__ import annotations
@@ -46,16 +48,25 @@ class GatedDeltaNet(nn.Module):
         self.norm = backend.norm(norm, over_heads=True)
         self.output = backend.row_linear(LinearSpec.of(prefix, linears, "output"))
 
-    def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
+    ) -> torch.Tensor:
         """Move states along the paths of the plan; positions have no part in it."""
-        channels, z, b, a = self.project(x, save).split([sum(self.widths[:3]), *self.widths[3:]], -1)
+        channels, z, b, a = self.project(x, save).split(
+            [sum(self.widths[:3]), *self.widths[3:]], -1
+        )
         convolved = self.states.convolve(channels, self.convolution.squeeze(1), plan)
         q, k, v = convolved.split(self.widths[:3], -1)
         wide = accumulation_dtype(x.dtype)
         log_decay = -self.log_rate.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))
         q, k, v, z = (
             part.unflatten(-1, (-1, width))  # [t, heads/tp * d] -> [t, heads/tp, d]
-            for part, width in ((q, self.key_dim), (k, self.key_dim), (v, self.value_dim), (z, self.value_dim))
+            for part, width in (
+                (q, self.key_dim),
+                (k, self.key_dim),
+                (v, self.value_dim),
+                (z, self.value_dim),
+            )
         )
         out = self.states.move(plan, q, k, v, log_decay, b.sigmoid())
         return self.output(save(self._gated, out, z))

@@ -1,7 +1,8 @@
-"""The decoder as a chunk of a pipeline stage: optional embedding and vision, some blocks, optional head with loss.
+"""The decoder as a chunk of a pipeline stage: optional embedding and vision, some blocks, optional
+head with loss.
 
-One class is the whole model, a stage or a virtual stage, by the layers it is given. Only the hidden state crosses a
-stage boundary.
+One class is the whole model, a stage or a virtual stage, by the layers it is given. Only the hidden
+state crosses a stage boundary.
 """
 
 from __future__ import annotations
@@ -30,20 +31,24 @@ from megacp.engine.tensor_parallel.vocabulary import TableSpec, Target, Vocabula
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
 Made = Callable[[nn.Module, Role], None]
-"""Callback for each part as soon as it is built, in the order of the forward pass, and last for the chunk: for the
-parameters that are in no other part.
+"""Callback for each part as soon as it is built, in the order of the forward pass, and last for the
+chunk: for the parameters that are in no other part.
 """
 
 
 class OutputHead(nn.Module):
-    """`table` may be the embedding's; the loss has logits for `chunk_tokens` tokens at a time (0: all)."""
+    """`table` may be the embedding's; the loss has logits for `chunk_tokens` tokens at a time (0:
+    all).
+    """
 
     def __init__(self, norm: nn.Module, table: VocabularyTable, chunk_tokens: int) -> None:
         super().__init__()
         self.norm, self.table, self.chunk_tokens = norm, table, chunk_tokens
 
     def forward(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
-        """This rank's share of the loss of `hidden[t/tp, h]`, a scalar in fp32 or wider, replicated over tp."""
+        """This rank's share of the loss of `hidden[t/tp, h]`, a scalar in fp32 or wider, replicated
+        over tp.
+        """
         return self.table.loss(self.norm(hidden), target, self.chunk_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -52,10 +57,12 @@ class OutputHead(nn.Module):
 
 
 class LanguageModelChunk(nn.Module):
-    """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they end the model.
+    """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they
+    end the model.
 
-    `tied_across` says that embedding and head are copies of one table on two stages; `loss_chunk_tokens`, for how many
-    tokens the loss has logits at a time (0: all). `made` hears of every part.
+    `tied_across` says that embedding and head are copies of one table on two stages;
+    `loss_chunk_tokens`, for how many tokens the loss has logits at a time (0: all). `made` hears of
+    every part.
     """
 
     def __init__(
@@ -93,7 +100,9 @@ class LanguageModelChunk(nn.Module):
             if tied and self.is_first:
                 last = self.embedding
             else:
-                tensor = vocabulary_table(config, "embedding" if tied else "head", config.vocab_size)
+                tensor = vocabulary_table(
+                    config, "embedding" if tied else "head", config.vocab_size
+                )
                 last = backend.vocabulary(TableSpec(tensor, shared, counted=not tied))
             self.head = OutputHead(norm, last, loss_chunk_tokens)
             if not (tied and self.is_first):
@@ -108,15 +117,19 @@ class LanguageModelChunk(nn.Module):
         self.frequencies = frequencies.to(next(self.parameters()).device)
         self.axes = rotary_axes(config.mrope_section, config.rotary_dim // 2)
         self.replaces = vision is not None and vision.family.replaces
-        """Whether features stand in the place of their tokens' embeddings, instead of being added to them."""
+        """Whether features stand in the place of their tokens' embeddings, instead of being added
+        to them.
+        """
         self.window_frequencies, self.multiplier = None, config.embedding_multiplier
         if config.window_rotary_base is not None:
-            frequencies = inverse_frequencies(config.rotary_dim, config.window_rotary_base, RotaryScaling())
+            frequencies = inverse_frequencies(
+                config.rotary_dim, config.window_rotary_base, RotaryScaling()
+            )
             self.window_frequencies = frequencies.to(self.frequencies.device)
 
     def hidden(self, x: torch.Tensor | None, batch: LocalBatch, tokens: int = 0) -> torch.Tensor:
-        """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None on the first chunk, or what `embedded`
-        gave. `tokens` as in `Routes`.
+        """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None on the first chunk,
+        or what `embedded` gave. `tokens` as in `Routes`.
         """
         if x is None:
             x = self.embedded(batch)
@@ -126,7 +139,11 @@ class LanguageModelChunk(nn.Module):
         near = far = cos_sin(positions, self.frequencies, self.backend.dtype, self.rotary_factor)
         if self.window_frequencies is not None:
             near = cos_sin(positions, self.window_frequencies, self.backend.dtype)
-        names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
+        names = (
+            slice_of(batch.token_names, self.backend.tp)
+            if self.backend.sequence_parallel
+            else batch.token_names
+        )
         parts = self.backend.tp if self.backend.sequence_parallel else single_axis("one")
         routes = Routes.of(batch.plan, parts, x.device, tokens) if self.has_experts else None
         inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key, routes)
@@ -136,9 +153,11 @@ class LanguageModelChunk(nn.Module):
         return x
 
     def embedded(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """The embedding of this rank's tokens, with the features of images added to their image-patch tokens.
+        """The embedding of this rank's tokens, with the features of images added to their
+        image-patch tokens.
 
-        `features`: what `vision` gave for the images of the batch; None computes them. Only on the first chunk.
+        `features`: what `vision` gave for the images of the batch; None computes them. Only on the
+        first chunk.
         """
         x = self.embedding(batch.tokens)
         if self.multiplier != 1:
@@ -146,7 +165,8 @@ class LanguageModelChunk(nn.Module):
         if self.vision is None:
             if batch.vision is not None and len(batch.vision.routes.source):
                 raise ValueError(
-                    f"a row holds {len(batch.vision.routes.source)} image tokens, but the model has no vision tower: "
+                    f"a row holds {len(batch.vision.routes.source)} image tokens, but the model "
+                    "has no vision tower: "
                     "--vision-num-layers is 0"
                 )
             return x
@@ -154,21 +174,32 @@ class LanguageModelChunk(nn.Module):
             features, rows = self.vision(None, None), np.empty(0, np.int64)
         else:
             if features is None:
-                features = self.vision(batch.vision.patches, batch.vision.pooling, batch.vision.grids)
+                features = self.vision(
+                    batch.vision.patches, batch.vision.pooling, batch.vision.grids
+                )
             features, rows = place_features(features, batch.vision)
-        return add_features(x, features, rows, self.backend.tp, self.backend.sequence_parallel, self.replaces)
+        return add_features(
+            x, features, rows, self.backend.tp, self.backend.sequence_parallel, self.replaces
+        )
 
     def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[T, true vocabulary rows of this rank]` in the order of the row.
 
-        `features` as in `embedded`. Only on a chunk that is the whole model. ValueError where cp ranks share the row.
+        `features` as in `embedded`. Only on a chunk that is the whole model. ValueError where cp
+        ranks share the row.
         """
         hidden = self.hidden(self.embedded(batch, features), batch)
         return batch.in_row_order(self.head.logits(hidden))  # [t, vocabulary] -> [T, vocabulary]
 
-    def forward(self, x: torch.Tensor | None, batch: LocalBatch, denominator: float, tokens: int = 0) -> torch.Tensor:
-        """The hidden state, or on the last chunk this rank's share of the loss over the step's denominator: a scalar in
-        fp32 or wider, replicated over tp.
+    def forward(
+        self, x: torch.Tensor | None, batch: LocalBatch, denominator: float, tokens: int = 0
+    ) -> torch.Tensor:
+        """The hidden state, or on the last chunk this rank's share of the loss over the step's
+        denominator: a scalar in fp32 or wider, replicated over tp.
         """
         hidden = self.hidden(x, batch, tokens)
-        return self.head(hidden, Target(batch.labels, batch.loss_weights, denominator)) if self.is_last else hidden
+        return (
+            self.head(hidden, Target(batch.labels, batch.loss_weights, denominator))
+            if self.is_last
+            else hidden
+        )

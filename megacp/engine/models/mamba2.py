@@ -1,7 +1,9 @@
-"""Mamba-2 in the place of self-attention (Dao and Gu, 2024; hybrids such as Nemotron-H): states with one decay a head.
+"""Mamba-2 in the place of self-attention (Dao and Gu, 2024; hybrids such as Nemotron-H): states
+with one decay a head.
 
-One projection gives a gate z, x, B and C, which pass a short convolution, and a step dt for each head. Heads are cut
-over tp, a group of B and C with the heads that it serves; tokens over cp, where states go from rank to rank.
+One projection gives a gate z, x, B and C, which pass a short convolution, and a step dt for each
+head. Heads are cut over tp, a group of B and C with the heads that it serves; tokens over cp, where
+states go from rank to rank.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ class Mamba2(nn.Module):
         linears = MAMBA2.linears(config)
         self.states = backend.states(state_space_dual)
         self.state_size, self.head_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.groups, self.epsilon = config.linear_num_key_heads // backend.tp.size, config.norm_epsilon
+        self.groups, self.epsilon = (
+            config.linear_num_key_heads // backend.tp.size,
+            config.norm_epsilon,
+        )
         norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.project = backend.norm_column_linear(
             norm if config.has_input_norms else None,
@@ -47,10 +52,17 @@ class Mamba2(nn.Module):
         )
         self.output = backend.row_linear(LinearSpec.of(prefix, linears, "output"))
 
-    def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
+    ) -> torch.Tensor:
         """Move states along the paths of the plan; positions have no part in it."""
-        z, channels, dt = self.project(x, save).split([self.widths[0], sum(self.widths[1:4]), self.widths[4]], -1)
-        convolved = self.states.convolve(channels, self.convolution.squeeze(1), plan) + self.convolution_bias
+        z, channels, dt = self.project(x, save).split(
+            [self.widths[0], sum(self.widths[1:4]), self.widths[4]], -1
+        )
+        convolved = (
+            self.states.convolve(channels, self.convolution.squeeze(1), plan)
+            + self.convolution_bias
+        )
         x, b, c = F.silu(convolved).split(self.widths[1:4], -1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [t, heads/tp, V]
         b, c = (part.unflatten(-1, (-1, self.state_size)) for part in (b, c))  # [t, groups/tp, K]

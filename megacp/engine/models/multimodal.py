@@ -1,13 +1,14 @@
 """The vision encoder: from crops and pooling windows to features of the language model's width.
 
-A rank without crops returns zero features that depend on every trained parameter of vision, with gradient zero. Each
-microbatch thus gives each of them a gradient, whatever images it holds; with a frozen language model, the loss would
-have no graph otherwise.
+A rank without crops returns zero features that depend on every trained parameter of vision, with
+gradient zero. Each microbatch thus gives each of them a gradient, whatever images it holds; with a
+frozen language model, the loss would have no graph otherwise.
 
-In the connector each window of patches becomes one feature. A window's query is the mean of its patches; attention over
-the patches pools them, and a SwiGLU MLP projects the result (Molmo2's adapter). A slot of a window that lies outside of
-the image is -1: it counts in no mean and gets no weight. Windows do not see each other, so they may be dealt to ranks
-in any way. Heads and FFN are cut over tp; inputs and output are replicated over it.
+In the connector each window of patches becomes one feature. A window's query is the mean of its
+patches; attention over the patches pools them, and a SwiGLU MLP projects the result (Molmo2's
+adapter). A slot of a window that lies outside of the image is -1: it counts in no mean and gets no
+weight. Windows do not see each other, so they may be dealt to ranks in any way. Heads and FFN are
+cut over tp; inputs and output are replicated over it.
 """
 
 from __future__ import annotations
@@ -45,27 +46,46 @@ class Connector(nn.Module):
         self.down = backend.row_linear(product("mlp.down"))
 
     def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
-        """Pool and project; `pooling` int64 holds rows of `features`, -1 where a window leaves the image."""
+        """Pool and project; `pooling` int64 holds rows of `features`, -1 where a window leaves the
+        image.
+        """
         valid = pooling >= 0  # [m, w]
-        windows = features.index_select(0, pooling.clamp(min=0).flatten())  # a slot outside takes patch 0, zeroed next
-        windows = windows.unflatten(0, pooling.shape) * valid[..., None]  # [m * w, 2h] -> [m, w, 2h]
-        query = windows.sum(1) / valid.sum(1, keepdim=True).to(windows.dtype)  # mean of the valid patches: [m, 2h]
-        q = self.query(query).unflatten(-1, (-1, self.head_dim))  # [m, heads/tp * d] -> [m, heads/tp, d]
-        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.key_value(windows).chunk(2, -1))
-        # one query a window, k, v [m, w, heads/tp, d]; softmax in fp32 or wider, and every window has a valid slot
+        windows = features.index_select(
+            0, pooling.clamp(min=0).flatten()
+        )  # a slot outside takes patch 0, zeroed next
+        windows = (
+            windows.unflatten(0, pooling.shape) * valid[..., None]
+        )  # [m * w, 2h] -> [m, w, 2h]
+        query = windows.sum(1) / valid.sum(1, keepdim=True).to(
+            windows.dtype
+        )  # mean of the valid patches: [m, 2h]
+        q = self.query(query).unflatten(
+            -1, (-1, self.head_dim)
+        )  # [m, heads/tp * d] -> [m, heads/tp, d]
+        k, v = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in self.key_value(windows).chunk(2, -1)
+        )
+        # one query a window, k, v [m, w, heads/tp, d]; softmax in fp32 or wider, and every window
+        # has a valid slot
         scores = torch.einsum("mhd,mwhd->mhw", q, k).to(accumulation_dtype(q.dtype)) * self.scale
-        weights = torch.softmax(scores.masked_fill(~valid[:, None], -torch.inf), -1)  # 0 outside the image
+        weights = torch.softmax(
+            scores.masked_fill(~valid[:, None], -torch.inf), -1
+        )  # 0 outside the image
         pooled = torch.einsum("mhw,mwhd->mhd", weights.to(v.dtype), v)
         return self.down(swiglu(self.gate_up(self.output(pooled.flatten(1)))))
 
 
 class Merger(nn.Module):
-    """Qwen3.5's connector: `features[c, h]`, `pooling[m, 4]` -> `[m, text h]`: an MLP of four patches together."""
+    """Qwen3.5's connector: `features[c, h]`, `pooling[m, 4]` -> `[m, text h]`: an MLP of four
+    patches together.
+    """
 
     def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         linears = merging_linears(config, model)
-        self.norm = layer_norm(NormSpec("connector.norm", config.vision_hidden_size, 1e-6), backend.options)
+        self.norm = layer_norm(
+            NormSpec("connector.norm", config.vision_hidden_size, 1e-6), backend.options
+        )
         self.up = backend.column_linear(LinearSpec.of("connector", linears, "mlp.up"))
         self.down = backend.row_linear(LinearSpec.of("connector", linears, "mlp.down"))
 
@@ -96,10 +116,16 @@ class _Nothing(torch.autograd.Function):
 
 
 class VisionEncoder(nn.Module):
-    """Vision tower and connector: `patches[c, N, 3 p p]`, `pooling[m, w]` -> features `[m, h]`, replicated over tp."""
+    """Vision tower and connector: `patches[c, N, 3 p p]`, `pooling[m, w]` -> features `[m, h]`,
+    replicated over tp.
+    """
 
     def __init__(
-        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+        self,
+        config: VisionConfig,
+        model: ModelConfig,
+        backend: NativeBackend,
+        recompute: RecomputeMode,
     ) -> None:
         super().__init__()
         self.config, self.width = config, model.hidden_size
@@ -108,22 +134,28 @@ class VisionEncoder(nn.Module):
         self.connector = connector(config, model, backend.tower("connector"))
 
     def forward(
-        self, patches: torch.Tensor | None, pooling: torch.Tensor | None, grids: PatchGrids | None = None
+        self,
+        patches: torch.Tensor | None,
+        pooling: torch.Tensor | None,
+        grids: PatchGrids | None = None,
     ) -> torch.Tensor:
-        """Features in the order of `pooling`, whose int64 values are rows of `patches.flatten(0, 1)` or -1.
+        """Features in the order of `pooling`, whose int64 values are rows of `patches.flatten(0,
+        1)` or -1.
 
         `grids`: those of the images, of a family that needs them.
 
-        Every window holds at least one patch. None, no crops or no windows give features `[0, h]`. ValueError for crops
-        of another size.
+        Every window holds at least one patch. None, no crops or no windows give features `[0, h]`.
+        ValueError for crops of another size.
         """
         if patches is None or pooling is None:
             return self._nothing()
         expected = (self.config.crop_patches, self.config.patch_dim)
         if patches.dim() != 3 or tuple(patches.shape[1:]) != expected:
             raise ValueError(
-                f"crops of shape {tuple(patches.shape)} came in, --vision-image-size {self.config.vision_image_size} "
-                f"and --vision-patch-size {self.config.vision_patch_size} need (crops, {expected[0]}, {expected[1]}): "
+                f"crops of shape {tuple(patches.shape)} came in, --vision-image-size "
+                f"{self.config.vision_image_size} "
+                f"and --vision-patch-size {self.config.vision_patch_size} need (crops, "
+                f"{expected[0]}, {expected[1]}): "
                 "was --data-path built with other image sizes?"
             )
         if 0 in (patches.shape[0], pooling.shape[0]):

@@ -1,10 +1,11 @@
-"""Activation offload: what autograd saves in some decoder blocks waits for its backward in host memory.
+"""Activation offload: what autograd saves in some decoder blocks waits for its backward in host
+memory.
 
-Whole storages travel, once a block, whatever views of them are saved. Forward: a copy begins where a tensor is saved,
-and the device's memory is let go when the next block is done, or begins its backward. Backward: when a block begins,
-the storages of the block before it come back. On CUDA both directions have a stream of their own, host buffers are
-pinned, and events order the copies. Parameters, what all blocks share, small tensors, and a pipeline's received input
-stay.
+Whole storages travel, once a block, whatever views of them are saved. Forward: a copy begins where
+a tensor is saved, and the device's memory is let go when the next block is done, or begins its
+backward. Backward: when a block begins, the storages of the block before it come back. On CUDA both
+directions have a stream of their own, host buffers are pinned, and events order the copies.
+Parameters, what all blocks share, small tensors, and a pipeline's received input stay.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ import torch
 PLAIN: set[type] = {torch.Tensor}
 """Tensors that travel; a subclass may hold more than its storage."""
 SMALLEST = 2048
-"""Bytes of the smallest storage that travels: statistics of few rows cost more calls than they free."""
+"""Bytes of the smallest storage that travels: statistics of few rows cost more calls than they
+free.
+"""
 
 Event = Any
 """`torch.cuda.Event`, or None on the CPU."""
 
 
 class Lane:
-    """Copies of one direction, one behind the other: a stream on CUDA; on the CPU a copy is done when it is asked."""
+    """Copies of one direction, one behind the other: a stream on CUDA; on the CPU a copy is done
+    when it is asked.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Begin a copy behind the work of the current stream and the event `after`; the event of its end."""
+        """Begin a copy behind the work of the current stream and the event `after`; the event of
+        its end.
+        """
         if self.stream is None:
             target.copy_(source)
             return None
@@ -78,19 +85,23 @@ class HostMemory:
         self.latest: Passage | None = None
 
     def leave_before(self, passage: Passage) -> None:
-        """The backward of `passage` begins: what the last block of a later microbatch saved leaves for it now, not with
-        the next forward."""
+        """The backward of `passage` begins: what the last block of a later microbatch saved leaves
+        for it now, not with the next forward."""
         if self.latest is not None and self.latest is not passage:
             self.latest.leave()
             self.latest = None
 
     def take(self, size: int) -> HostBuffer:
-        """The smallest free buffer of `size` to twice as many bytes, or a new one: rows of a run differ in length."""
+        """The smallest free buffer of `size` to twice as many bytes, or a new one: rows of a run
+        differ in length.
+        """
         place = bisect.bisect_left(self.free, size, key=lambda buffer: buffer.size)
         if place < len(self.free) and self.free[place].size <= 2 * size:
             return self.free.pop(place)
         on_gpu = self.device.type == "cuda"
-        size = 1 << (size - 1).bit_length() if on_gpu else size  # as torch's allocator rounds pinned memory up
+        size = (
+            1 << (size - 1).bit_length() if on_gpu else size
+        )  # as torch's allocator rounds pinned memory up
         self.allocated += size
         return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
 
@@ -100,8 +111,8 @@ class HostMemory:
 
 
 class SavedStorage:
-    """The storage of a saved tensor: on the device, on the host, or both while a copy is under way. Gone with its last
-    `HostView`."""
+    """The storage of a saved tensor: on the device, on the host, or both while a copy is under way.
+    Gone with its last `HostView`."""
 
     def __init__(self, memory: HostMemory, x: torch.Tensor) -> None:
         self.memory = memory
@@ -114,7 +125,9 @@ class SavedStorage:
         self.wanted = False
 
     def leave(self) -> None:
-        """Let go of the device's memory once it is copied, unless backward has asked for it already."""
+        """Let go of the device's memory once it is copied, unless backward has asked for it
+        already.
+        """
         if not self.wanted:
             self.memory.away.wait(self.left)
             self.on_device = None
@@ -124,11 +137,15 @@ class SavedStorage:
         self.wanted = True
         if self.on_device is None:
             self.on_device = torch.empty(self.size, dtype=torch.uint8, device=self.memory.device)
-            self.arrived = self.memory.back.copy(self.on_device, self.host.content[: self.size], self.left)
+            self.arrived = self.memory.back.copy(
+                self.on_device, self.host.content[: self.size], self.left
+            )
         return self.on_device
 
     def __del__(self) -> None:
-        self.memory.back.wait(self.arrived)  # also where nobody used it: its memory is about to be another's
+        self.memory.back.wait(
+            self.arrived
+        )  # also where nobody used it: its memory is about to be another's
         self.host.used = self.left if self.arrived is None else self.arrived
         self.memory.give(self.host)
 
@@ -149,13 +166,16 @@ class Passage:
     def __init__(self, memory: HostMemory, staying: Iterable[torch.Tensor]) -> None:
         self.memory = memory
         self._staying = {x.untyped_storage()._cdata for x in staying}
-        # by torch's handle of the storage; holds them until the block is done, so that no handle is met twice
+        # by torch's handle of the storage; holds them until the block is done, so that no handle is
+        # met twice
         self._open: dict[int, SavedStorage] = {}
         self._stored: list[weakref.ref[SavedStorage]] = []
 
     def pack(self, x: torch.Tensor) -> torch.Tensor | HostView:
         """What autograd saves of a tensor."""
-        activation = x.dtype.is_floating_point or x.dtype == torch.bool  # integers are indices and names of tokens
+        activation = (
+            x.dtype.is_floating_point or x.dtype == torch.bool
+        )  # integers are indices and names of tokens
         if not activation or type(x) not in PLAIN or x.device.type != self.memory.device.type:
             return x
         storage = x.untyped_storage()
@@ -202,13 +222,19 @@ class BlockOffload:
     """Whether the chunk begins here."""
 
     def __call__(
-        self, run: Callable[..., torch.Tensor], x: torch.Tensor, inputs: Any, staying: Iterable[torch.Tensor]
+        self,
+        run: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        inputs: Any,
+        staying: Iterable[torch.Tensor],
     ) -> torch.Tensor:
         """`run(x, inputs, hooks=...)`; the tensors `staying` are never copied."""
         if not torch.is_grad_enabled():
             return run(x, inputs)
         memory = self.memory
-        received = (x,) if x.is_leaf and x.requires_grad else ()  # a pipeline holds it until its gradient is sent
+        received = (
+            (x,) if x.is_leaf and x.requires_grad else ()
+        )  # a pipeline holds it until its gradient is sent
         passage = Passage(memory, (*staying, *received)) if self.travels else None
         out = run(x, inputs, hooks=(passage.pack, passage.unpack) if passage else None)
         if passage:

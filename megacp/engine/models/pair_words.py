@@ -1,4 +1,6 @@
-"""Low-rank pairs in words: what a run says of them when it starts, and a plan or an export when it is made."""
+"""Low-rank pairs in words: what a run says of them when it starts, and a plan or an export when it
+is made.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ from megacp.storage.wording import human_count
 
 
 def describe_pairs(model: ModelConfig) -> str:
-    """Describe the low-rank pairs in words: `rank 8, alpha 16, on attention.q, experts.gate (rank 4, alpha 8)`."""
+    """Describe the low-rank pairs in words: `rank 8, alpha 16, on attention.q, experts.gate (rank
+    4, alpha 8)`.
+    """
     usual = model.usual_pair
     names = []
-    for word, size in joined_words({kind: model.lora_pairs[kind] for kind in lora_kinds(model)}).items():
+    for word, size in joined_words(
+        {kind: model.lora_pairs[kind] for kind in lora_kinds(model)}
+    ).items():
         names.append(word if size == usual else f"{word} (rank {size.rank}, alpha {size.alpha:g})")
     return f"rank {usual.rank}, alpha {usual.alpha:g}, on {', '.join(names)}"
 
@@ -32,7 +38,9 @@ def layers_in_words(layers: Sequence[int]) -> str:
 
 
 def parts_without_pairs(config: RunConfig) -> list[str]:
-    """Say in a line each which layers have no low-rank pairs, and that experts are not trained, if they are not."""
+    """Say in a line each which layers have no low-rank pairs, and that experts are not trained, if
+    they are not.
+    """
     model = config.model
     who = "the adapter" if config.checkpoint.load_adapter is not None else "--lora-targets"
     if not model.lora_pairs:
@@ -49,7 +57,9 @@ def parts_without_pairs(config: RunConfig) -> list[str]:
     # in a model of one kind of mixer the list of kinds says all
     if len({layer.mixer.name for layer in layers}) > 1:
         for part, of_part in bare.items():
-            told.append(f"no low-rank pairs: {part} of layers {layers_in_words(of_part)} ({who} names none)")
+            told.append(
+                f"no low-rank pairs: {part} of layers {layers_in_words(of_part)} ({who} names none)"
+            )
     experts = [layer for layer in layers if layer.is_routed]
     if experts and not any(kind in model.lora_pairs for kind in EXPERT_KINDS):
         matrices = sum(linear.inputs * linear.outputs for linear in MOE.of_expert(model).values())
@@ -58,9 +68,12 @@ def parts_without_pairs(config: RunConfig) -> list[str]:
             advice = "the adapter has no pairs on them"
         else:
             targets = model.lora_targets or "q,v"
-            advice = f"--lora-targets {','.join([targets, *EXPERT_KINDS])} trains low-rank pairs on them"
+            advice = (
+                f"--lora-targets {','.join([targets, *EXPERT_KINDS])} trains low-rank pairs on them"
+            )
         told.append(
-            f"experts are not trained: {count} parameters in {model.num_experts} experts of {len(experts)} layers; "
+            f"experts are not trained: {count} parameters in {model.num_experts} experts of "
+            f"{len(experts)} layers; "
             f"{advice}"
         )
     return told

@@ -1,11 +1,14 @@
-"""Recomputation of a block, whole or selective: cheap, large activations remembered as recipes instead of tensors.
+"""Recomputation of a block, whole or selective: cheap, large activations remembered as recipes
+instead of tensors.
 
-In the selective one, autograd stores a recipe wherever it would store a registered output (the input of a linear), and
-backward runs it: no matrix product and no message is repeated. `torch.utils.checkpoint` around norm and activation
-cannot drop an output that the next linear saves.
+In the selective one, autograd stores a recipe wherever it would store a registered output (the
+input of a linear), and backward runs it: no matrix product and no message is repeated.
+`torch.utils.checkpoint` around norm and activation cannot drop an output that the next linear
+saves.
 
-The whole one computes a block again but for its attention, whose cost grows with the length of a row: the node of the
-first forward stays in the graph with its output and log-sum-exp, and only its queries, keys and values are made again.
+The whole one computes a block again but for its attention, whose cost grows with the length of a
+row: the node of the first forward stays in the graph with its output and log-sum-exp, and only its
+queries, keys and values are made again.
 """
 
 from __future__ import annotations
@@ -31,26 +34,37 @@ HELD: Hooks = (lambda x: x, lambda x: x)
 
 
 class Recomputation(Save):
-    """Registers outputs that can be made again; used as `with recomputation.active():` around a block.
+    """Registers outputs that can be made again; used as `with recomputation.active():` around a
+    block.
 
     `hooks` hold all that is saved besides recipes, and what recipes are made from.
     """
 
     def __init__(self, hooks: Hooks = HELD) -> None:
         self._hold, self._give = hooks
-        self._registered: dict[Key, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {}
+        self._registered: dict[
+            Key, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+        ] = {}
         self._outputs: list[torch.Tensor] = []
 
-    def __call__(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """`function(*inputs)`, stored by autograd as a recipe wherever the result is an input of something else."""
+    def __call__(
+        self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """`function(*inputs)`, stored by autograd as a recipe wherever the result is an input of
+        something else.
+        """
         output = function(*inputs)
         self._registered[self._key(output)] = function, tuple(x.detach() for x in inputs)
-        self._outputs.append(output.detach())  # holds the storage until the block is done, so no key is met twice
+        self._outputs.append(
+            output.detach()
+        )  # holds the storage until the block is done, so no key is met twice
         return output
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Route autograd's saved tensors through the recipes; forget the recipes at the end of the block."""
+        """Route autograd's saved tensors through the recipes; forget the recipes at the end of the
+        block.
+        """
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._registered.clear()
@@ -64,7 +78,9 @@ class Recomputation(Save):
         registered = self._registered.get(self._key(x))
         return self._hold(x) if registered is None else self._recipe(*registered)
 
-    def _recipe(self, function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Recipe:
+    def _recipe(
+        self, function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]
+    ) -> Recipe:
         held, give = [self._hold(x) for x in inputs], self._give
 
         def recipe() -> torch.Tensor:
@@ -78,7 +94,8 @@ class Recomputation(Save):
 
 
 class KeptResults(Save):
-    """One forward of a block that is computed again, without a second call of what `results` called.
+    """One forward of a block that is computed again, without a second call of what `results`
+    called.
 
     Its node stays in the graph with what it saved; `inputs` alone are made again, with the block.
     """
@@ -92,9 +109,13 @@ class KeptResults(Save):
         marks = [Kept.apply(x, *inputs) for x in inputs]  # both times: the second fills the first
         if self._given is not None:
             held, wanted = self._given
-            return self._give(held).detach().requires_grad_(wanted)  # so that what follows saves as much as before
+            return (
+                self._give(held).detach().requires_grad_(wanted)
+            )  # so that what follows saves as much as before
         places = {x.untyped_storage()._cdata: place for place, x in enumerate(inputs)}
-        made = functools.cache(lambda place: marks[place].grad_fn.saved_tensors[0].detach())  # torch gives each once
+        made = functools.cache(
+            lambda place: marks[place].grad_fn.saved_tensors[0].detach()
+        )  # torch gives each once
 
         def pack(x: torch.Tensor) -> Any:
             place = places.get(x.untyped_storage()._cdata)
@@ -117,7 +138,8 @@ def run_block(
 ) -> torch.Tensor:
     """Return `body(*inputs, save)`, whose backward computes again what `mode` repeats.
 
-    `hooks` store and return the saved tensors. Under no_grad autograd saves nothing, so nothing is recomputed.
+    `hooks` store and return the saved tensors. Under no_grad autograd saves nothing, so nothing is
+    recomputed.
     """
     if not torch.is_grad_enabled():
         return body(*inputs, keep)
@@ -127,7 +149,8 @@ def run_block(
             return body(*inputs, recomputation)
     with torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
         if mode.repeats_block:
-            # checkpoint sets hooks of its own inside of ours, so that ours see only the block's input
+            # checkpoint sets hooks of its own inside of ours, so that ours see only the block's
+            # input
             results = KeptResults(hooks or HELD)
             return checkpoint(body, *inputs, results, use_reentrant=False, preserve_rng_state=False)
         return body(*inputs, keep)

@@ -1,12 +1,14 @@
-"""The vision towers: ViTs (Dosovitskiy et al., 2021) that encode each crop, or each image, by itself.
+"""The vision towers: ViTs (Dosovitskiy et al., 2021) that encode each crop, or each image, by
+itself.
 
-Patches of a crop or an image see each other and nothing else, so a rank encodes any of them. Only tp communicates:
-heads and FFN are cut over it, activations between the linears are replicated. Sequence parallelism over patches would
-tie the number of crops of a rank to tp.
+Patches of a crop or an image see each other and nothing else, so a rank encodes any of them. Only
+tp communicates: heads and FFN are cut over it, activations between the linears are replicated.
+Sequence parallelism over patches would tie the number of crops of a rank to tp.
 
-Molmo2: crops have learned positions, and the outputs of two blocks side by side leave the tower, without a final norm.
-Qwen3.5: images have any number of patches, which stand in blocks of 2 x 2; the learned positions of a square are
-resampled to each image, and queries and keys turn by row and column.
+Molmo2: crops have learned positions, and the outputs of two blocks side by side leave the tower,
+without a final norm. Qwen3.5: images have any number of patches, which stand in blocks of 2 x 2;
+the learned positions of a square are resampled to each image, and queries and keys turn by row and
+column.
 """
 
 from __future__ import annotations
@@ -41,17 +43,26 @@ Attend = Callable[..., torch.Tensor]
 
 
 class VisionBlock(nn.Module):
-    """`x[patches, h] -> [patches, h]`, replicated over tp: pre-norm attention and MLP with biases."""
+    """`x[patches, h] -> [patches, h]`, replicated over tp: pre-norm attention and MLP with
+    biases.
+    """
 
     def __init__(
-        self, layer: int, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+        self,
+        layer: int,
+        config: VisionConfig,
+        model: ModelConfig,
+        backend: NativeBackend,
+        recompute: RecomputeMode,
     ) -> None:
         super().__init__()
         prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
         epsilon = 1e-6  # Molmo2's, in every LayerNorm
         product = functools.partial(LinearSpec.of, prefix, block_linears(config, model))
         self.head_dim, self.widths = config.vision_head_dim, [hidden // backend.tp.size] * 3
-        self.attention_norm = layer_norm(NormSpec(f"{prefix}.attention_norm", hidden, epsilon), backend.options)
+        self.attention_norm = layer_norm(
+            NormSpec(f"{prefix}.attention_norm", hidden, epsilon), backend.options
+        )
         self.qkv = backend.column_linear(product("attention.q", "attention.k", "attention.v"))
         self.output = backend.row_linear(product("attention.output"))
         self.mlp_norm = layer_norm(NormSpec(f"{prefix}.mlp_norm", hidden, epsilon), backend.options)
@@ -75,7 +86,11 @@ class Tower(nn.Module):
     """What all towers have."""
 
     def __init__(
-        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+        self,
+        config: VisionConfig,
+        model: ModelConfig,
+        backend: NativeBackend,
+        recompute: RecomputeMode,
     ) -> None:
         super().__init__()
         self.backend, self.scale = backend, config.vision_head_dim**-0.5
@@ -83,7 +98,8 @@ class Tower(nn.Module):
         embedding = itertools.islice(tower.tensors(config, model), 3)  # blocks stand behind it
         self.weight, self.bias, self.positions = map(backend.parameter, embedding)
         self.blocks = nn.ModuleList(
-            VisionBlock(layer, config, model, backend, recompute) for layer in range(config.vision_num_layers)
+            VisionBlock(layer, config, model, backend, recompute)
+            for layer in range(config.vision_num_layers)
         )
 
     def prepare(self, grids: PatchGrids | None) -> None:
@@ -91,15 +107,23 @@ class Tower(nn.Module):
 
 
 class VisionTower(Tower):
-    """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by side."""
+    """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by
+    side.
+    """
 
     def __init__(
-        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+        self,
+        config: VisionConfig,
+        model: ModelConfig,
+        backend: NativeBackend,
+        recompute: RecomputeMode,
     ) -> None:
         super().__init__(config, model, backend, recompute)
         self.feature_layers, self.patches = config.feature_layers, config.patches_per_crop
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller
+    ) -> torch.Tensor:
         """All patches of a crop see each other."""
         # [c * N, heads/tp, d] -> [c, heads/tp, N, d]
         q, k, v = (x.unflatten(0, (-1, self.patches)).transpose(1, 2) for x in (q, k, v))
@@ -112,17 +136,22 @@ class VisionTower(Tower):
 
     def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
         """Encode every crop; `patches` of any float dtype are turned into the model's."""
-        x = F.linear(patches.to(self.backend.dtype), self.weight, self.bias)  # [c, N, 3 p p] -> [c, N, h]
+        x = F.linear(
+            patches.to(self.backend.dtype), self.weight, self.bias
+        )  # [c, N, 3 p p] -> [c, N, h]
         x = (x + self.positions).flatten(0, 1)  # [c, N, h] -> [c * N, h]
         outputs = []
         for block in self.blocks:
             x = block(x, self._attend)
             outputs.append(x)
-        return torch.cat([outputs[layer] for layer in self.feature_layers], -1)  # 2 x [c * N, h] -> [c * N, 2 h]
+        return torch.cat(
+            [outputs[layer] for layer in self.feature_layers], -1
+        )  # 2 x [c * N, h] -> [c * N, 2 h]
 
 
 def patch_places(grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Image, row and column `[N]` of each patch of images with `grids[n, 2]` rows and columns of 2 x 2 blocks.
+    """Image, row and column `[N]` of each patch of images with `grids[n, 2]` rows and columns of 2
+    x 2 blocks.
 
     Blocks stand row by row, and so do the patches of a block.
     """
@@ -136,14 +165,20 @@ def patch_places(grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _taps(place: np.ndarray, length: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """The two rows of a table of `side` between which `place` of `length` lies, ends on ends, and their weights."""
+    """The two rows of a table of `side` between which `place` of `length` lies, ends on ends, and
+    their weights.
+    """
     at = place * (side - 1) / np.maximum(length - 1, 1)
     low = np.minimum(at.astype(np.int64), side - 1)
-    return np.stack([low, np.minimum(low + 1, side - 1)], 1), np.stack([1 - (at - low), at - low], 1)
+    return np.stack([low, np.minimum(low + 1, side - 1)], 1), np.stack(
+        [1 - (at - low), at - low], 1
+    )
 
 
 def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows `[N, 4]` of a table of `side x side` positions and their weights for each patch: bilinear."""
+    """Rows `[N, 4]` of a table of `side x side` positions and their weights for each patch:
+    bilinear.
+    """
     image, row, column = patch_places(grids)
     (rows, by_row), (columns, by_column) = (
         _taps(place, 2 * grids[image, axis], side) for place, axis in ((row, 0), (column, 1))
@@ -153,9 +188,11 @@ def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @once
-def patch_plan(grids: PatchGrids, side: int, device: torch.device) -> tuple[AttentionPlan, list[torch.Tensor]]:
-    """The plan by which the patches of each image see each other; rows and columns `[N, 2]` and `resampled`, in memory
-    that `device` copies from.
+def patch_plan(
+    grids: PatchGrids, side: int, device: torch.device
+) -> tuple[AttentionPlan, list[torch.Tensor]]:
+    """The plan by which the patches of each image see each other; rows and columns `[N, 2]` and
+    `resampled`, in memory that `device` copies from.
     """
     image, row, column = patch_places(grids.sizes)
     plan = AttentionPlan(np.arange(len(image))[None], Metadata.of_documents(image, span=1), 0)
@@ -164,20 +201,32 @@ def patch_plan(grids: PatchGrids, side: int, device: torch.device) -> tuple[Atte
 
 
 class GridTower(Tower):
-    """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with their grids -> `[c, h]`."""
+    """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with their grids -> `[c,
+    h]`.
+    """
 
     def __init__(
-        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+        self,
+        config: VisionConfig,
+        model: ModelConfig,
+        backend: NativeBackend,
+        recompute: RecomputeMode,
     ) -> None:
         super().__init__(config, model, backend, recompute)
-        self.side, self.device, width = config.patches_per_side, backend.options.device, config.vision_head_dim
+        self.side, self.device, width = (
+            config.patches_per_side,
+            backend.options.device,
+            config.vision_head_dim,
+        )
         self.frequencies = inverse_frequencies(width // 2, 1e4, RotaryScaling()).to(self.device)
         heads = config.vision_num_attention_heads // backend.tp.size
         self.heads = Heads(heads, heads, width)
 
     def prepare(self, grids: PatchGrids | None) -> None:
         assert grids is not None
-        self.backend.local_transport.prepare(patch_plan(grids, self.side, self.device)[0], self.heads)
+        self.backend.local_transport.prepare(
+            patch_plan(grids, self.side, self.device)[0], self.heads
+        )
 
     def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
         """Encode every image; `patches` of any float dtype are turned into the model's."""
@@ -187,7 +236,9 @@ class GridTower(Tower):
         places, taps, weights = (to_device(x, self.device) for x in arrays)
         dtype = self.backend.dtype
         x = F.linear(patches.to(dtype).flatten(0, 1), self.weight.flatten(1), self.bias)
-        x = x + F.embedding_bag(taps, self.positions, per_sample_weights=weights.to(dtype), mode="sum")
+        x = x + F.embedding_bag(
+            taps, self.positions, per_sample_weights=weights.to(dtype), mode="sum"
+        )
         attend = self.attention(plan, places)
         for block in self.blocks:
             x = block(x, attend)
@@ -200,7 +251,11 @@ class GridTower(Tower):
         cos, sin = cos_sin(turns, self.frequencies.repeat(2), self.backend.dtype)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
-            q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product
+            q, k, v = (
+                rotate(q, cos, sin),
+                rotate(k, cos, sin),
+                v.contiguous(),
+            )  # a view would keep the whole product
             return self.backend.local_transport.attend(q, k, v, plan, self.scale, call=call)
 
         return attend

@@ -1,8 +1,9 @@
-"""The learning rate as a pure function of the update's number: linear warm-up, then a decay to `min_lr`.
+"""The learning rate as a pure function of the update's number: linear warm-up, then a decay to
+`min_lr`.
 
 There is no state, so a resumed run needs only its step. Formulas and flag names are Megatron's
-(`OptimizerParamScheduler`) with one difference: the first update is number 1, so it does not train with rate 0. As
-there and in transformers `min_lr` comes one update after the last of the decay.
+(`OptimizerParamScheduler`) with one difference: the first update is number 1, so it does not train
+with rate 0. As there and in transformers `min_lr` comes one update after the last of the decay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Rules that step parameters, as a table. A rule meets them as 1-D slices, whose gradients stand in `grad`.
+"""Rules that step parameters, as a table. A rule meets them as 1-D slices, whose gradients stand in
+`grad`.
 
-Which parameters a rule steps, and what it keeps of them, is data that needs no torch: `engine/config/training.py`.
+Which parameters a rule steps, and what it keeps of them, is data that needs no torch:
+`engine/config/training.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Group:
     """Learning rate over that of the schedule."""
     slices: list[torch.Tensor] = field(default_factory=list)
     state: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """What the rule keeps of each slice: tensors like it by `STATE_KINDS`, zero before the first update."""
+    """What the rule keeps of each slice: tensors like it by `STATE_KINDS`, zero before the first
+    update.
+    """
 
 
 class UpdateRule(Protocol):
@@ -40,9 +44,13 @@ class UpdateRule(Protocol):
 class AdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), by torch's fused kernel or an `engine`."""
 
-    def __init__(self, groups: Sequence[Group], settings: TrainingConfig, engine: AdamWEngine | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[Group], settings: TrainingConfig, engine: AdamWEngine | None = None
+    ) -> None:
         self._groups = groups
-        asked: list[dict[str, Any]] = [{"params": one.slices, "weight_decay": one.weight_decay} for one in groups]
+        asked: list[dict[str, Any]] = [
+            {"params": one.slices, "weight_decay": one.weight_decay} for one in groups
+        ]
         betas = (settings.adam_beta1, settings.adam_beta2)
         if engine is not None:
             self._kernel = engine(asked, betas, settings.adam_eps)
@@ -55,7 +63,9 @@ class AdamW:
                 self._counts.append(count)
                 self._kernel.state[x] = {"step": count, **state}
         # torch's kernel divides gradients by a factor as it reads them, which it holds in float32
-        self._divides = engine is None and all(x.dtype == torch.float32 for group in groups for x in group.slices)
+        self._divides = engine is None and all(
+            x.dtype == torch.float32 for group in groups for x in group.slices
+        )
 
     def set_updates(self, updates: int) -> None:
         """The bias correction of the next update depends on it."""
@@ -71,12 +81,18 @@ class AdamW:
             for x in slices:
                 x.grad.mul_(scale)  # type: ignore[union-attr]  # every slice has one
         # set as torch's GradScaler sets it
-        divisor = torch.full((), 1.0 / scale, device=slices[0].device) if scale != 1.0 and self._divides else None
+        divisor = (
+            torch.full((), 1.0 / scale, device=slices[0].device)
+            if scale != 1.0 and self._divides
+            else None
+        )
         self._kernel.grad_scale = divisor  # type: ignore[attr-defined]
         for described, group in zip(self._kernel.param_groups, self._groups, strict=True):
             described["lr"] = lr * group.lr_multiplier
         self._kernel.step()
 
 
-UPDATE_RULES: dict[str, Callable[[Sequence[Group], TrainingConfig, AdamWEngine | None], UpdateRule]] = {"adamw": AdamW}
+UPDATE_RULES: dict[
+    str, Callable[[Sequence[Group], TrainingConfig, AdamWEngine | None], UpdateRule]
+] = {"adamw": AdamW}
 """Rules by the names in `STEPPED_BY`."""

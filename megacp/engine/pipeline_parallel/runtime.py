@@ -1,18 +1,20 @@
 """Execute any action list on real ranks: the one loop behind every pipeline schedule.
 
-The loop knows no schedule. A receive is posted where the list has it, right before the compute that needs it. On NCCL
-a posted receive, or a send, is a kernel that spins until the other side comes: a compute that waits for the whole
-device then waits for that side. With one chunk a stage, every schedule ends even if all computes do. Interleaved ones
-might not, so a run's first step takes `one_at_a_time`, in which kernels are compiled and loaded.
+The loop knows no schedule. A receive is posted where the list has it, right before the compute that
+needs it. On NCCL a posted receive, or a send, is a kernel that spins until the other side comes: a
+compute that waits for the whole device then waits for that side. With one chunk a stage, every
+schedule ends even if all computes do. Interleaved ones might not, so a run's first step takes
+`one_at_a_time`, in which kernels are compiled and loaded.
 
-Sends run in the background and hold their tensor until they are through. Only hidden states travel, and both sides
-know their shape from the batch, so the microbatches of a step may differ in length.
+Sends run in the background and hold their tensor until they are through. Only hidden states travel,
+and both sides know their shape from the batch, so the microbatches of a step may differ in length.
 
-The list also decides what needs a gradient: a chunk without a backward runs under no_grad, and an input whose gradient
-is not sent asks for none. Where the first stages train nothing, autograd would find no graph there.
+The list also decides what needs a gradient: a chunk without a backward runs under no_grad, and an
+input whose gradient is not sent asks for none. Where the first stages train nothing, autograd would
+find no graph there.
 
-Between a forward and its backward the input and the autograd graph stay in memory. Of the output only the graph's edge
-is kept, so its storage is free as soon as it is sent.
+Between a forward and its backward the input and the autograd graph stay in memory. Of the output
+only the graph's edge is kept, so its storage is free as soon as it is sent.
 """
 
 from __future__ import annotations
@@ -38,16 +40,21 @@ from megacp.engine.pipeline_parallel.schedules import (
 from megacp.engine.timers import Phase, unmeasured
 
 SEND_WINDOW = 2
-"""Most sends of one channel under way; the schedules end, and lose no time, with 1 (proven in simulation)."""
+"""Most sends of one channel under way; the schedules end, and lose no time, with 1 (proven in
+simulation).
+"""
 
 ModelChunk = Callable[[Tensor | None, Any], Tensor]
-"""(input hidden[t, h], or None on virtual stage 0; batch) -> output hidden[t, h], or the scalar loss on the last one.
+"""(input hidden[t, h], or None on virtual stage 0; batch) -> output hidden[t, h], or the scalar
+loss on the last one.
 
 It must not change its input in place: the input is a leaf of the autograd graph."""
 
 
 class Parameters(Protocol):
-    """Gathers the parameters of this stage's chunks and sums their gradients: see `ShardedParameters`."""
+    """Gathers the parameters of this stage's chunks and sums their gradients: see
+    `ShardedParameters`.
+    """
 
     def unshard(self, chunk: int) -> None: ...
     def reshard(self, chunk: int) -> None: ...
@@ -68,18 +75,22 @@ class HiddenStates:
     """What travels between stages, and how a batch comes to this one."""
 
     shape: Callable[[Any], tuple[int, ...]]
-    """batch -> shape of the hidden states this rank passes on, (t/cp(/tp), h); the same function on all stages."""
+    """batch -> shape of the hidden states this rank passes on, (t/cp(/tp), h); the same function on
+    all stages.
+    """
     dtype: torch.dtype
     move: Callable[[Any], Any] = lambda batch: batch
-    """A batch on the host -> on the device, from its first chunk of this stage to its last: the pixels of a whole step
-    never stand on it at once."""
+    """A batch on the host -> on the device, from its first chunk of this stage to its last: the
+    pixels of a whole step never stand on it at once."""
 
 
 def open_channels(grid: ProcessGrid, num_chunks: int) -> None:
-    """Pass one element over every channel that `num_chunks` chunks use, in one order that all stages share.
+    """Pass one element over every channel that `num_chunks` chunks use, in one order that all
+    stages share.
 
-    Call it once before the first `run` on NCCL: it builds a communicator at the first message of a pair, and blocks
-    both ranks until it stands. Inside a schedule the two could build different ones and wait for each other.
+    Call it once before the first `run` on NCCL: it builds a communicator at the first message of a
+    pair, and blocks both ranks until it stands. Inside a schedule the two could build different
+    ones and wait for each other.
     """
     num_stages, rank = grid.pp.size, grid.pp.rank
     for direction, step in (("forward", 1), ("backward", -1)) if num_stages > 1 else ():
@@ -105,21 +116,25 @@ def run(
     phase: Phase = unmeasured,
     deferred: DeferredGradients | None = None,
 ) -> list[Tensor]:
-    """Execute this stage's action list over one step; every stage calls it with its own list of the same schedule.
+    """Execute this stage's action list over one step; every stage calls it with its own list of the
+    same schedule.
 
-    `chunks[c]` is model chunk c of this stage, that is virtual stage `c * num_stages + stage`; `batches[i]` is
-    microbatch i. The chunk of the last virtual stage returns the microbatch's scalar loss, already divided by the
-    step's denominator. Parameter gradients accumulate in the parameters; `parameters` hears of every backward, and what
-    a chunk's last one makes final may be reduced while it runs. `deferred` is needed by a list with WEIGHTS
-    actions. `phase` gives the context of every arrival, forward, backward and wait for another stage.
+    `chunks[c]` is model chunk c of this stage, that is virtual stage `c * num_stages + stage`;
+    `batches[i]` is microbatch i. The chunk of the last virtual stage returns the microbatch's
+    scalar loss, already divided by the step's denominator. Parameter gradients accumulate in the
+    parameters; `parameters` hears of every backward, and what a chunk's last one makes final may be
+    reduced while it runs. `deferred` is needed by a list with WEIGHTS actions. `phase` gives the
+    context of every arrival, forward, backward and wait for another stage.
 
-    Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the others. With a
-    forward-only list call it under `torch.no_grad()`. Other ranks are left waiting when a chunk raises: the launcher
-    (or the process group's timeout) ends them.
+    Returns the detached losses in microbatch order on the rank of the last virtual stage, [] on the
+    others. With a forward-only list call it under `torch.no_grad()`. Other ranks are left waiting
+    when a chunk raises: the launcher (or the process group's timeout) ends them.
     """
     trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD}
     handing_back = {action.chunk for action in actions if action.kind is Kind.SEND_BACKWARD}
-    assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
+    assert len(batches) == len({action.microbatch for action in actions}), (
+        f"{len(batches)} batches for other actions"
+    )
     assert torch.is_grad_enabled() or not trained, "a training schedule under no_grad"
     stage = _Stage(chunks, batches, grid, hidden, trained, handing_back, parameters, deferred)
     final = {(a.kind, a.chunk): a for a in actions}
@@ -131,7 +146,9 @@ def run(
         match action.kind:
             case Kind.FORWARD:
                 with phase("shard"):
-                    batch = stage.on_device.pop(action.microbatch, None) or hidden.move(batches[action.microbatch])
+                    batch = stage.on_device.pop(action.microbatch, None) or hidden.move(
+                        batches[action.microbatch]
+                    )
                     if action.chunk < len(chunks) - 1:
                         stage.on_device[action.microbatch] = batch
                 with phase("forward"):
@@ -146,7 +163,9 @@ def run(
                     deferred.add(key, last)
             case Kind.RECV_FORWARD:
                 with phase("pipeline exchange"):
-                    stage.inputs[key] = stage.receive(action).requires_grad_(action.chunk in stage.handing_back)
+                    stage.inputs[key] = stage.receive(action).requires_grad_(
+                        action.chunk in stage.handing_back
+                    )
             case Kind.RECV_BACKWARD:
                 with phase("pipeline exchange"):
                     stage.output_gradients[key] = stage.receive(action)
@@ -156,7 +175,9 @@ def run(
             case Kind.UNSHARD | Kind.RESHARD:
                 assert parameters is not None, f"{action}: nobody holds parameters"
                 with phase("parameter exchange"):
-                    (parameters.unshard if action.kind is Kind.UNSHARD else parameters.reshard)(action.chunk)
+                    (parameters.unshard if action.kind is Kind.UNSHARD else parameters.reshard)(
+                        action.chunk
+                    )
     stage.finish()
     return [stage.losses[microbatch] for microbatch in sorted(stage.losses)]
 
@@ -173,15 +194,27 @@ class _Stage:
     handing_back: set[int]  # those whose backward sends the gradient of its input
     parameters: Parameters | None
     deferred: DeferredGradients | None
-    on_device: dict[int, Any] = field(default_factory=dict)  # microbatches that later chunks of this stage take
-    sending: defaultdict[Channel, deque[Pending]] = field(default_factory=lambda: defaultdict(deque))
+    on_device: dict[int, Any] = field(
+        default_factory=dict
+    )  # microbatches that later chunks of this stage take
+    sending: defaultdict[Channel, deque[Pending]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     inputs: dict[tuple[int, int], Tensor] = field(
         default_factory=dict
     )  # until its gradient is sent, or else its forward
-    losses_to_go: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # with graph, until the backward
-    edges: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)  # of the outputs, until the backward
-    output_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # received, until the backward
-    outgoing: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # computed, until the send that follows
+    losses_to_go: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict
+    )  # with graph, until the backward
+    edges: dict[tuple[int, int], GradientEdge] = field(
+        default_factory=dict
+    )  # of the outputs, until the backward
+    output_gradients: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict
+    )  # received, until the backward
+    outgoing: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict
+    )  # computed, until the send that follows
     losses: dict[int, Tensor] = field(default_factory=dict)
 
     def virtual_stage(self, chunk: int) -> int:
@@ -222,7 +255,9 @@ class _Stage:
             self.parameters.end_backward(chunk)
         if chunk in self.handing_back:
             gradient = self.inputs.pop(key).grad
-            assert gradient is not None, f"virtual stage {self.virtual_stage(chunk)} does not depend on its input"
+            assert gradient is not None, (
+                f"virtual stage {self.virtual_stage(chunk)} does not depend on its input"
+            )
             self.outgoing[key] = gradient
 
     def receive(self, action: Action) -> Tensor:
@@ -237,7 +272,8 @@ class _Stage:
         """Start a send, after the oldest of its channel when the window is full."""
         shape = tuple(self.hidden.shape(self.batches[action.microbatch]))
         assert tuple(x.shape) == shape and x.dtype == self.hidden.dtype, (
-            f"{action}: {tuple(x.shape)} {x.dtype} computed, the peer expects {shape} {self.hidden.dtype}"
+            f"{action}: {tuple(x.shape)} {x.dtype} computed, the peer expects {shape} "
+            f"{self.hidden.dtype}"
         )
         channel = channel_of(action, self.grid.pp.rank, self.grid.pp.size)
         under_way = self.sending[channel]

@@ -21,17 +21,21 @@ class Span:
 def timeline(
     stages: Sequence[Sequence[Action]], num_chunks: int, times: Sequence[Mapping[Kind, float]]
 ) -> list[list[Span]]:
-    """Return the spans of the computes `stages[i]` of each stage i. Each starts as early as the order allows.
+    """Return the spans of the computes `stages[i]` of each stage i. Each starts as early as the
+    order allows.
 
-    `times` are the times of each whole stage for one microbatch; its chunks share them equally. Messages take no time.
-    A backward includes the time of the weight gradients if its stage defers none.
+    `times` are the times of each whole stage for one microbatch; its chunks share them equally.
+    Messages take no time. A backward includes the time of the weight gradients if its stage defers
+    none.
     """
     own = [dict(of_stage) for of_stage in times]
     for order, of_stage in zip(stages, own, strict=True):
         if not any(action.kind is Kind.WEIGHTS for action in order):
             of_stage[Kind.BACKWARD] = of_stage[Kind.BACKWARD] + of_stage[Kind.WEIGHTS]
     spans: list[list[Span]] = [[] for _ in stages]
-    there: dict[tuple[Kind, int, int], float] = {}  # since when an output is, by kind, microbatch and virtual stage
+    there: dict[
+        tuple[Kind, int, int], float
+    ] = {}  # since when an output is, by kind, microbatch and virtual stage
 
     def goes_on(stage: int) -> bool:
         """Run the next compute of a stage, unless its input is not there."""
@@ -41,7 +45,9 @@ def timeline(
         action = stages[stage][len(done)]
         place = virtual_stage(stage, len(stages), action.chunk)
         source = {Kind.FORWARD: place - 1, Kind.BACKWARD: place + 1}.get(action.kind, -1)
-        is_sent = 0 <= source < len(stages) * num_chunks  # the ends of the model wait for nobody, nor do weights
+        is_sent = (
+            0 <= source < len(stages) * num_chunks
+        )  # the ends of the model wait for nobody, nor do weights
         arrival = there.get((action.kind, action.microbatch, source)) if is_sent else 0.0
         if arrival is None:
             return False
@@ -65,4 +71,7 @@ def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
     """Return the computes of each stage in a step, in the order of the schedule."""
     p, microbatches = config.parallel, config.num_microbatches(world_size)
     stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    return [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+    return [
+        SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks)
+        for stage in range(stages)
+    ]

@@ -1,11 +1,13 @@
-"""`--cp-comm-type auto` and `--cp-layout auto`: a rule on the counts of the plans of a run's first rows.
+"""`--cp-comm-type auto` and `--cp-layout auto`: a rule on the counts of the plans of a run's first
+rows.
 
-What decides is `needed`: the share of the other ranks' K/V rows that a rank's queries see, under the balanced layout.
+What decides is `needed`: the share of the other ranks' K/V rows that a rank's queries see, under
+the balanced layout.
 
-`choose_transport` of the table of transports decides from this share. The layout is the best one of the transport, if
-it has one. Otherwise it is `balanced`, unless zigzag gives all ranks the same area, as it does for one long document.
-The rule depends only on packs and config, so all ranks choose alike without a message. From then on the config holds
-the choice, as if flags had given it.
+`choose_transport` of the table of transports decides from this share. The layout is the best one of
+the transport, if it has one. Otherwise it is `balanced`, unless zigzag gives all ranks the same
+area, as it does for one long document. The rule depends only on packs and config, so all ranks
+choose alike without a message. From then on the config holds the choice, as if flags had given it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ EVEN = 1.05
 """Largest area of a rank over the mean up to which zigzag is taken: its tiles are larger."""
 
 
-def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatch]]) -> tuple[RunConfig, str | None]:
-    """The config with transport and layout chosen for rows like `first_rows()`, which are the same on every rank.
+def resolve_auto(
+    config: RunConfig, first_rows: Callable[[], Sequence[PackedBatch]]
+) -> tuple[RunConfig, str | None]:
+    """The config with transport and layout chosen for rows like `first_rows()`, which are the same
+    on every rank.
 
     The line says what was chosen and why; None where nothing had to be: no auto, or one cp rank.
     """
@@ -52,21 +57,32 @@ def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatc
         comm = transport_for(config, needed) if p.chooses_transport else comm
         if p.chooses_layout:
             layout = TRANSPORTS[comm].best_layout or _even_layout(config, rows)
-        line = f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other ranks' keys"
+        line = (
+            f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other "
+            "ranks' keys"
+        )
     return with_values(config, {"cp_comm_type": comm, "cp_layout": layout}), line
 
 
 def transport_for(config: RunConfig, needed: float) -> str:
-    """Return the transport for rows in which a rank needs the share `needed` of the other ranks' K/V rows."""
+    """Return the transport for rows in which a rank needs the share `needed` of the other ranks'
+    K/V rows.
+    """
     cp = config.parallel.context_parallel_size
     tp = config.parallel.tensor_model_parallel_size
-    return choose_transport(needed, cp, config.model.num_attention_heads // tp, config.model.query_groups // tp)
+    return choose_transport(
+        needed, cp, config.model.num_attention_heads // tp, config.model.query_groups // tp
+    )
 
 
 def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
-    """Return the name of the layout that deals these rows evenly: zigzag if it does, for its larger tiles."""
+    """Return the name of the layout that deals these rows evenly: zigzag if it does, for its larger
+    tiles.
+    """
     dealt = (_dealt(config, row, ZIGZAG) for row in rows)
-    areas = [row_area(metadata, mix_of(config.model))[indices].sum(1) for metadata, indices in dealt]  # [cp, t] -> [cp]
+    areas = [
+        row_area(metadata, mix_of(config.model))[indices].sum(1) for metadata, indices in dealt
+    ]  # [cp, t] -> [cp]
     worst = max(area.max() / max(1.0, area.mean()) for area in areas)
     return ZIGZAG.name if worst <= EVEN else BALANCED.name
 
@@ -80,12 +96,16 @@ def _dealt(config: RunConfig, row: PackedBatch, layout: Layout) -> tuple[Metadat
 
 
 def needed_share(dealt: tuple[Metadata, np.ndarray]) -> float:
-    """K/V rows that ranks need of each other over those that others hold: 0 to 1, summed over ranks."""
+    """K/V rows that ranks need of each other over those that others hold: 0 to 1, summed over
+    ranks.
+    """
     metadata, indices = dealt
     cp, tokens = indices.shape
     # a rank's own rows are seen too, but do not travel
     foreign = sum(
         int(seen.sum() - seen[mine].sum())
-        for seen, mine in zip(needed_rows(AttentionPlan(indices, metadata, 0)), indices, strict=True)
+        for seen, mine in zip(
+            needed_rows(AttentionPlan(indices, metadata, 0)), indices, strict=True
+        )
     )
     return foreign / (cp * (cp - 1) * tokens)

@@ -1,7 +1,7 @@
 """Cutting a microbatch for one rank: every per-token array by the same indices, padding included.
 
-Labels were shifted before (`collate`), so a cut never needs a neighbour's token. Tokens that make the row
-divisible are padding (leave 0, weight 0), and no token sees them.
+Labels were shifted before (`collate`), so a cut never needs a neighbour's token. Tokens that make
+the row divisible are padding (leave 0, weight 0), and no token sees them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from megacp.engine.rows.vision import LocalVision, local_vision
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """One rank's share of a microbatch: `t = padded tokens / cp` tokens, and the plan that relates them.
+    """One rank's share of a microbatch: `t = padded tokens / cp` tokens, and the plan that relates
+    them.
 
-    The tokens stand in the order of `plan.local`, which is not that of the row, also on one rank: a plan sorts a
-    video's tokens by type.
+    The tokens stand in the order of `plan.local`, which is not that of the row, also on one rank: a
+    plan sorts a video's tokens by type.
     """
 
     tokens: torch.Tensor
@@ -39,14 +40,18 @@ class LocalBatch:
     loss_weights: torch.Tensor
     """float32 `[t]`; 0 where nothing is predicted."""
     position_ids: torch.Tensor
-    """int64 `[t]`, along the paths of each document's tree; or `[t, 3]`, by time, row and column."""
+    """int64 `[t]`, along the paths of each document's tree; or `[t, 3]`, by time, row and column.
+    """
     token_names: torch.Tensor
-    """int64 `[t]`: what names each token in its microbatch, on every grid; see `PackedBatch.token_names`."""
+    """int64 `[t]`: what names each token in its microbatch, on every grid; see
+    `PackedBatch.token_names`.
+    """
     plan: AttentionPlan
     key: int = 0
     """Names this microbatch on every grid; dropout masks are derived from it."""
     vision: LocalVision | None = None
-    """Images to encode here and where their features go; None for rows of a dataset without images."""
+    """Images to encode here and where their features go; None for rows of a dataset without images.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -60,16 +65,23 @@ class LocalBatch:
         return dataclasses.replace(self, **moved, key=key, vision=vision)
 
     def pinned_for(self, device: torch.device) -> LocalBatch:
-        """This batch in memory that `device` copies from, so that a step allocates none between its messages."""
+        """This batch in memory that `device` copies from, so that a step allocates none between its
+        messages.
+        """
         if device.type != "cuda":
             return self
         moved: dict[str, Any] = {name: pinned(getattr(self, name), device) for name in _TENSORS}
         return dataclasses.replace(self, **moved)
 
     def in_row_order(self, values: torch.Tensor) -> torch.Tensor:
-        """`values [t, ...]` of this rank's tokens as the row has them. ValueError where ranks share the row."""
+        """`values [t, ...]` of this rank's tokens as the row has them. ValueError where ranks share
+        the row.
+        """
         if self.plan.cp > 1:
-            raise ValueError(f"a rank of {self.plan.cp} holds a part of the row: its order is that of one rank alone")
+            raise ValueError(
+                f"a rank of {self.plan.cp} holds a part of the row: its order is that of one rank "
+                "alone"
+            )
         return values[to_device(np.argsort(self.plan.local), values.device)]
 
 
@@ -77,7 +89,9 @@ _TENSORS = ("tokens", "labels", "loss_weights", "position_ids", "token_names")
 
 
 def row_axis(grid: ProcessGrid, parallel: ParallelConfig) -> Axis:
-    """The ranks over which the tokens of a row are dealt: cp, or dp x cp with `--dynamic-context-parallel`."""
+    """The ranks over which the tokens of a row are dealt: cp, or dp x cp with
+    `--dynamic-context-parallel`.
+    """
     return grid.over("dp", "cp") if parallel.dynamic_context_parallel else grid.cp
 
 
@@ -86,13 +100,17 @@ def mask_metadata(batch: PackedBatch) -> Metadata:
     return Metadata.of_row(batch.leave, batch.span)
 
 
-def padded_row(batch: PackedBatch, layout: Layout, cp: int, tp: int) -> tuple[PackedBatch, Metadata]:
+def padded_row(
+    batch: PackedBatch, layout: Layout, cp: int, tp: int
+) -> tuple[PackedBatch, Metadata]:
     """The row filled up as the layout needs it, and what the mask must know of it."""
     padded = batch.with_padding_to(layout.padded_length(mask_metadata(batch), cp, tp))
     return padded, mask_metadata(padded)
 
 
-def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, mix: Mix = ALIKE) -> LocalBatch:
+def shard_batch(
+    batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, mix: Mix = ALIKE
+) -> LocalBatch:
     """This cp rank's share of `batch[T]`, on the host, padded as the layout needs it.
 
     `tp` > 1 with sequence parallelism; `mix` says how far the layers look that attend to it.
@@ -105,7 +123,8 @@ def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, mi
     positions = padded.position_ids if padded.position_axes is None else padded.position_axes
     fields = (padded.tokens, padded.labels, padded.loss_weights, positions, padded.token_names)
     local: dict[str, Any] = {
-        name: torch.from_numpy(field[plan.local]) for name, field in zip(_TENSORS, fields, strict=True)
+        name: torch.from_numpy(field[plan.local])
+        for name, field in zip(_TENSORS, fields, strict=True)
     }
     vision = local_vision(batch.vision, plan.indices, cp) if batch.vision is not None else None
     return LocalBatch(**local, plan=plan, vision=vision)

@@ -38,18 +38,26 @@ def finite_only(loss: float, grad_norm: float) -> Decision:
 _MOST = 64
 
 
-def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], finite: bool, world: Axis) -> str:
-    """A sentence about the packs of a step with findings, equal on all ranks. Collective over `world`.
+def suspects(
+    packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], finite: bool, world: Axis
+) -> str:
+    """A sentence about the packs of a step with findings, equal on all ranks. Collective over
+    `world`.
 
-    `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage. `finite`: the whole
-    step's loss and gradient are.
+    `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage.
+    `finite`: the whole step's loss and gradient are.
     """
-    bad = [ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())]  # this rank's
+    bad = [
+        ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())
+    ]  # this rank's
     found = gather_objects((_ids(bad), _ids(packs)), world)
     ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
     if ranks:
         blamed = set().union(*(of_rank for of_rank, _ in found))
-        return f"the loss of {named_packs(blamed)} was not finite, on rank {', '.join(map(str, ranks))}"
+        return (
+            f"the loss of {named_packs(blamed)} was not finite, on rank "
+            f"{', '.join(map(str, ranks))}"
+        )
     known = "" if finite else "all losses were finite, a gradient was not; "
     return f"{known}the step had {named_packs(set().union(*(of_rank for _, of_rank in found)))}"
 

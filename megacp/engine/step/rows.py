@@ -1,8 +1,9 @@
-"""Which packs make the rows of this rank, over which ranks a row is dealt, and a row as planned before its step.
+"""Which packs make the rows of this rank, over which ranks a row is dealt, and a row as planned
+before its step.
 
-Dynamic context parallelism is another answer to the first two questions: the packs that dp ranks would read side by
-side stand in one row, dealt over dp x cp ranks. The layout keeps short documents on few of them, and ranks that share
-no document exchange nothing.
+Dynamic context parallelism is another answer to the first two questions: the packs that dp ranks
+would read side by side stand in one row, dealt over dp x cp ranks. The layout keeps short documents
+on few of them, and ranks that share no document exchange nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A microbatch as it was read, and all that is worked out of it before its step: no device is needed."""
+    """A microbatch as it was read, and all that is worked out of it before its step: no device is
+    needed.
+    """
 
     batch: PackedBatch
     share: LocalBatch

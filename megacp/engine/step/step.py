@@ -1,4 +1,5 @@
-"""One optimizer step, or one validation batch, on any grid: plan, shard, run the pipeline, reduce, update.
+"""One optimizer step, or one validation batch, on any grid: plan, shard, run the pipeline, reduce,
+update.
 
 The same lines run on one process and on 4D grids; the grid decides what the objects hold.
 """
@@ -57,7 +58,9 @@ class StepResult:
 class ParallelModel:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
-    def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured, drawn: Drawn = ALL) -> None:
+    def __init__(
+        self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured, drawn: Drawn = ALL
+    ) -> None:
         training, parallel = config.training, config.parallel
         self.config = config
         self.grid = grid
@@ -66,8 +69,12 @@ class ParallelModel:
         self.phase = phase
         self.chunks, self.parameters = build_sharded(config, grid, drawn)
         self.backend = self.chunks[0].backend
-        self.optimizer = ShardedOptimizer(self.parameters, training, grid.world, grid.device, self.backend.adamw)
-        balanced = [m for chunk in self.chunks for m in chunk.modules() if isinstance(m, LayerBalance)]
+        self.optimizer = ShardedOptimizer(
+            self.parameters, training, grid.world, grid.device, self.backend.adamw
+        )
+        balanced = [
+            m for chunk in self.chunks for m in chunk.modules() if isinstance(m, LayerBalance)
+        ]
         self.balance = Balance(balanced, config, grid)
         self.rows = rows_of(config, grid)
         self.layout = LAYOUTS[parallel.cp_layout]
@@ -76,12 +83,19 @@ class ParallelModel:
         width = config.model.hidden_size
         self.first_trained = first_trained_stage(config, grid.world.size)
         """The first virtual stage with something to train."""
-        self.hidden = HiddenStates(lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype)
+        self.hidden = HiddenStates(
+            lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype
+        )
         open_channels(grid, len(self.chunks))
-        connect([part for axis in grid.all_axes() for pair in axis.parts.values() for part in pair], grid.device)
+        connect(
+            [part for axis in grid.all_axes() for pair in axis.parts.values() for part in pair],
+            grid.device,
+        )
 
     def plan(self, batch: PackedBatch) -> PlannedRow:
-        """What a microbatch asks of this rank, worked out on the host; called from the loader's threads."""
+        """What a microbatch asks of this rank, worked out on the host; called from the loader's
+        threads.
+        """
         self._refuse_foreign_ids(batch)
         share = shard_batch(
             batch,
@@ -108,26 +122,40 @@ class ParallelModel:
         return row if isinstance(row, PlannedRow) else self.plan(row)
 
     def _moved(self, share: LocalBatch, step: int) -> LocalBatch:
-        """The share on its device, with a dropout key of seed and step, not of ranks; `token_names` name the packs."""
+        """The share on its device, with a dropout key of seed and step, not of ranks; `token_names`
+        name the packs.
+        """
         text = f"{self.config.training.seed}/{step}"
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         return share.to(self.grid.device, key)
 
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
-        """An id outside the tables would be looked up on no tp rank and silently become a zero row."""
+        """An id outside the tables would be looked up on no tp rank and silently become a zero
+        row.
+        """
         model = self.config.model
         counted = batch.labels[batch.loss_weights > 0]  # others are 0, or ids that nothing looks up
-        for name, ids, rows in (("token", batch.tokens, model.embedding_rows), ("label", counted, model.vocab_size)):
+        for name, ids, rows in (
+            ("token", batch.tokens, model.embedding_rows),
+            ("label", counted, model.vocab_size),
+        ):
             if len(ids) and ids.max() >= rows:
                 raise ValueError(
-                    f"packs {batch.pack_ids} hold the {name} id {ids.max()}, the model's table has {rows} rows: "
+                    f"packs {batch.pack_ids} hold the {name} id {ids.max()}, the model's table has "
+                    f"{rows} rows: "
                     "was --data-path built for another --vocab-size?"
                 )
 
     def train(
-        self, rows: Sequence[Row], step: int, denominator: float, tokens: int, check: Check = finite_only
+        self,
+        rows: Sequence[Row],
+        step: int,
+        denominator: float,
+        tokens: int,
+        check: Check = finite_only,
     ) -> StepResult:
-        """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1.
+        """One update from this data-parallel rank's microbatches, if `check` lets it be; `step`
+        counts from 1.
 
         `tokens` of the whole step, without padding: terms of balance are divided by them.
         """
@@ -144,12 +172,15 @@ class ParallelModel:
             self.balance.correct()
         self.parameters.zero()
         packs = [row.pack_ids for row in rows]
-        named = suspects(packs, losses, decision.finite, self.grid.world) if decision.findings else ""
+        named = (
+            suspects(packs, losses, decision.finite, self.grid.world) if decision.findings else ""
+        )
         return StepResult(loss, norm, lr, decision, named, experts)
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], denominator: float) -> float:
-        """The loss of a validation batch: the same sum over the same kind of denominator, nothing updated.
+        """The loss of a validation batch: the same sum over the same kind of denominator, nothing
+        updated.
 
         Dropout is off: chunks are switched to evaluation and back.
         """
@@ -161,9 +192,12 @@ class ParallelModel:
             chunk.train()
         return self._total(losses)
 
-    def gradients(self, rows: Sequence[Row], step: int, denominator: float, tokens: int = 0) -> float:
-        """Loss and summed gradients without an update; `parameters.grad_shard` is valid until `parameters.zero`, and
-        what `balance` has counted until `Balance.settle`. Without `tokens` it counts nothing and has no term.
+    def gradients(
+        self, rows: Sequence[Row], step: int, denominator: float, tokens: int = 0
+    ) -> float:
+        """Loss and summed gradients without an update; `parameters.grad_shard` is valid until
+        `parameters.zero`, and what `balance` has counted until `Balance.settle`. Without `tokens`
+        it counts nothing and has no term.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
         self.parameters.finish()
@@ -180,15 +214,21 @@ class ParallelModel:
             name = f"first {name}"
         sizes = self.grid.pp.size, len(shares), len(self.chunks)
         actions = schedule(name, self.grid.pp.rank, *sizes, first_trained=self.first_trained)
-        chunks: list[ModelChunk] = [partial(chunk, denominator=denominator, tokens=tokens) for chunk in self.chunks]
+        chunks: list[ModelChunk] = [
+            partial(chunk, denominator=denominator, tokens=tokens) for chunk in self.chunks
+        ]
         if self.parameters.by_schedule:  # full shards: the list gathers and frees parameters too
             actions = with_parameters(actions)
         deferred = self.backend.deferred if training else None
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
-        return partial(run, actions, chunks, shares, self.grid, hidden, self.parameters, self.phase, deferred)
+        return partial(
+            run, actions, chunks, shares, self.grid, hidden, self.parameters, self.phase, deferred
+        )
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""
         counted = self.grid.tp.rank == 0  # tp ranks hold the same loss; other stages hold none
         mine = sum(loss.item() for loss in losses) if counted else 0.0
-        return all_reduce(torch.tensor([mine], dtype=torch.float64, device=self.grid.device), self.grid.world).item()
+        return all_reduce(
+            torch.tensor([mine], dtype=torch.float64, device=self.grid.device), self.grid.world
+        ).item()

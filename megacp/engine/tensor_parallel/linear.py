@@ -1,11 +1,13 @@
-"""Column- and row-parallel linears (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022).
+"""Column- and row-parallel linears (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et
+al., 2022).
 
-Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp] W^T` partial over tp.
+Column: `y[t, f/tp] = x W^T`, with `dx[t, h] = dy W` partial over tp. Row: `y[t, h] = x[t, f/tp]
+W^T` partial over tp.
 
-A column-parallel linear saves its sharded input and gathers it again in backward, unless its weight is frozen. The
-reduce-scatter of the input gradient runs under the weight gradient's matrix product. Several global tensors (q, k, v or
-gate, up) share one local weight and one product. Each is cut by its own heads or rows, so checkpoints never see the
-fusion.
+A column-parallel linear saves its sharded input and gathers it again in backward, unless its weight
+is frozen. The reduce-scatter of the input gradient runs under the weight gradient's matrix product.
+Several global tensors (q, k, v or gate, up) share one local weight and one product. Each is cut by
+its own heads or rows, so checkpoints never see the fusion.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def _in_bucket(weight: torch.Tensor) -> bool:
 def _take_gradient(product: WeightProduct, sink: WeightGradients | None) -> torch.Tensor | None:
     """`dy^T x` for autograd, or None where the gradient goes to the weight's part of a bucket."""
     if sink is None or not _in_bucket(product.weight):
-        return large_product(product.grad.flatten(0, -2).t(), product.x.flatten(0, -2))  # [f, t] x [t, h] -> [f, h]
+        return large_product(
+            product.grad.flatten(0, -2).t(), product.x.flatten(0, -2)
+        )  # [f, t] x [t, h] -> [f, h]
     sink.take(product)
     return None
 
@@ -70,16 +74,26 @@ def _take_gradient(product: WeightProduct, sink: WeightGradients | None) -> torc
 class _Linear(torch.autograd.Function):
     """`x[..., h], W[f, h] -> y[..., f]`, in memory that is used again; `sink` as in `product`.
 
-    "gather": `x[t/tp, h]` sharded -> `y[t, f]`; "scatter": `x[t, f/tp], W[h, f/tp] -> y[t/tp, h]`, the sum over tp.
+    "gather": `x[t/tp, h]` sharded -> `y[t, f]`; "scatter": `x[t, f/tp], W[h, f/tp] -> y[t/tp, h]`,
+    the sum over tp.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, way: Way, sink: WeightGradients | None
+        ctx: Any,
+        x: torch.Tensor,
+        weight: nn.Parameter,
+        axis: Axis,
+        way: Way,
+        sink: WeightGradients | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None, weight
+        )  # a frozen weight asks for no input
         ctx.weight, ctx.axis, ctx.way, ctx.sink = weight, axis, way, sink
-        y = large_product(collectives.all_gather(x, axis) if way == "gather" else x, weight.t())  # [t, h] x [h, f]
+        y = large_product(
+            collectives.all_gather(x, axis) if way == "gather" else x, weight.t()
+        )  # [t, h] x [h, f]
         return collectives.reduce_scatter(y, axis) if way == "scatter" else y
 
     @staticmethod
@@ -90,10 +104,17 @@ class _Linear(torch.autograd.Function):
             grad = collectives.all_gather(grad, ctx.axis)  # [t/tp, h] -> [t, h]
         waits = sink is not None and sink.deferred and _in_bucket(ctx.weight)
         # under the next product
-        arriving = collectives.start_all_gather(x, ctx.axis) if gathers and trained and not waits else None
-        dx = large_product(grad, weight) if ctx.needs_input_grad[0] else None  # [t, f] x [f, h] -> [t, h]
-        # of a gathered x it is partial over tp; the sum is under way under the product of the weight gradient
-        leaving = collectives.start_reduce_scatter(dx, ctx.axis) if gathers and dx is not None else None
+        arriving = (
+            collectives.start_all_gather(x, ctx.axis) if gathers and trained and not waits else None
+        )
+        dx = (
+            large_product(grad, weight) if ctx.needs_input_grad[0] else None
+        )  # [t, f] x [f, h] -> [t, h]
+        # of a gathered x it is partial over tp; the sum is under way under the product of the
+        # weight gradient
+        leaving = (
+            collectives.start_reduce_scatter(dx, ctx.axis) if gathers and dx is not None else None
+        )
         d_weight = None
         if trained:
             x = x if arriving is None else arriving.wait()
@@ -103,10 +124,14 @@ class _Linear(torch.autograd.Function):
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None, axis: Axis = _ALONE, way: Way = ""
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    sink: WeightGradients | None = None,
+    axis: Axis = _ALONE,
+    way: Way = "",
 ) -> torch.Tensor:
-    """`x W^T` of this rank, or with `way` over an axis; `sink` takes the weight gradient once the weight is in a
-    bucket.
+    """`x W^T` of this rank, or with `way` over an axis; `sink` takes the weight gradient once the
+    weight is in a bucket.
     """
     return _Linear.apply(x, weight, axis, way if axis.size > 1 else "", sink)
 
@@ -146,7 +171,9 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """`x[t, f/tp] -> y[t/tp, h]`: the columns of one tensor are cut over tp; the bias is added once, after the sum."""
+    """`x[t, f/tp] -> y[t/tp, h]`: the columns of one tensor are cut over tp; the bias is added
+    once, after the sum.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
@@ -160,9 +187,11 @@ class RowParallelLinear(ParallelLinear):
     def gradients(
         self, x: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, dict[nn.Parameter, torch.Tensor | None]]:
-        """`dx[t, f/tp]`, and those of trained parameters (None: added to its bucket), without a forward.
+        """`dx[t, f/tp]`, and those of trained parameters (None: added to its bucket), without a
+        forward.
 
-        `grad` is that of the result: neither the product nor its reduction is needed to walk back through them.
+        `grad` is that of the result: neither the product nor its reduction is needed to walk back
+        through them.
         """
         found: dict[nn.Parameter, torch.Tensor | None] = {}
         with torch.no_grad():
@@ -178,9 +207,13 @@ class RowParallelLinear(ParallelLinear):
 
 class _ColumnNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, axis: Axis) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, axis: Axis
+    ) -> torch.Tensor:
         wide = x.to(accumulation_dtype(x.dtype))
-        squares = collectives.all_reduce(wide.square().sum(-1, keepdim=True), axis)  # [t, 1], of all columns
+        squares = collectives.all_reduce(
+            wide.square().sum(-1, keepdim=True), axis
+        )  # [t, 1], of all columns
         scale = torch.rsqrt(squares / (x.shape[-1] * axis.size) + epsilon)
         ctx.save_for_backward(x, weight, scale)
         ctx.axis = axis
@@ -192,14 +225,18 @@ class _ColumnNorm(torch.autograd.Function):
         normed, wide = x.to(scale.dtype) * scale, grads[0].to(scale.dtype)
         d_weight = (wide * normed).sum(0)  # [t, f/tp] -> [f/tp]
         wide = wide * weight.to(scale.dtype)
-        coupled = collectives.all_reduce((wide * normed).sum(-1, keepdim=True), ctx.axis)  # [t, 1], of all columns
+        coupled = collectives.all_reduce(
+            (wide * normed).sum(-1, keepdim=True), ctx.axis
+        )  # [t, 1], of all columns
         mean = coupled / (x.shape[-1] * ctx.axis.size)
         dx = wide.addcmul_(normed, mean, value=-1).mul_(scale)
         return dx.to(x.dtype), d_weight.to(weight.dtype), None, None
 
 
 class ColumnNorm(nn.Module):
-    """RMSNorm over columns of which each tp rank has its part: `x[t, size/tp]` to the same shape."""
+    """RMSNorm over columns of which each tp rank has its part: `x[t, size/tp]` to the same
+    shape.
+    """
 
     def __init__(self, weight: Tensor, epsilon: float, options: LinearOptions) -> None:
         super().__init__()
@@ -208,5 +245,7 @@ class ColumnNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of each token; every tp rank holds the same tokens."""
-        weight = self.weight.to(accumulation_dtype(x.dtype)) + 1 if self.zero_centered else self.weight
+        weight = (
+            self.weight.to(accumulation_dtype(x.dtype)) + 1 if self.zero_centered else self.weight
+        )
         return _ColumnNorm.apply(x, weight, self.epsilon, self.tp)

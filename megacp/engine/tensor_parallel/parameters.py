@@ -16,7 +16,9 @@ from megacp.engine.tensor_parallel.weight_gradients import WeightGradients
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """What all layers of a tower share: the tp axis, sequence parallelism, parameter dtype and device, and training."""
+    """What all layers of a tower share: the tp axis, sequence parallelism, parameter dtype and
+    device, and training.
+    """
 
     tp: Axis
     sequence_parallel: bool
@@ -29,7 +31,9 @@ class LinearOptions:
     """Takes the weight gradients of linears to the buckets; None leaves that to autograd."""
 
     def parameter(self, spec: ParameterSpec, rows: int | None = None) -> nn.Parameter:
-        """An uninitialised parameter that holds the pieces of a spec; `rows` counts padding behind them too."""
+        """An uninitialised parameter that holds the pieces of a spec; `rows` counts padding behind
+        them too.
+        """
         shape = (rows or sum(piece.shape[0] for piece in spec.pieces), *spec.pieces[0].shape[1:])
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self.attach(nn.Parameter(values, requires_grad=self.trained), spec)
@@ -46,7 +50,9 @@ def _slices(tensors: Sequence[Tensor], tp: Axis) -> Iterator[TensorSlice]:
         offsets, shape = [0] * len(tensor.shape), list(tensor.shape)
         if tensor.cut != "whole":
             dim = ("rows", "columns").index(tensor.cut)
-            assert shape[dim] % tp.size == 0, f"{tensor.name}: {shape[dim]} {tensor.cut} over tp {tp.size}"
+            assert shape[dim] % tp.size == 0, (
+                f"{tensor.name}: {shape[dim]} {tensor.cut} over tp {tp.size}"
+            )
             shape[dim] //= tp.size
             offsets[dim] = tp.rank * shape[dim]
         yield TensorSlice(tensor.name, tensor.shape, tuple(offsets), tuple(shape), start)
@@ -56,11 +62,13 @@ def _slices(tensors: Sequence[Tensor], tp: Axis) -> Iterator[TensorSlice]:
 def parameter_spec(
     tensors: Sequence[Tensor], options: LinearOptions, *, partial_over_tp: bool | None = None
 ) -> ParameterSpec:
-    """Spec of a parameter with this rank's part of some tensors that are described alike, but for name and rows.
+    """Spec of a parameter with this rank's part of some tensors that are described alike, but for
+    name and rows.
 
-    The gradient of whole ones is partial over tp when each tp rank sees other tokens (sequence parallelism, the default
-    rule) or other heads (`partial_over_tp=True`). Only tp rank 0 counts them in the norm. Ranks that hold the same
-    experts sum and count a slice each, those of tp among them.
+    The gradient of whole ones is partial over tp when each tp rank sees other tokens (sequence
+    parallelism, the default rule) or other heads (`partial_over_tp=True`). Only tp rank 0 counts
+    them in the norm. Ranks that hold the same experts sum and count a slice each, those of tp among
+    them.
     """
     first, tp = tensors[0], options.tp
     partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp

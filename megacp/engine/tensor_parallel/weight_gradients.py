@@ -1,11 +1,14 @@
-"""Where the weight gradients of linears go: to autograd, to a gradient bucket at once, or there when there is time.
+"""Where the weight gradients of linears go: to autograd, to a gradient bucket at once, or there
+when there is time.
 
-With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's `main_grad`, its
-part of a gradient bucket, so it never exists beside it. A vocabulary table may be used twice and stays with autograd.
+With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's
+`main_grad`, its part of a gradient bucket, so it never exists beside it. A vocabulary table may be
+used twice and stays with autograd.
 
-With `--pipeline-schedule zero_bubble` weight gradients are deferred (W of Qi et al., 2023), because no other stage
-needs them. Backward keeps the two factors of each product: the layer's input and the gradient of its output. An input
-that tensor-parallel ranks share is kept as this rank's part, and gathered under the product before it.
+With `--pipeline-schedule zero_bubble` weight gradients are deferred (W of Qi et al., 2023), because
+no other stage needs them. Backward keeps the two factors of each product: the layer's input and the
+gradient of its output. An input that tensor-parallel ranks share is kept as this rank's part, and
+gathered under the product before it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """`AddGradient` in torch: one fused product and sum; a CPU adds halves to a wider total in two passes."""
+    """`AddGradient` in torch: one fused product and sum; a CPU adds halves to a wider total in two
+    passes.
+    """
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)
-    elif on_gpu(total):  # a narrow product in memory, read again and added, takes three times the bytes
+    elif on_gpu(
+        total
+    ):  # a narrow product in memory, read again and added, takes three times the bytes
         torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
     else:
         total.add_(grad.t() @ x)
@@ -63,11 +70,15 @@ class WeightGradients:
         return WeightGradients(self._add) if self.deferred else self
 
     def take(self, product: WeightProduct) -> None:
-        """Deal with the gradient of a weight that has a `main_grad`; `x` is whole unless they wait."""
+        """Deal with the gradient of a weight that has a `main_grad`; `x` is whole unless they
+        wait.
+        """
         self.compute(product, product.x, last=True)
 
     def compute(self, product: WeightProduct, x: torch.Tensor, last: bool) -> None:
-        """Add `dy^T x` of the whole `x[..., h]`; `last`: the bucket hears that the gradient is final."""
+        """Add `dy^T x` of the whole `x[..., h]`; `last`: the bucket hears that the gradient is
+        final.
+        """
         weight: torch.Tensor = product.weight
         self._add(weight.main_grad, product.grad.flatten(0, -2), x.flatten(0, -2))  # type: ignore[attr-defined]  # ours
         if last:
@@ -88,7 +99,9 @@ class DeferredWeightGradients(WeightGradients):
 
     def take(self, product: WeightProduct) -> None:
         """Defer a product; it keeps `dy` and `x`, and nothing of the graph behind them."""
-        self._found.append(dataclasses.replace(product, grad=product.grad.detach(), x=product.x.detach()))
+        self._found.append(
+            dataclasses.replace(product, grad=product.grad.detach(), x=product.x.detach())
+        )
 
     def begin(self) -> None:
         """A step begins; what one that failed has left is dropped."""
@@ -99,7 +112,9 @@ class DeferredWeightGradients(WeightGradients):
         self._waiting[key], self._found = self._found, []
 
     def add(self, key: tuple[int, int], last: bool) -> None:
-        """Compute what waits under a name. `last`: buckets hear that the gradients of these weights are final."""
+        """Compute what waits under a name. `last`: buckets hear that the gradients of these weights
+        are final.
+        """
         products = deque(self._waiting.pop(key))
         uses = Counter(product.weight for product in products)
         arriving = _start(products[0]) if products else None

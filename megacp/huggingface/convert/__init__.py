@@ -1,1 +1,3 @@
-"""Between megacp and Hugging Face: tables of tensor names and config fields, walked in either direction; tokenizers."""
+"""Between megacp and Hugging Face: tables of tensor names and config fields, walked in either
+direction; tokenizers.
+"""

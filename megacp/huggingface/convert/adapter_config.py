@@ -1,7 +1,8 @@
-"""The adapter_config.json of peft: every field with its type, and the modules it names, found in bounded time.
+"""The adapter_config.json of peft: every field with its type, and the modules it names, found in
+bounded time.
 
-A field that changes what an adapter computes is followed or refused by its name. Names of modules may be regular
-expressions, which are foreign programs: they get some seconds of computing.
+A field that changes what an adapter computes is followed or refused by its name. Names of modules
+may be regular expressions, which are foreign programs: they get some seconds of computing.
 """
 
 from __future__ import annotations
@@ -23,20 +24,39 @@ from megacp.storage.wording import listed
 
 NAME = "adapter_config.json"
 READ = (
-    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *(
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+    ),
     *("target_modules", "target_parameters", "exclude_modules", "init_lora_weights"),
     *("layers_to_transform", "layers_pattern"),
 )
 """Fields that are read."""
 HARMLESS = (
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *(
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
     *("megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 )
-"""Fields that no answer of a saved adapter depends on. Any other field must say that it is not used."""
+"""Fields that no answer of a saved adapter depends on. Any other field must say that it is not
+used.
+"""
 MOST_RANK, MOST_ALPHA, LEAST_ALPHA = 1 << 20, 1e9, 1e-9
 MATCHING_SECONDS = 5.0
-"""Seconds of computing that all regular expressions of a config may take; some hundred modules take a millisecond."""
+"""Seconds of computing that all regular expressions of a config may take; some hundred modules take
+a millisecond.
+"""
 _SWITCHES = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out")
 """Fields of what is not followed that are true or false."""
 _BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -64,7 +84,9 @@ def _is_layer(value: Any) -> bool:
 
 
 def _is_layers(value: Any) -> bool:
-    return _is_layer(value) or (isinstance(value, list) and all(_is_layer(layer) for layer in value))
+    return _is_layer(value) or (
+        isinstance(value, list) and all(_is_layer(layer) for layer in value)
+    )
 
 
 def _is_whole(value: Any) -> bool:
@@ -84,10 +106,16 @@ def _is_switch_or_text(value: Any) -> bool:
 
 
 _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("task_type", "peft_version", "revision", "megatron_core"), (_is_text, "a text")),
+    **dict.fromkeys(
+        ("task_type", "peft_version", "revision", "megatron_core"), (_is_text, "a text")
+    ),
     "base_model_name_or_path": (_is_text, "a text"),
-    **dict.fromkeys(("use_rslora", "inference_mode", "ensure_weight_tying"), (_is_switch, "true or false")),
-    **dict.fromkeys(("auto_mapping", "runtime_config", "loftq_config", "eva_config"), (_is_object, "an object")),
+    **dict.fromkeys(
+        ("use_rslora", "inference_mode", "ensure_weight_tying"), (_is_switch, "true or false")
+    ),
+    **dict.fromkeys(
+        ("auto_mapping", "runtime_config", "loftq_config", "eva_config"), (_is_object, "an object")
+    ),
     **dict.fromkeys(("corda_config", "lora_ga_config"), (_is_object, "an object")),
     "target_modules": (_is_text_or_names, "a text or a list of texts"),
     "exclude_modules": (_is_text_or_names, "a text or a list of texts"),
@@ -116,14 +144,26 @@ class AdapterConfig:
     """A config whose fields have been checked."""
 
     def __init__(self, path: Path) -> None:
-        """Raise ValueError that lists all faults: other types, ranges, and fields that only peft follows."""
+        """Raise ValueError that lists all faults: other types, ranges, and fields that only peft
+        follows.
+        """
         content = read_object(path)
         kind = content.get("peft_type")
         if kind != "LORA":
-            raise ValueError(f"{NAME} says another peft_type than LORA, {shown(kind)}: only low-rank pairs are read")
-        strange = [name for name in content if name not in (*READ, *HARMLESS) and not _is_nothing(name, content[name])]
+            raise ValueError(
+                f"{NAME} says another peft_type than LORA, {shown(kind)}: only low-rank pairs are "
+                "read"
+            )
+        strange = [
+            name
+            for name in content
+            if name not in (*READ, *HARMLESS) and not _is_nothing(name, content[name])
+        ]
         if strange:
-            told = [f"{name if _PLAIN.fullmatch(name) else shown(name)} {shown(content[name])}" for name in strange]
+            told = [
+                f"{name if _PLAIN.fullmatch(name) else shown(name)} {shown(content[name])}"
+                for name in strange
+            ]
             raise ValueError(f"{NAME} says {listed(told, 10)}: only low-rank pairs are read")
         fields = ConfigJson(content)
         self.rank: int = fields.number("r", 8, high=MOST_RANK)
@@ -143,7 +183,8 @@ class AdapterConfig:
             raise ValueError(f"{NAME}: {listed(faults, 10, '; ')}")
         if start not in _BESIDE:
             raise ValueError(
-                f"{NAME} says init_lora_weights {shown(start)}, which changes the weights beside the pairs: save plain "
+                f"{NAME} says init_lora_weights {shown(start)}, which changes the weights beside "
+                "the pairs: save plain "
                 "pairs with peft's path_initial_model_for_weight_conversion"
             )
         self._is_root = bool(content.get("use_rslora"))
@@ -155,7 +196,9 @@ class AdapterConfig:
         patterns = content.get("layers_pattern") or []
         self._layer_names: list[str] = [patterns] if isinstance(patterns, str) else patterns
         if isinstance(self.target_modules, str) and layers is not None:
-            raise ValueError(f"{NAME}: layers_to_transform needs a list of target_modules, as in peft")
+            raise ValueError(
+                f"{NAME}: layers_to_transform needs a list of target_modules, as in peft"
+            )
 
     @staticmethod
     def _pattern(fields: ConfigJson, value: Any, name: str) -> dict[str, Any]:
@@ -176,7 +219,9 @@ class AdapterConfig:
         return self.size(self.rank, self.alpha)
 
     def size(self, rank: int, alpha: float) -> PairSize:
-        """Return a size whose scale is alpha / rank, also if the config divides by the root of the rank."""
+        """Return a size whose scale is alpha / rank, also if the config divides by the root of the
+        rank.
+        """
         return PairSize(rank, alpha * rank**0.5 if self._is_root else alpha)
 
     def told(self, field: str) -> str:
@@ -192,7 +237,8 @@ class AdapterConfig:
     def about(self, names: Iterable[str]) -> dict[str, TargetSaid]:
         """Look up some modules and parameters.
 
-        Raise ValueError for a regular expression that does not compile, and if all of them together do not end soon.
+        Raise ValueError for a regular expression that does not compile, and if all of them together
+        do not end soon.
         """
         try:
             with _ends_after(MATCHING_SECONDS):
@@ -200,7 +246,8 @@ class AdapterConfig:
                 return {name: matcher.said(name) for name in names}
         except TimeoutError:
             raise ValueError(
-                f"{NAME}: its regular expressions are not done after {MATCHING_SECONDS:g} s of computing "
+                f"{NAME}: its regular expressions are not done after {MATCHING_SECONDS:g} s of "
+                "computing "
                 "(target_modules, exclude_modules, rank_pattern, alpha_pattern, layers_pattern)"
             ) from None
 
@@ -222,13 +269,23 @@ class _Matcher:
             ]
         self._ranks, self._alphas = (
             [(_compiled(field, key, rf"(.*\.)?({key})$"), number) for key, number in values.items()]
-            for field, values in (("rank_pattern", config._ranks), ("alpha_pattern", config._alphas))
+            for field, values in (
+                ("rank_pattern", config._ranks),
+                ("alpha_pattern", config._alphas),
+            )
         )
 
     def said(self, name: str) -> TargetSaid:
         """Say what the config says, by the rules of peft."""
-        rank = next((number for pattern, number in self._ranks if pattern.match(name)), self._config.rank)
-        alpha = float(next((number for pattern, number in self._alphas if pattern.match(name)), self._config.alpha))
+        rank = next(
+            (number for pattern, number in self._ranks if pattern.match(name)), self._config.rank
+        )
+        alpha = float(
+            next(
+                (number for pattern, number in self._alphas if pattern.match(name)),
+                self._config.alpha,
+            )
+        )
         size = self._config.size(rank, alpha)
         return TargetSaid(self._is_module(name), _ends_in_one_of(name, self._parameters), size)
 
@@ -274,12 +331,16 @@ def _compiled(field: str, said: str, whole: str) -> re.Pattern[str]:
             warnings.simplefilter("ignore")
             return re.compile(whole)
     except (re.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{NAME}: {field} {shown(said)} is no regular expression: {shown(str(error))}") from None
+        raise ValueError(
+            f"{NAME}: {field} {shown(said)} is no regular expression: {shown(str(error))}"
+        ) from None
 
 
 @contextlib.contextmanager
 def _ends_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in a block that computes longer. Only in a process's main thread; others take no signals."""
+    """Raise TimeoutError in a block that computes longer. Only in a process's main thread; others
+    take no signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,9 @@
-"""A conversion: read the input, write a complete Hugging Face folder or a checkpoint that begins a run, verify it.
+"""A conversion: read the input, write a complete Hugging Face folder or a checkpoint that begins a
+run, verify it.
 
-Everything is written to a folder beside the output, which is renamed when all is well. The library's `save_pretrained`
-would need the whole model in memory, and cuts a Molmo2's embedding in the middle.
+Everything is written to a folder beside the output, which is renamed when all is well. The
+library's `save_pretrained` would need the whole model in memory, and cuts a Molmo2's embedding in
+the middle.
 """
 
 from __future__ import annotations
@@ -63,7 +65,15 @@ from megacp.training.data.manifest import answers_told, thoughts_told
 from megacp.training.loop.state import first_token, last_token, stored_state
 
 _NOT_COPIED = ("config.json", hf_files.INDEX)
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pth",
+    ".pt",
+    ".ckpt",
+)
 _NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -85,7 +95,8 @@ class Request:
 
 
 def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
-    """Fill an empty folder; shape and dtype of its tensors. ValueError names what the library cannot express.
+    """Fill an empty folder; shape and dtype of its tensors. ValueError names what the library
+    cannot express.
 
     Collective over `world`: each rank writes weight files of its own.
     """
@@ -96,10 +107,14 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
     links = family.links(loaded.values, layout)
     mapped = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
     source = family.closed(mapped, loaded.values)
-    content["dtype"] = content["torch_dtype"] = str(one_dtype(source))[6:]  # the second name: before version 5
+    content["dtype"] = content["torch_dtype"] = str(one_dtype(source))[
+        6:
+    ]  # the second name: before version 5
     if family.token_fields:
         known = loaded.rules.token_ids if loaded.rules is not None else {}
-        ids = known or {name: loaded.values["vocab_size"] + i for i, name in enumerate(family.token_order)}
+        ids = known or {
+            name: loaded.values["vocab_size"] + i for i, name in enumerate(family.token_order)
+        }
         fields = {field: ids[name] for field, name in family.token_fields.items() if name in ids}
         content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
     special = on_first(world, lambda: _files_beside(loaded, folder, request))
@@ -108,9 +123,13 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
     def complete() -> None:
         hf_files.write_json(folder / "config.json", {**content, **special})
         if not (folder / GENERATION).is_file():
-            hf_files.write_json(folder / GENERATION, {key: special[key] for key in SPECIAL if key in special})
+            hf_files.write_json(
+                folder / GENERATION, {key: special[key] for key in SPECIAL if key in special}
+            )
         if loaded.checkpoint is not None and loaded.checkpoint.step:
-            (folder / CARD).write_text(model_card(loaded.checkpoint, family.name, "transformers"), encoding="utf-8")
+            (folder / CARD).write_text(
+                model_card(loaded.checkpoint, family.name, "transformers"), encoding="utf-8"
+            )
         written = family.opened(hf_files.SafetensorsFolder(folder), loaded.values)
         require_all(written.infos, links, True, folder)
 
@@ -126,7 +145,11 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
         if loaded.cls != loaded.family.cls:
             not_copied |= PROCESSORS
         for path in sorted(loaded.folder.iterdir()):
-            if path.is_file() and path.name not in not_copied and not path.name.endswith(_NOT_COPIED_SUFFIXES):
+            if (
+                path.is_file()
+                and path.name not in not_copied
+                and not path.name.endswith(_NOT_COPIED_SUFFIXES)
+            ):
                 shutil.copyfile(path, folder / path.name)
         copy_companions(loaded.folder, folder)
         kept = (*SPECIAL, "use_cache", "pretraining_tp")
@@ -137,24 +160,43 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
     progress = stored_state(loaded.checkpoint)
     if forms := answers_told(progress.answer_forms):
         print(forms.replace("are learned", "were learned", 1))
-    ids: dict[str, int | None] = dict.fromkeys(SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
+    ids: dict[str, int | None] = dict.fromkeys(
+        SPECIAL
+    )  # else the library takes its own, 1 and 2 for a Llama
     ends: list[int] = []
     if tokenizer is not None:
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
         given = _given(loaded, tokenizer)
-        ids = {f"{name}_token_id": i for name, i in write_tokenizer(given, folder, positions, PROBE).items()}
-        print(f"chat template: {write_chat_template(loaded, folder, tokenizer, request.chat_template)}")
+        ids = {
+            f"{name}_token_id": i
+            for name, i in write_tokenizer(given, folder, positions, PROBE).items()
+        }
+        print(
+            "chat template: "
+            f"{write_chat_template(loaded, folder, tokenizer, request.chat_template)}"
+        )
         by_files = tokenizer.surroundings.first(tokenizer.bos_id)
-        if tokenizer.kind == "huggingface" and tokenizer.begins_with != by_files:  # its post-processor is copied
-            begins = [f"with token {i}" if i is not None else "with none" for i in (tokenizer.begins_with, by_files)]
-            print(f"first token: documents of training began {begins[0]}, the library begins texts {begins[1]}")
+        if (
+            tokenizer.kind == "huggingface" and tokenizer.begins_with != by_files
+        ):  # its post-processor is copied
+            begins = [
+                f"with token {i}" if i is not None else "with none"
+                for i in (tokenizer.begins_with, by_files)
+            ]
+            print(
+                f"first token: documents of training began {begins[0]}, the library begins texts "
+                f"{begins[1]}"
+            )
         if (written := progress.chat_template) is not None:
             ends += answer_ends(written["default"], tokenizer)
             unknown = (
                 "not known: the chat template has learned no special token behind an answer; set eos_token_id in "
                 f"{GENERATION}, or the model generates to its limit"
             )
-            print(f"end of answers: {', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}")
+            print(
+                "end of answers: "
+                f"{', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}"
+            )
             before, told, how = written.get("before_answers"), thoughts_told(written), ""
             if THINKS in written["default"]:
                 others = " for the first, True for the others" if told else ""
@@ -170,7 +212,9 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
     beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
     places = [place / GENERATION for place in (*beside, loaded.folder.parent)]
     said = next((read_generation(place) for place in places if place.is_file()), dict[str, Any]())
-    missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
+    missing = {
+        key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)
+    }
     generation = {**said, **missing}
     special = {key: generation.get(key) if i is None else i for key, i in ids.items()}
     before = generation.get("eos_token_id")
@@ -184,25 +228,34 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
     return special
 
 
-def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, beginning and ending texts as training did. ValueError for another one or none.
+def given_tokenizer(
+    loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request
+) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, beginning and ending texts as training did. ValueError for
+    another one or none.
 
-    Where a chat template wrote the messages, the end token stays that of the files: a template may write it.
+    Where a chat template wrote the messages, the end token stays that of the files: a template may
+    write it.
     """
     given, expected = request.tokenizer, checkpoint.extra.get("tokenizer_sha256", "")
     if given is None and expected:
         raise ValueError(
-            f"{checkpoint.path} was trained with a tokenizer: give it with --tokenizer, or `--tokenizer none` for a "
+            f"{checkpoint.path} was trained with a tokenizer: give it with --tokenizer, or "
+            "`--tokenizer none` for a "
             "folder without one"
         )
     if given is None or given == "none":
         return None
     tokenizer = load_tokenizer(given, engine="reference")
     if expected and tokenizer.sha256 != expected:
-        raise ValueError(f"--tokenizer {given} is not the one that {checkpoint.path} was trained with")
+        raise ValueError(
+            f"--tokenizer {given} is not the one that {checkpoint.path} was trained with"
+        )
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
-        raise ValueError(f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows")
+        raise ValueError(
+            f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows"
+        )
     progress = stored_state(checkpoint)
     tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
     if progress.chat_template is None:
@@ -213,13 +266,19 @@ def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Reque
 def _given(loaded: Loaded, tokenizer: Tokenizer) -> Given:
     """A tokenizer with the image tokens of a model, and what the run says of its messages."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
-    templated = loaded.checkpoint is not None and stored_state(loaded.checkpoint).chat_template is not None
+    templated = (
+        loaded.checkpoint is not None and stored_state(loaded.checkpoint).chat_template is not None
+    )
     texts = type(loaded.rules).token_texts if loaded.rules is not None else {}
     return Given(tokenizer, {texts[name]: i for name, i in images.items()}, templated)
 
 
-def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
-    """Fill a folder with a checkpoint of step 0 and the tokenizer's files; its tensors. Collective over `world`."""
+def write_checkpoint(
+    loaded: Loaded, folder: Path, request: Request, world: Axis
+) -> dict[str, Info]:
+    """Fill a folder with a checkpoint of step 0 and the tokenizer's files; its tensors. Collective
+    over `world`.
+    """
     source = in_dtype(loaded.source, request.dtype)
     config = to_yaml(with_values(loaded.config, {"dtype": model_dtype(source)}))
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
@@ -233,7 +292,9 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis
     extra = {"tokenizer_sha256": on_first(world, begin), "image_rules": rules}
     # whole tensors in files of at most this size, or of a single larger one
     filled = {f"{MODEL}.{name}": info for name, info in source.infos.items() if num_bytes(info)}
-    boxes = {name: StoredBox(name, (0,) * len(info.shape), info.shape) for name, info in filled.items()}
+    boxes = {
+        name: StoredBox(name, (0,) * len(info.shape), info.shape) for name, info in filled.items()
+    }
     of_files = enumerate(files_of(filled, int(request.max_shard_mib * hf_files.MIB)))
     tensors = {name: GlobalTensor(info.shape, info.dtype) for name, info in filled.items()}
     index = Index(tensors, {rank_file(i): [boxes[name] for name in names] for i, names in of_files})
@@ -266,12 +327,18 @@ class OtherModelError(Exception):
 
 
 def convert(request: Request, world: Axis) -> None:
-    """Do what the request says, with the bytes of one process. ValueError on all ranks of `world`."""
+    """Do what the request says, with the bytes of one process. ValueError on all ranks of
+    `world`.
+    """
     path = request.input
     try:
         if request.source == "megacp":
             on_each(world, lambda: refuse_other_input(path, "megacp"))
-        loaded = read_checkpoint(path, world) if request.source == "megacp" else on_each(world, lambda: read_hf(path))
+        loaded = (
+            read_checkpoint(path, world)
+            if request.source == "megacp"
+            else on_each(world, lambda: read_hf(path))
+        )
     except (ValueError, OSError) as error:
         told = str(error).removeprefix(f"--load {path}: ")
         raise ValueError(told if request.source == "hf" else f"--input {path}: {told}") from error
@@ -301,20 +368,30 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
         length = said or loaded.config.data.seq_length
         if not said:
             print(f"max_position_embeddings is {length}, the run's --seq-length")
-        loaded = dataclasses.replace(loaded, config=with_values(loaded.config, {"max_position_embeddings": length}))
-        own = own_tokenizer(folder, expected, loaded.config.data.data_path) if request.tokenizer is None else None
+        loaded = dataclasses.replace(
+            loaded, config=with_values(loaded.config, {"max_position_embeddings": length})
+        )
+        own = (
+            own_tokenizer(folder, expected, loaded.config.data.data_path)
+            if request.tokenizer is None
+            else None
+        )
         if own is not None:
             print(f"tokenizer: {own}, the run's own")
             request = dataclasses.replace(request, tokenizer=own)
     if request.chat_template == "messages" and request.tokenizer is None:
-        raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
+        raise ValueError(
+            "--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input"
+        )
     return loaded, request
 
 
 def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
     from megacp.huggingface.convert.verify import verify_conversion
 
-    after = read_hf(folder) if request.target == "hf" else read_checkpoint(folder, single_axis("world"))
+    after = (
+        read_hf(folder) if request.target == "hf" else read_checkpoint(folder, single_axis("world"))
+    )
     tokenizer = None
     if loaded.checkpoint is not None and request.tokenizer not in (None, "none"):
         own = load_tokenizer(request.tokenizer, engine="reference")
@@ -324,16 +401,27 @@ def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
 
 def _export_pairs(loaded: Loaded, request: Request) -> None:
     if loaded.pairs is None:
-        raise ValueError(f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0")
+        raise ValueError(
+            f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0"
+        )
     assert loaded.checkpoint is not None
     state = stored_state(loaded.checkpoint)
     base = request.base_model or state.base
     if forms := answers_told(state.answer_forms):
         print(forms.replace("are learned", "were learned", 1))
-    if base is not None and Path(base).is_dir() and (differs := other_form(state, templates_of(Path(base)))):
+    if (
+        base is not None
+        and Path(base).is_dir()
+        and (differs := other_form(state, templates_of(Path(base))))
+    ):
         print(f"chat template: that of {base}{differs}")
     with hf_files.new_folder(request.output, single_axis("world")) as folder:
-        elements = write_adapter(loaded.pairs, loaded.family, loaded.values, folder, base, request.dtype)
+        elements = write_adapter(
+            loaded.pairs, loaded.family, loaded.values, folder, base, request.dtype
+        )
         card = model_card(loaded.checkpoint, loaded.family.name, "peft", request.base_model)
         (folder / CARD).write_text(card, encoding="utf-8")
-    print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")
+    print(
+        f"{request.output}: {loaded.pairs}; {elements:,} parameters beside "
+        f"{base or 'a model that is not named'}"
+    )

@@ -24,7 +24,10 @@ def of_config(content: Mapping[str, Any]) -> Family:
     """The family of a config.json. ValueError when it is not known."""
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join([*FAMILIES, *TEXT_PARTS])}")
+        raise ValueError(
+            f"config.json: model_type is {name!r:.80}, known are "
+            f"{', '.join([*FAMILIES, *TEXT_PARTS])}"
+        )
     return FAMILIES[name]
 
 
@@ -36,7 +39,9 @@ def of_values(values: Values) -> Family:
     named = values["hf_model_type"]
     if named is not None:
         if named not in FAMILIES:
-            raise ValueError(f"--hf-model-type {named} is not known, known are {', '.join(FAMILIES)}")
+            raise ValueError(
+                f"--hf-model-type {named} is not known, known are {', '.join(FAMILIES)}"
+            )
         return FAMILIES[named]
     distances = {family.name: family.distance(values) for family in _ALL}
     known = {name: distance for name, distance in distances.items() if distance is not None}
@@ -46,6 +51,7 @@ def of_values(values: Values) -> Family:
     misfits = nearest.misfits(values)
     if misfits:
         raise ValueError(
-            f"this model is no architecture that megacp can write, the nearest is {nearest.name}: {'; '.join(misfits)}"
+            f"this model is no architecture that megacp can write, the nearest is {nearest.name}: "
+            f"{'; '.join(misfits)}"
         )
     return nearest

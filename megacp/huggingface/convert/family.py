@@ -1,7 +1,9 @@
-"""One family: an architecture of the library, which models it takes, and how its config.json and tensors are spelled.
+"""One family: an architecture of the library, which models it takes, and how its config.json and
+tensors are spelled.
 
-A family is a table of tensor names and two functions: `from_hf` reads a config as our flags, `to_hf` writes them. What
-`to_hf` cannot express is found by reading its config again (`Family.misfits`).
+A family is a table of tensor names and two functions: `from_hf` reads a config as our flags,
+`to_hf` writes them. What `to_hf` cannot express is found by reading its config again
+(`Family.misfits`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ PLAIN_DECODER: Values = {
 }
 """The settings by which families are told apart, as a plain decoder has them."""
 _KINDS = ("vision_num_layers", "num_experts")
-"""A family without a tower or experts is not near a model that has them, however much else is the same."""
-WITH_WINDOWS: Values = {name: value for name, value in PLAIN_DECODER.items() if name != "window_size"}
+"""A family without a tower or experts is not near a model that has them, however much else is the
+same.
+"""
+WITH_WINDOWS: Values = {
+    name: value for name, value in PLAIN_DECODER.items() if name != "window_size"
+}
 """The same for families whose layers may have a sliding window."""
 WITH_EXPERTS: Values = {
     **WITH_WINDOWS,
@@ -54,29 +60,34 @@ class Family:
     to_hf: Callable[[Values], Values]
     table: Table
     fits: tuple[Values, ...] = ()
-    """The models that are exported as this family unless --hf-model-type names another: alternatives, each some flags
-    with their values, or with True or False for whether they are set. No model fits two families. Empty: only models
-    whose --hf-model-type names the family.
+    """The models that are exported as this family unless --hf-model-type names another:
+    alternatives, each some flags with their values, or with True or False for whether they are set.
+    No model fits two families. Empty: only models whose --hf-model-type names the family.
     """
     harmless: frozenset[str] = frozenset()
     """Fields that are not read and mean nothing."""
     sections: tuple[str, ...] = ()
     """Objects of the config whose fields are read."""
     token_fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the config with ids of image tokens, and the names of these tokens in the image rules."""
+    """Fields of the config with ids of image tokens, and the names of these tokens in the image
+    rules.
+    """
     usual_further_layers: ClassVar[int] = 0
     """Layers that predict further tokens whatever the config says, as the library has it."""
     in_turns: ClassVar[bool] = False
     """Whether rows of gate and up alternate in a stack of experts."""
     peft_converts: bool = False
-    """Whether peft takes a module of an adapter that is named like a linear of an MLP for the linear of an expert."""
+    """Whether peft takes a module of an adapter that is named like a linear of an MLP for the
+    linear of an expert.
+    """
     gives_tower: bool = False
     """Whether --vision-from-hf can put its vision tower before another text model."""
     token_order: tuple[str, ...] = ()
     """The image tokens in the order of their ids after the vocabulary, if no rules are known."""
 
     def distance(self, values: Values) -> tuple[int, int] | None:
-        """Return how many settings of `fits` a model has differently: those of `_KINDS`, and all; None without `fits`.
+        """Return how many settings of `fits` a model has differently: those of `_KINDS`, and all;
+        None without `fits`.
 
         A family whose distance is (0, 0) fits, the family with the least is nearest.
         """
@@ -88,12 +99,16 @@ class Family:
         return min(distances, default=None)
 
     def values(
-        self, content: Mapping[str, Any], left_out: list[str] | None = None, unused: list[str] | None = None
+        self,
+        content: Mapping[str, Any],
+        left_out: list[str] | None = None,
+        unused: list[str] | None = None,
     ) -> Values:
         """Return our flags from a config.json.
 
-        `left_out` is filled with fields that change nothing in the library, `unused` with lines about fields whose
-        effect is elsewhere. ValueError lists fields at fault and those not known.
+        `left_out` is filled with fields that change nothing in the library, `unused` with lines
+        about fields whose effect is elsewhere. ValueError lists fields at fault and those not
+        known.
         """
         config = ConfigJson(self.native(content), self.sections)
         values = self.from_hf(config)
@@ -107,27 +122,40 @@ class Family:
         return values
 
     def misfits(self, values: Values) -> list[str]:
-        """Return what this architecture cannot express of a model, a line for each flag or field."""
+        """Return what this architecture cannot express of a model, a line for each flag or
+        field.
+        """
         return self._unexpressed(values, self.to_hf(values))
 
     def _unexpressed(self, values: Values, content: Values) -> list[str]:
-        """The flags that are different when `content` is read again, and the faults of its fields."""
+        """The flags that are different when `content` is read again, and the faults of its
+        fields.
+        """
         config = ConfigJson(content, self.sections)
         back = self.from_hf(config)
         ours, read = resolved(values), resolved(back)
         faults = list(config.faults)
         for name in back:
             if name != "seq_length" and ours[name] != read[name]:
-                faults.append(f"{flag(name)} is {ours[name]!r}, this architecture can only express {read[name]!r}")
+                faults.append(
+                    f"{flag(name)} is {ours[name]!r}, this architecture can only express "
+                    f"{read[name]!r}"
+                )
         return faults
 
     def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:
-        """Return a config.json from our flags. ValueError lists the flags that it cannot express."""
+        """Return a config.json from our flags. ValueError lists the flags that it cannot
+        express.
+        """
         content = self.to_hf(values)
         faults = self._unexpressed(values, content)
         if faults:
             raise ValueError(f"this model is no {self.name}: " + "; ".join(faults))
-        return {"architectures": [self.cls], "model_type": self.name, **self.spelled(content, layout)}
+        return {
+            "architectures": [self.cls],
+            "model_type": self.name,
+            **self.spelled(content, layout),
+        }
 
     def native(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """A config in the library's own spelling."""
@@ -137,7 +165,9 @@ class Family:
         """A config in the spelling of a layout."""
         return content
 
-    def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
+    def links(
+        self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None
+    ) -> list[Link]:
         """All tensors; `infos`: of the file that is read."""
         return self.links_of_table(self.table, values)
 
@@ -147,13 +177,19 @@ class Family:
         return links_of(table, shapes_of(values), *counts)
 
     def further_layers(self, content: Mapping[str, Any]) -> int:
-        """Return how many layers after the last predict further tokens; the library leaves them out."""
-        counts = [value for name, value in self.native(content).items() if FURTHER_LAYERS.search(name)]
+        """Return how many layers after the last predict further tokens; the library leaves them
+        out.
+        """
+        counts = [
+            value for name, value in self.native(content).items() if FURTHER_LAYERS.search(name)
+        ]
         known = [count for count in counts if type(count) is int and count >= 0]
         return max([*known, self.usual_further_layers])
 
     def opened(self, source: Source, values: Values | None = None) -> Source:
-        """A folder's tensors as `links` has them. ValueError for stacks that do not fit `values`, if given."""
+        """A folder's tensors as `links` has them. ValueError for stacks that do not fit `values`,
+        if given.
+        """
         return Joined(source, experts_of(values))
 
     def closed(self, source: Source, values: Values) -> Source:

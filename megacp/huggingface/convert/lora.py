@@ -1,10 +1,12 @@
-"""Low-rank pairs of a checkpoint: folded into the weights they stand beside, or as an adapter that peft loads.
+"""Low-rank pairs of a checkpoint: folded into the weights they stand beside, or as an adapter that
+peft loads.
 
-A folded weight is W + scale B A, summed in fp32 or wider and rounded once. Where the library joins linears that have
-pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks together: A stacked, B in blocks. Linears that
-share A have one pair as it is. Experts have one of all of them, as peft has it
-for a parameter: A by expert, B by rank, and that of gate and up one layer deeper. Of some families the other MLPs are
-written as parameters too, because peft takes modules of their names for the experts.
+A folded weight is W + scale B A, summed in fp32 or wider and rounded once. Where the library joins
+linears that have pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks
+together: A stacked, B in blocks. Linears that share A have one pair as it is. Experts have one of
+all of them, as peft has it for a parameter: A by expert, B by rank, and that of gate and up one
+layer deeper. Of some families the other MLPs are written as parameters too, because peft takes
+modules of their names for the experts.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def stacks_beside(parameter: str) -> list[str]:
 
 
 def modules_of_stacks(parameter: str, both: bool) -> str:
-    """Name the module where peft has the pair of a stack of experts; `both`: both stacks of the layer have one."""
+    """Name the module where peft has the pair of a stack of experts; `both`: both stacks of the
+    layer have one.
+    """
     module = parameter.rpartition(".")[0]
     return f"{module}.base_layer" if both and parameter.endswith(STACKS[0]) else module
 
@@ -50,11 +54,15 @@ def experts_in_link(link: Link) -> list[tuple[Named, ...]]:
 
 
 class Pairs:
-    """The pairs in `source`, with the weights that they stand beside; itself a source with the pairs folded in."""
+    """The pairs in `source`, with the weights that they stand beside; itself a source with the
+    pairs folded in.
+    """
 
     def __init__(self, source: Source, config: RunConfig) -> None:
         self.source, self.config = source, config
-        self.infos: Mapping[str, Info] = {name: info for name, info in source.infos.items() if not is_of_a_pair(name)}
+        self.infos: Mapping[str, Info] = {
+            name: info for name, info in source.infos.items() if not is_of_a_pair(name)
+        }
 
     def __str__(self) -> str:
         return f"low-rank pairs of {describe_pairs(self.config.model)}"
@@ -75,14 +83,19 @@ class Pairs:
         if f"{stem}{B}" not in self.source.infos:
             return found
         wide = accumulation_dtype(found.dtype)
-        up, down = self.source.rows(f"{stem}{B}", start, stop), whole(self.source, self.down_name(name))
+        up, down = (
+            self.source.rows(f"{stem}{B}", start, stop),
+            whole(self.source, self.down_name(name)),
+        )
         # [rows, r] x [r, inputs] -> [rows, inputs]
         scale = self.size(name).scale
         return found.to(wide).addmm(up.to(wide), down.to(wide), alpha=scale).to(found.dtype)
 
 
 def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs | None]:
-    """A checkpoint's weights and config as those of a model without pairs, and the pairs that it has."""
+    """A checkpoint's weights and config as those of a model without pairs, and the pairs that it
+    has.
+    """
     if config.model.lora_rank == 0:
         return source, config, None
     pairs = Pairs(source, config)
@@ -91,7 +104,12 @@ def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs 
 
 
 def write_adapter(
-    pairs: Pairs, family: Family, values: Values, folder: Path, base: str | None, dtype: torch.dtype | None
+    pairs: Pairs,
+    family: Family,
+    values: Values,
+    folder: Path,
+    base: str | None,
+    dtype: torch.dtype | None,
 ) -> int:
     """Fill a folder that peft loads, for the model named `base`; its elements."""
     from safetensors.torch import save_file
@@ -117,9 +135,15 @@ class _Joined:
 
 
 def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str, str, _Joined]]:
-    """Yield each module or parameter of the library that has a pair: its name, the pair's module, and the pair."""
+    """Yield each module or parameter of the library that has a pair: its name, the pair's module,
+    and the pair.
+    """
     infos, links = pairs.source.infos, family.links_of_modules(values)
-    targets = {link.theirs[0].name for link in links if any(_stem(named) + B in infos for named in link.ours)}
+    targets = {
+        link.theirs[0].name
+        for link in links
+        if any(_stem(named) + B in infos for named in link.ours)
+    }
     beside_experts = family.peft_converts or any(name.endswith(STACKS) for name in targets)
     for link in links:
         name = link.theirs[0].name
@@ -144,7 +168,8 @@ def _stem(named: Named) -> str:
 
 
 def _joined_pair(pairs: Pairs, groups: Sequence[Sequence[Named]]) -> list[_Joined]:
-    """Return a pair of each group of joined linears, all of one rank; at least one linear of a group has a pair.
+    """Return a pair of each group of joined linears, all of one rank; at least one linear of a
+    group has a pair.
 
     All A of a group are stacked, and B of a linear is in the columns of its A.
     """
@@ -166,7 +191,8 @@ def _joined_pair(pairs: Pairs, groups: Sequence[Sequence[Named]]) -> list[_Joine
         for place, up in zip(places, b, strict=True):
             ranks[place] = max(ranks[place], _rank(a[place], up))
     return [
-        _stacked(group, has, places, ranks, sizes, *of_one) for group, of_one in zip(groups, of_groups, strict=True)
+        _stacked(group, has, places, ranks, sizes, *of_one)
+        for group, of_one in zip(groups, of_groups, strict=True)
     ]
 
 
@@ -179,7 +205,9 @@ def _stacked(
     downs: Sequence[torch.Tensor],
     ups: Sequence[torch.Tensor],
 ) -> _Joined:
-    """Stack the pairs of joined linears; `places`: which of `downs` belongs to each of `ups`, `ranks`: of `downs`."""
+    """Stack the pairs of joined linears; `places`: which of `downs` belongs to each of `ups`,
+    `ranks`: of `downs`.
+    """
     cut = [_cut(size, ranks[place]) for place, size in zip(places, sizes, strict=True)]
     scale = cut[0].scale
     given = iter(zip(places, sizes, ups, strict=True))
@@ -206,7 +234,8 @@ def _stacked(
 def _cut(size: PairSize, rank: int) -> PairSize:
     """Return the size of a pair without the zeros above its rank.
 
-    Alpha stays if B then changes by a power of two, without rounding: it did not change when the zeros were added.
+    Alpha stays if B then changes by a power of two, without rounding: it did not change when the
+    zeros were added.
     """
     if rank == size.rank:
         return replace(size, shares="")
@@ -215,7 +244,9 @@ def _cut(size: PairSize, rank: int) -> PairSize:
 
 
 def _rank(down: torch.Tensor, up: torch.Tensor) -> int:
-    """Return the rank of a pair without its last rows of A and columns of B that are zero; at least 1."""
+    """Return the rank of a pair without its last rows of A and columns of B that are zero; at least
+    1.
+    """
     used = (down != 0).any(1) | (up != 0).any(0)
     return max([1, *(used.nonzero().flatten() + 1).tolist()])
 
@@ -233,8 +264,12 @@ def _config(model: ModelConfig, sizes: Mapping[str, PairSize], base: str | None)
         # peft has no dropout on pairs beside parameters
         "lora_dropout": 0.0 if parameters else model.lora_dropout,
         "target_modules": sorted(sizes.keys() - set(parameters)) or None,
-        "rank_pattern": {name: size.rank for name, size in sizes.items() if size.rank != usual.rank},
-        "alpha_pattern": {name: size.alpha for name, size in sizes.items() if size.alpha != usual.alpha},
+        "rank_pattern": {
+            name: size.rank for name, size in sizes.items() if size.rank != usual.rank
+        },
+        "alpha_pattern": {
+            name: size.alpha for name, size in sizes.items() if size.alpha != usual.alpha
+        },
     }
     if parameters:
         content["target_parameters"] = parameters

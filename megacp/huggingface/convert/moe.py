@@ -1,5 +1,5 @@
-"""Families with experts. Released folders hold tensors of single experts, as checkpoints of ours do; the library's own
-modules hold those of all experts stacked, and some folders have them so.
+"""Families with experts. Released folders hold tensors of single experts, as checkpoints of ours
+do; the library's own modules hold those of all experts stacked, and some folders have them so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from megacp.huggingface.convert.text_families import (
     QWEN3_5_WORDS,
     Qwen35Words,
 )
-from megacp.huggingface.convert.words import Words, expert_pattern, layer_pattern, resolved, routed_layers
+from megacp.huggingface.convert.words import (
+    Words,
+    expert_pattern,
+    layer_pattern,
+    resolved,
+    routed_layers,
+)
 
 _COUNTS = ("num_local_experts", "num_experts")
 _STACKED = "stacked"
@@ -34,7 +40,10 @@ def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[s
     rows = {"gate.weight": "router.weight"}
     for word, name in zip(words, ("gate", "up", "down"), strict=True):
         rows[f"experts.{{e}}.{word}.weight"] = f"experts.{{e}}.{name}.weight"
-    return {f"model.layers.{{i}}.{block}.{theirs}": f"layers.{{i}}.mlp.{ours}" for theirs, ours in rows.items()}
+    return {
+        f"model.layers.{{i}}.{block}.{theirs}": f"layers.{{i}}.mlp.{ours}"
+        for theirs, ours in rows.items()
+    }
 
 
 _BLOCK = "block_sparse_moe"
@@ -46,27 +55,41 @@ _MIXTRAL = DECODER | _experts(_BLOCK, ("w1", "w3", "w2"))
 
 def _shared(word: str) -> dict[str, str | tuple[str, ...]]:
     """An MLP of all tokens."""
-    begin, names = f"model.layers.{{i}}.mlp.{word}", zip(_WORDS, ("gate", "up", "down"), strict=True)
-    return {f"{begin}.{theirs}.weight": f"layers.{{i}}.mlp.shared.{ours}.weight" for theirs, ours in names}
+    begin, names = (
+        f"model.layers.{{i}}.mlp.{word}",
+        zip(_WORDS, ("gate", "up", "down"), strict=True),
+    )
+    return {
+        f"{begin}.{theirs}.weight": f"layers.{{i}}.mlp.shared.{ours}.weight"
+        for theirs, ours in names
+    }
 
 
 _GATE = {"model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.mlp.shared_gate.weight"}
 QWEN3_5_MOE: Table = QWEN3_5 | _EACH | _shared("shared_expert") | _GATE
 
 
-_CORRECTION = {"model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.correction"}
+_CORRECTION = {
+    "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.correction"
+}
 _GLM: Table = _EACH | _shared("shared_experts") | _CORRECTION
 
 
 def stacked(table: Table, experts: int) -> Table:
-    """Gate and up of each expert in turn, `[E, 2 I, h]`, and down, `[E, h, I]`, behind a router as others name it; and
-    their biases.
+    """Gate and up of each expert in turn, `[E, 2 I, h]`, and down, `[E, h, I]`, behind a router as
+    others name it; and their biases.
     """
-    table = {theirs.replace(_BLOCK, "mlp"): ours for theirs, ours in table.items() if "{e}" not in theirs}
+    table = {
+        theirs.replace(_BLOCK, "mlp"): ours for theirs, ours in table.items() if "{e}" not in theirs
+    }
     layer = next(theirs for theirs in table if "{i}" in theirs).partition("{i}")[0]
     for ends, kind in ((STACKS, "weight"), (BIASES, "bias")):
         for end, names in zip(ends, (("gate", "up"), ("down",)), strict=True):
-            ours = [f"layers.{{i}}.mlp.experts.{e}.{name}.{kind}" for e in range(experts) for name in names]
+            ours = [
+                f"layers.{{i}}.mlp.experts.{e}.{name}.{kind}"
+                for e in range(experts)
+                for name in names
+            ]
             table[f"{layer}{{i}}.mlp{end}"] = tuple(ours)
     return table
 
@@ -74,9 +97,13 @@ def stacked(table: Table, experts: int) -> Table:
 class ExpertFamily(Family):
     """A family whose folders may have their experts stacked."""
 
-    def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
+    def links(
+        self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None
+    ) -> list[Link]:
         count = values["num_experts"]
-        return self.links_of_table(stacked(self.table, count) if layout == _STACKED else self.table, values)
+        return self.links_of_table(
+            stacked(self.table, count) if layout == _STACKED else self.table, values
+        )
 
     def links_of_modules(self, values: Values) -> list[Link]:
         return self.links(values, _STACKED)
@@ -96,10 +123,14 @@ class ExpertWords(Words):
     """Words of a class with experts in every layer, as wide as its config says of an MLP."""
 
     experts: tuple[str, int] = ("num_experts", 64)
-    """Its field of their number, which the library reads by either of _COUNTS, and how many without it."""
+    """Its field of their number, which the library reads by either of _COUNTS, and how many without
+    it.
+    """
     chosen: int = 8
     has_norm: bool = True
-    """Whether `norm_topk_prob` says that a token's weights are those of the chosen alone; they always are otherwise."""
+    """Whether `norm_topk_prob` says that a token's weights are those of the chosen alone; they
+    always are otherwise.
+    """
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
@@ -114,7 +145,9 @@ class ExpertWords(Words):
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v) | {"intermediate_size": resolved(v)["ffn_hidden_size"]}
         content |= {self.experts[0]: v["num_experts"], "num_experts_per_tok": v["moe_router_topk"]}
-        return content | ({"norm_topk_prob": not v["moe_router_pre_softmax"]} if self.has_norm else {})
+        return content | (
+            {"norm_topk_prob": not v["moe_router_pre_softmax"]} if self.has_norm else {}
+        )
 
 
 @dataclass(frozen=True)
@@ -127,7 +160,9 @@ class Qwen3MoeWords(ExpertWords):
         sparse = range(every - 1, v["num_layers"], every) if isinstance(dense, list) else ()
         routed = [i in sparse and i not in dense for i in range(v["num_layers"])]
         if not any(routed):
-            c.faults.append(f"mlp_only_layers {shown(dense)}, decoder_sparse_step {every}: no layer has experts")
+            c.faults.append(
+                f"mlp_only_layers {shown(dense)}, decoder_sparse_step {every}: no layer has experts"
+            )
         width = c.number("moe_intermediate_size", 768)
         return v | {"moe_ffn_hidden_size": width, "moe_layer_freq": expert_pattern(routed)}
 
@@ -135,7 +170,10 @@ class Qwen3MoeWords(ExpertWords):
         routed = routed_layers(v)
         pattern = layer_pattern(routed) or ""
         every = int(pattern) if pattern.isdigit() else 1
-        content = super().to_hf(v) | {"intermediate_size": v["ffn_hidden_size"], "decoder_sparse_step": every}
+        content = super().to_hf(v) | {
+            "intermediate_size": v["ffn_hidden_size"],
+            "decoder_sparse_step": every,
+        }
         content["mlp_only_layers"] = [i for i, one in enumerate(routed) if every == 1 and not one]
         return content | {"moe_intermediate_size": resolved(v)["moe_ffn_hidden_size"]}
 
@@ -146,20 +184,30 @@ class Qwen35MoeWords(Qwen35Words, ExpertWords):
 
     def from_hf(self, c: ConfigJson) -> Values:
         width = c.number("shared_expert_intermediate_size", 512)
-        return super().from_hf(c) | {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
+        return super().from_hf(c) | {
+            "moe_shared_expert_intermediate_size": width,
+            "moe_shared_expert_gate": True,
+        }
 
     def to_hf(self, v: Values) -> Values:
-        content = super().to_hf(v) | {"shared_expert_intermediate_size": v["moe_shared_expert_intermediate_size"]}
+        content = super().to_hf(v) | {
+            "shared_expert_intermediate_size": v["moe_shared_expert_intermediate_size"]
+        }
         return content | {"moe_intermediate_size": content.pop("intermediate_size")}
 
 
 @dataclass(frozen=True)
 class Glm4MoeWords(ExpertWords):
-    """Words of a class with dense layers first, and sigmoids with a correction, in groups, behind them."""
+    """Words of a class with dense layers first, and sigmoids with a correction, in groups, behind
+    them.
+    """
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
-        first, width = c.number("first_k_dense_replace", 1, low=0), c.number("moe_intermediate_size", 1408)
+        first, width = (
+            c.number("first_k_dense_replace", 1, low=0),
+            c.number("moe_intermediate_size", 1408),
+        )
         routed = [i >= first for i in range(v["num_layers"])]
         if not any(routed):
             c.faults.append(f"first_k_dense_replace {first}: no layer has experts")
@@ -170,7 +218,9 @@ class Glm4MoeWords(ExpertWords):
             "add_qkv_bias": c.switch("attention_bias"),
         }
         v["qk_layernorm"] = "head" if c.switch("use_qk_norm") else "off"
-        v["moe_router_topk_scaling_factor"] = c.number("routed_scaling_factor", 1.0, float, 1e-6, 1e6)
+        v["moe_router_topk_scaling_factor"] = c.number(
+            "routed_scaling_factor", 1.0, float, 1e-6, 1e6
+        )
         return v | {ours: c.number(theirs, 1) for theirs, ours in _GROUPS.items()}
 
     def to_hf(self, v: Values) -> Values:
@@ -179,27 +229,51 @@ class Glm4MoeWords(ExpertWords):
         content |= {"intermediate_size": v["ffn_hidden_size"], "moe_intermediate_size": width}
         first = routed.index(True) if any(routed) else len(routed)
         content |= {"first_k_dense_replace": first, "num_nextn_predict_layers": 0}
-        content["n_shared_experts"] = (v["moe_shared_expert_intermediate_size"] or 0) // (width or 1)
-        content |= {"norm_topk_prob": not v["moe_router_pre_softmax"], "attention_bias": v["add_qkv_bias"]}
+        content["n_shared_experts"] = (v["moe_shared_expert_intermediate_size"] or 0) // (
+            width or 1
+        )
+        content |= {
+            "norm_topk_prob": not v["moe_router_pre_softmax"],
+            "attention_bias": v["add_qkv_bias"],
+        }
         content["routed_scaling_factor"] = v["moe_router_topk_scaling_factor"]
         return content | {"use_qk_norm": v["qk_layernorm"] == "head"}
 
 
 _GROUPS = {"n_group": "moe_router_num_groups", "topk_group": "moe_router_group_topk"}
-_MIXTRAL_SIZES = OLMO2_SIZES | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32000}
+_MIXTRAL_SIZES = OLMO2_SIZES | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
 _MIXTRAL_SIZES |= {"max_position_embeddings": 131072}
-_OLMOE_SIZES = OLMO2_SIZES | {"num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 2048}
+_OLMOE_SIZES = OLMO2_SIZES | {
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "intermediate_size": 2048,
+}
 _OLMOE_SIZES |= {"hidden_size": 2048, "max_position_embeddings": 4096}
-_QWEN3_SIZES = QWEN2_SIZES | {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144}
+_QWEN3_SIZES = QWEN2_SIZES | {
+    "num_hidden_layers": 24,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+}
 _QWEN3_SIZES |= {"num_key_value_heads": 4}
 _MIXTRAL_WORDS = ExpertWords(
-    _MIXTRAL_SIZES, 1e6, window="sliding_window", experts=("num_local_experts", 8), chosen=2, has_norm=False
+    _MIXTRAL_SIZES,
+    1e6,
+    window="sliding_window",
+    experts=("num_local_experts", 8),
+    chosen=2,
+    has_norm=False,
 )
 _OLMOE_WORDS = ExpertWords(_OLMOE_SIZES, attention_bias=True, fixed={"qk_layernorm": "all_heads"})
 _QWEN3_WORDS = Qwen3MoeWords(
     _QWEN3_SIZES, attention_bias=True, experts=("num_experts", 128), fixed={"qk_layernorm": "head"}
 )
-QWEN3_5_MOE_SIZES = {name: size for name, size in QWEN3_5_SIZES.items() if name != "intermediate_size"}
+QWEN3_5_MOE_SIZES = {
+    name: size for name, size in QWEN3_5_SIZES.items() if name != "intermediate_size"
+}
 QWEN3_5_MOE_SIZES |= {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2}
 QWEN3_5_MOE_SIZES |= {"moe_intermediate_size": 512}
 QWEN3_5_MOE_WORDS = Qwen35MoeWords(
@@ -279,7 +353,11 @@ EXPERT_FAMILIES = (
         "glm4_moe",
         "Glm4Moe",
         _GLM_WORDS,
-        fits={"vision_num_layers": False, "num_experts": True, "moe_router_score_function": "sigmoid"},
+        fits={
+            "vision_num_layers": False,
+            "num_experts": True,
+            "moe_router_score_function": "sigmoid",
+        },
         table=_GLM,
         harmless=TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
         kind=Glm4Moe,

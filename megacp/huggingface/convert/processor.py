@@ -1,7 +1,8 @@
-"""The processor files of an exported folder: how images become patches and tokens, as the library reads it.
+"""The processor files of an exported folder: how images become patches and tokens, as the library
+reads it.
 
-`megacp.prepare.media.processor_files` reads such files and has their tables. All settings are written: the library
-reads a missing one as its default.
+`megacp.prepare.media.processor_files` reads such files and has their tables. All settings are
+written: the library reads a missing one as its default.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megacp.huggingface.convert.hf_files import write_json
-from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, PROCESSOR_FILES, VIDEOS, ProcessorPart
+from megacp.prepare.media.processor_files import (
+    IMAGES,
+    PROCESSOR,
+    PROCESSOR_FILES,
+    VIDEOS,
+    ProcessorPart,
+)
 from megacp.training.data.vision.rules import VisionRules
 
 Rules = dict[str, Any]
@@ -45,10 +52,15 @@ def _write_windows(rules: Rules, folder: Path) -> None:
 
 
 def _write_crops(rules: Rules, folder: Path) -> None:
-    """Write files for square crops, as Molmo2 has them. ValueError for times that the library cannot leave out."""
+    """Write files for square crops, as Molmo2 has them. ValueError for times that the library
+    cannot leave out.
+    """
     files = PROCESSOR_FILES["molmo2"]
     if rules["time_mode"] != "per-frame":
-        raise ValueError(f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of frames")
+        raise ValueError(
+            f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of "
+            "frames"
+        )
     common = {
         "size": {"height": rules["image_size"], "width": rules["image_size"]},
         "processor_class": "Molmo2Processor",
@@ -64,10 +76,15 @@ def _write_crops(rules: Rules, folder: Path) -> None:
     write_json(folder / PROCESSOR, {**whole, "image_processor": image, "video_processor": video})
 
 
-_WRITERS: dict[str, Callable[[Rules, Path], None]] = {"molmo2": _write_crops, "qwen3_5": _write_windows}
+_WRITERS: dict[str, Callable[[Rules, Path], None]] = {
+    "molmo2": _write_crops,
+    "qwen3_5": _write_windows,
+}
 """What writes the files of each vision family."""
 
 
 def write_processor(rules: VisionRules, folder: Path) -> None:
-    """Write the files: one with all parts, and each part for older versions. ValueError for a rule it cannot follow."""
+    """Write the files: one with all parts, and each part for older versions. ValueError for a rule
+    it cannot follow.
+    """
     _WRITERS[rules.family](rules.to_dict(), folder)

@@ -1,5 +1,5 @@
-"""Qwen3.5 with its tower, dense or with experts: the text model's words and tensors under `text_config` and
-`language_model`, and a ViT's.
+"""Qwen3.5 with its tower, dense or with experts: the text model's words and tensors under
+`text_config` and `language_model`, and a ViT's.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ from typing import Any
 
 from megacp.huggingface.convert.config_json import GENERAL, ConfigJson, Values, same, shown
 from megacp.huggingface.convert.family import Family
-from megacp.huggingface.convert.moe import QWEN3_5_MOE, QWEN3_5_MOE_SILENT, QWEN3_5_MOE_WORDS, ExpertFamily
+from megacp.huggingface.convert.moe import (
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_SILENT,
+    QWEN3_5_MOE_WORDS,
+    ExpertFamily,
+)
 from megacp.huggingface.convert.tables import Table
-from megacp.huggingface.convert.text_families import QWEN3_5, QWEN3_5_SILENT, QWEN3_5_WORDS, Qwen35Words
+from megacp.huggingface.convert.text_families import (
+    QWEN3_5,
+    QWEN3_5_SILENT,
+    QWEN3_5_WORDS,
+    Qwen35Words,
+)
 
 _MODULES = {
     "patch_embed.proj": "vision.patch_embedding",
@@ -32,8 +42,15 @@ _KINDS = ("weight", "bias")
 def _with_tower(decoder: Table) -> Table:
     """Tensors of a decoder, and those of the tower before it."""
     return {
-        **{theirs.replace("model.", "model.language_model.", 1): ours for theirs, ours in decoder.items()},
-        **{f"model.visual.{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in _MODULES.items() for kind in _KINDS},
+        **{
+            theirs.replace("model.", "model.language_model.", 1): ours
+            for theirs, ours in decoder.items()
+        },
+        **{
+            f"model.visual.{theirs}.{kind}": f"{ours}.{kind}"
+            for theirs, ours in _MODULES.items()
+            for kind in _KINDS
+        },
         **{
             f"model.visual.blocks.{{v}}.attn.qkv.{kind}": tuple(
                 f"vision.blocks.{{v}}.attention.{x}.{kind}" for x in "qkv"
@@ -63,12 +80,22 @@ _TOKEN_FIELDS = {
 def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
     """Flags of a config whose `text_config` stands at the top."""
     v = words.from_hf(c)
-    v |= {"vision_family": "qwen3_5", "image_attention": "causal", "connector_ffn_hidden_size": None}
+    v |= {
+        "vision_family": "qwen3_5",
+        "image_attention": "causal",
+        "connector_ffn_hidden_size": None,
+    }
     v["mrope_section"] = v.get("mrope_section") or (11, 11, 10)
     for name, (ours, default) in _TOWER.items():
-        v[ours] = c.number(f"vision_config.{name}", default, high=4096 if ours == "vision_num_layers" else 2**31 - 1)
+        v[ours] = c.number(
+            f"vision_config.{name}",
+            default,
+            high=4096 if ours == "vision_num_layers" else 2**31 - 1,
+        )
     c.only("vision_config.", hidden_act="gelu_pytorch_tanh", in_channels=3)
-    c.only("vision_config.", spatial_merge_size=2, temporal_patch_size=2, deepstack_visual_indexes=[])
+    c.only(
+        "vision_config.", spatial_merge_size=2, temporal_patch_size=2, deepstack_visual_indexes=[]
+    )
     count = c.number("vision_config.num_position_embeddings", 2304)
     v["vision_image_size"] = math.isqrt(count) * v["vision_patch_size"]
     for path, default, one in (
@@ -79,7 +106,10 @@ def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
             c.faults.append(f"{path} is {shown(found)}, megacp can only express {one}")
     rope = c.get("vision_config.rope_parameters") or {}
     if rope not in ({}, {"rope_type": "axial", "rope_theta": 10000.0}):
-        c.faults.append(f"vision_config.rope_parameters is {shown(rope)}, megacp can only express axial, theta 10000")
+        c.faults.append(
+            f"vision_config.rope_parameters is {shown(rope)}, megacp can only express axial, theta "
+            "10000"
+        )
     return v
 
 
@@ -87,8 +117,15 @@ def _to_hf(words: Qwen35Words, v: Values) -> Values:
     """The inverse."""
     vision = {name: v[ours] for name, (ours, _) in _TOWER.items()}
     vision |= {"out_hidden_size": v["hidden_size"], "hidden_act": "gelu_pytorch_tanh"}
-    vision |= {"num_position_embeddings": (v["vision_image_size"] // v["vision_patch_size"]) ** 2, "in_channels": 3}
-    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": v["init_method_std"]}
+    vision |= {
+        "num_position_embeddings": (v["vision_image_size"] // v["vision_patch_size"]) ** 2,
+        "in_channels": 3,
+    }
+    vision |= {
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "initializer_range": v["init_method_std"],
+    }
     return words.to_hf(v) | {"vision_config": vision}
 
 
@@ -101,14 +138,19 @@ class Qwen35(Family):
             raise ValueError("config.json: text_config is no object")
         probe = ConfigJson({}, self.sections)
         self.from_hf(probe)
-        of_text = probe.names - {"tie_word_embeddings"}  # fields that the library reads inside alone
+        of_text = probe.names - {
+            "tie_word_embeddings"
+        }  # fields that the library reads inside alone
         for name in of_text & content.keys() - GENERAL:
             if not same((text or {}).get(name), content[name]):
                 raise ValueError(
-                    f"config.json: {name} is {shown(content[name])} outside text_config, where the library reads "
+                    f"config.json: {name} is {shown(content[name])} outside text_config, where the "
+                    "library reads "
                     f"{shown((text or {}).get(name))}: take it out, or write it inside"
                 )
-        outside = {name: value for name, value in content.items() if name not in of_text | {"text_config"}}
+        outside = {
+            name: value for name, value in content.items() if name not in of_text | {"text_config"}
+        }
         return {**(text or {}), "tie_word_embeddings": False, **outside}
 
     def spelled(self, content: Values, layout: str) -> Values:

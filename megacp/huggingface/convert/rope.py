@@ -1,4 +1,6 @@
-"""Rotary embeddings in a config.json: their base, their scaling, and the part of a head that is rotated."""
+"""Rotary embeddings in a config.json: their base, their scaling, and the part of a head that is
+rotated.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _FIXED: dict[str, dict[str, Any]] = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"beta_fast": 32.0, "beta_slow": 1.0},
 }
-"""Parameters that can have one value here, which is also what their absence means; the library asks llama3 for both."""
+"""Parameters that can have one value here, which is also what their absence means; the library asks
+llama3 for both.
+"""
 
 
 def read_rope(
@@ -35,11 +39,12 @@ def read_rope(
     kinds: Collection[str] = (),
     part: float | None = None,
 ) -> Values:
-    """Read base and scaling from the library's `rope_parameters`, or their older spelling; `c` gathers the faults.
+    """Read base and scaling from the library's `rope_parameters`, or their older spelling; `c`
+    gathers the faults.
 
-    `positions`: the longest text. `theta`: the base if the config is silent. `kinds`: the types of scaling that the
-    class has; empty: all. `part`: the part of a head that is rotated if the config is silent; None: the class has no
-    field for it.
+    `positions`: the longest text. `theta`: the base if the config is silent. `kinds`: the types of
+    scaling that the class has; empty: all. `part`: the part of a head that is rotated if the config
+    is silent; None: the class has no field for it.
     """
     return _Rope(c, section, theta).read(positions, kinds or tuple(_TYPES), part)
 
@@ -59,24 +64,32 @@ class _Rope:
         """Names of parameters that have been read, or that mean nothing."""
 
     def read(self, positions: int, kinds: Collection[str], part: float | None) -> Values:
-        """Return the flags; after a fault of the whole, the flags of no scaling, so that other faults are found too."""
+        """Return the flags; after a fault of the whole, the flags of no scaling, so that other
+        faults are found too.
+        """
         plain = {"rope_scaling": "none", "rotary_base": self._theta}
         if not self._find():
             return plain
         kind = self._params.get("rope_type", self._params.get("type", "default"))
         if not isinstance(kind, str) or kind not in kinds:
-            self._fault(f"{self._path}.rope_type is {shown(kind)}, megacp can express {', '.join(kinds)}")
+            self._fault(
+                f"{self._path}.rope_type is {shown(kind)}, megacp can express {', '.join(kinds)}"
+            )
             return plain
         base = self._c.get(f"{self._section}rope_theta", self._theta)
         values = {
             "rope_scaling": "none" if kind == "default" else kind,
-            "rotary_base": self._base(f"{self._section}rope_theta", self._params.get("rope_theta", base)),
+            "rotary_base": self._base(
+                f"{self._section}rope_theta", self._params.get("rope_theta", base)
+            ),
         }
         values |= self._read_part(part)
         values |= self._read_numbers(kind, positions)
         fixed = _FIXED.get(kind, {})
         if kind == "yarn":
-            fixed = fixed | {"attention_factor": _attention_factor(values["rope_scaling_factor"] or 1.0)}
+            fixed = fixed | {
+                "attention_factor": _attention_factor(values["rope_scaling_factor"] or 1.0)
+            }
             values |= self._read_rounding()
         self._require(fixed)
         if self._near is not None and self._near != self._params:
@@ -94,8 +107,12 @@ class _Rope:
         return self._c.checked(path, value, self._theta, float, 1.0, 1e12)
 
     def _find(self) -> bool:
-        """Find the parameters, in one of two spellings and once or for each kind of layers; False after a fault."""
-        given = {name: self._c.get(self._section + name) for name in ("rope_scaling", "rope_parameters")}
+        """Find the parameters, in one of two spellings and once or for each kind of layers; False
+        after a fault.
+        """
+        given = {
+            name: self._c.get(self._section + name) for name in ("rope_scaling", "rope_parameters")
+        }
         name = next((name for name, params in given.items() if params), "rope_parameters")
         self._path = self._section + name
         params: Any = {} if given[name] is None else given[name]
@@ -104,17 +121,26 @@ class _Rope:
             self._near, params = (by_kind[kind] for kind in LAYER_TYPES)
             older = given["rope_scaling"] or {}
             if not all(isinstance(one, Mapping) for one in (self._near, params, older)):
-                self._fault(f"{self._path} is {shown(given[name])}, expected parameters for each kind of layers")
+                self._fault(
+                    f"{self._path} is {shown(given[name])}, expected parameters for each kind of "
+                    "layers"
+                )
                 return False
             params = {**params, **older}
-        if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
-            self._fault(f"{self._path} is {shown(params)}, expected one set of parameters for all layers")
+        if not isinstance(params, Mapping) or any(
+            isinstance(value, Mapping) for value in params.values()
+        ):
+            self._fault(
+                f"{self._path} is {shown(params)}, expected one set of parameters for all layers"
+            )
             return False
         self._params = params
         return True
 
     def _read_part(self, part: float | None) -> Values:
-        """Read which part of a head is rotated, and how many of its angles belong to each axis of an image."""
+        """Read which part of a head is rotated, and how many of its angles belong to each axis of
+        an image.
+        """
         path = f"{self._section}partial_rotary_factor"
         said = self._params.get("partial_rotary_factor", self._c.get(path))
         if part is None:
@@ -128,8 +154,12 @@ class _Rope:
             if isinstance(sections, list) and [type(size) for size in sections] == [int] * 3:
                 values["mrope_section"] = tuple(sections)
             else:
-                self._fault(f"{self._path}.mrope_section is {shown(sections)}, expected three whole numbers")
-        values["rotary_percent"] = self._c.checked(path, part if said is None else said, part, float, 0.01, 1)
+                self._fault(
+                    f"{self._path}.mrope_section is {shown(sections)}, expected three whole numbers"
+                )
+        values["rotary_percent"] = self._c.checked(
+            path, part if said is None else said, part, float, 0.01, 1
+        )
         return values
 
     def _read_numbers(self, kind: str, positions: int) -> Values:
@@ -144,10 +174,15 @@ class _Rope:
         return values
 
     def _read_rounding(self) -> Values:
-        """Read whether YaRN rounds the ends of its ramp, and see whether its `mscale` means anything."""
+        """Read whether YaRN rounds the ends of its ramp, and see whether its `mscale` means
+        anything.
+        """
         self._known.add("truncate")
         if not (self._params.get("mscale") and self._params.get("mscale_all_dim")):
-            self._known |= {"mscale", "mscale_all_dim"}  # only a pair means something to the library
+            self._known |= {
+                "mscale",
+                "mscale_all_dim",
+            }  # only a pair means something to the library
         rounds = self._params.get("truncate", True)
         if not isinstance(rounds, bool):
             self._fault(f"{self._path}.truncate is {shown(rounds)}, expected true or false")
@@ -159,13 +194,18 @@ class _Rope:
         for key, value in fixed.items():
             given = value if self._params.get(key) is None else self._params[key]
             if not isinstance(given, (int, float)) or not math.isclose(given, value, rel_tol=1e-12):
-                self._fault(f"{self._path}.{key} is {shown(given)}, megacp can only express {value!r}")
+                self._fault(
+                    f"{self._path}.{key} is {shown(given)}, megacp can only express {value!r}"
+                )
 
     def _near_is_plain(self) -> bool:
         """Whether layers with a window are not scaled; a fault if they are."""
         if isinstance(self._near, Mapping) and self._near.get("rope_type", "default") == "default":
             return True
-        self._fault(f"{self._path}.{LAYER_TYPES[0]} is {shown(self._near)}, megacp stretches no layer with a window")
+        self._fault(
+            f"{self._path}.{LAYER_TYPES[0]} is {shown(self._near)}, megacp stretches no layer with "
+            "a window"
+        )
         return False
 
     def _read_near(self, base: float) -> Values:
@@ -177,7 +217,9 @@ class _Rope:
         """Refuse parameters that have a value and that nothing above has read."""
         others = {key for key, value in self._params.items() if value is not None} - self._known
         for key in sorted(others):
-            self._fault(f"{self._path}.{key} is {shown(self._params[key])}, which megacp cannot express")
+            self._fault(
+                f"{self._path}.{key} is {shown(self._params[key])}, which megacp cannot express"
+            )
 
 
 def _attention_factor(factor: float) -> float:
@@ -186,7 +228,9 @@ def _attention_factor(factor: float) -> float:
 
 
 def rope_fields(values: Values) -> Values:
-    """Write what `read_rope` reads, in both spellings: a library that knows one would take its own theta otherwise."""
+    """Write what `read_rope` reads, in both spellings: a library that knows one would take its own
+    theta otherwise.
+    """
     kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
     params = {"rope_type": kind, **{key: values[_NUMBERS[key][0]] for key in _TYPES[kind]}}
     if kind == "llama3":

@@ -1,6 +1,7 @@
 """The input of a conversion, by our names: a checkpoint of ours or a Hugging Face folder.
 
-Only headers and configs are read here; tensors are read one by one, already checked against their config.
+Only headers and configs are read here; tensors are read one by one, already checked against their
+config.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ from megacp.huggingface.convert.tensors import (
     same_values,
     tensor_problems,
 )
-from megacp.huggingface.convert.text_part import NOT_TEXT, TEXT_PARTS, TextTensors, left_out, text_content
+from megacp.huggingface.convert.text_part import (
+    NOT_TEXT,
+    TEXT_PARTS,
+    TextTensors,
+    left_out,
+    text_content,
+)
 from megacp.prepare.media import processor_files
 from megacp.prepare.media.processor_files import FolderRules
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
@@ -62,7 +69,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 """The file by which the library finds an adapter, also next to the weights of a model."""
 
 
-def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path) -> None:
+def require_all(
+    infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path
+) -> None:
     """ValueError that lists every tensor that is missing, unexpected or of another shape."""
     wanted = [named for link in links for named in (link.theirs if to_ours else link.ours)]
     found = tensor_problems(infos, wanted, IGNORED_TENSORS if to_ours else ())
@@ -84,7 +93,11 @@ class CheckpointSource:
             self._payload = loaded.payload()
         tensors = self._payload.tensors.items()
         begin = f"{MODEL}."
-        self.infos = {name.removeprefix(begin): Info(*what) for name, what in tensors if name.startswith(begin)}
+        self.infos = {
+            name.removeprefix(begin): Info(*what)
+            for name, what in tensors
+            if name.startswith(begin)
+        }
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of a tensor."""
@@ -94,7 +107,9 @@ class CheckpointSource:
         with self._loaded.reading():
             self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
         if not is_finite(tensor):
-            raise ValueError(f"{self._loaded.path} has weights that are inf or NaN: {not_finite(name, tensor)}")
+            raise ValueError(
+                f"{self._loaded.path} has weights that are inf or NaN: {not_finite(name, tensor)}"
+            )
         return tensor
 
 
@@ -113,7 +128,9 @@ class Loaded:
     files: Sequence[str] = ()
     """Names of a folder's files of weights."""
     pairs: Pairs | None = None
-    """Low-rank pairs of a checkpoint; `source` and `config` are without them: they are folded into the weights."""
+    """Low-rank pairs of a checkpoint; `source` and `config` are without them: they are folded into
+    the weights.
+    """
     left_out: Sequence[str] = ()
     """Fields of the config.json that change nothing in the library."""
     processor: FolderRules | None = None
@@ -137,7 +154,9 @@ class Loaded:
 
     @functools.cached_property
     def settled_dtype(self) -> str | None:
-        """The dtype in config.json of weights that are float32 and bfloat16, as published norms are; else None."""
+        """The dtype in config.json of weights that are float32 and bfloat16, as published norms
+        are; else None.
+        """
         found = {str(dtype).removeprefix("torch.") for dtype in dtypes(self.source)}
         said = self.stated_dtype
         return said if found == {"float32", "bfloat16"} and said in found else None
@@ -146,25 +165,42 @@ class Loaded:
         """List what was decided about a folder, a line each."""
         found = []
         if self.left_out:
-            found.append(f"config.json: {', '.join(self.left_out)} left out, the library names no such field")
+            found.append(
+                f"config.json: {', '.join(self.left_out)} left out, the library names no such field"
+            )
         found += self.unused
         if not dtype_given and self.settled_dtype is not None:
-            found.append(f"weights of float32 and bfloat16 become {self.settled_dtype}, the dtype of config.json")
+            found.append(
+                f"weights of float32 and bfloat16 become {self.settled_dtype}, the dtype of "
+                "config.json"
+            )
         kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes(self.source)]
-        if not dtype_given and len(kinds) == 1 and self.stated_dtype not in (None, "auto", kinds[0]):
+        if (
+            not dtype_given
+            and len(kinds) == 1
+            and self.stated_dtype not in (None, "auto", kinds[0])
+        ):
             said = self.stated_dtype
-            found.append(f"config.json: dtype {said} not used: the weights are {kinds[0]} and stay so without --dtype")
+            found.append(
+                f"config.json: dtype {said} not used: the weights are {kinds[0]} and stay so "
+                "without --dtype"
+            )
         return found
 
 
 def read_checkpoint(path: Path, world: Axis) -> Loaded:
-    """The newest whole checkpoint below `path`, or that step. Collective over `world`, which shares the hashing."""
+    """The newest whole checkpoint below `path`, or that step. Collective over `world`, which shares
+    the hashing.
+    """
     loaded = load_checkpoint(path, world)
     return on_each(world, lambda: _described(loaded))
 
 
 def _described(loaded: LoadedCheckpoint) -> Loaded:
-    stored, folder = stored_config(loaded), Path(str(loaded.path))  # one of this machine, as `path` is
+    stored, folder = (
+        stored_config(loaded),
+        Path(str(loaded.path)),
+    )  # one of this machine, as `path` is
     source, config, pairs = folded(CheckpointSource(loaded), stored)
     values = flatten(config)
     family = of_values(values)
@@ -176,7 +212,8 @@ def _described(loaded: LoadedCheckpoint) -> Loaded:
 
 
 def read_hf(path: Path, flag: str = "--input", adapter: Path | None = None) -> Loaded:
-    """Open a Hugging Face folder; `adapter` is the folder of --load-adapter, which the caller applies.
+    """Open a Hugging Face folder; `adapter` is the folder of --load-adapter, which the caller
+    applies.
 
     ValueError names the flag, and the field, file or tensor at fault.
     """
@@ -199,7 +236,9 @@ def _of_folder(path: Path) -> Loaded:
     values = family.values(content, fields, unused)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
     if reasons := check(config, 1, trains=False):
-        raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
+        raise ValueError(
+            f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}"
+        )
     unused += _unused_ties(whole, values)
     for section in (content, content.get("text_config")):
         if isinstance(section, dict):
@@ -216,7 +255,9 @@ def _of_folder(path: Path) -> Loaded:
     further = further_tensors(weights.infos, values["num_layers"], family.further_layers(content))
     if further:
         names = wording.listed([*further], 3)
-        unused.append(f"tensors of layers that predict further tokens left out, as in the library: {names}")
+        unused.append(
+            f"tensors of layers that predict further tokens left out, as in the library: {names}"
+        )
     infos = {name: info for name, info in weights.infos.items() if name not in further}
     found = _links_of_file(family, values, weights, infos)
     if found.untied:
@@ -229,8 +270,12 @@ def _of_folder(path: Path) -> Loaded:
     if config.vision.vision_num_layers:
         processor, rules = rules_of(path, content, config, family)
         unused += notes_on_rules(processor, rules)
-    elif others := [name for name in processor_files.PROCESSOR_NAMES if os.path.lexists(path / name)]:
-        unused.append(f"{', '.join(others)}: not used, the model of config.json has no vision tower")
+    elif others := [
+        name for name in processor_files.PROCESSOR_NAMES if os.path.lexists(path / name)
+    ]:
+        unused.append(
+            f"{', '.join(others)}: not used, the model of config.json has no vision tower"
+        )
     return Loaded(
         path,
         family,
@@ -248,9 +293,11 @@ def _of_folder(path: Path) -> Loaded:
 
 
 def _unused_ties(content: Mapping[str, Any], values: Values) -> list[str]:
-    """Return a line if a config says twice whether it ties, differently, or says it of a family without a tie.
+    """Return a line if a config says twice whether it ties, differently, or says it of a family
+    without a tie.
 
-    Raises ValueError for an inner field that is neither true nor false; the outer one has been checked.
+    Raises ValueError for an inner field that is neither true nor false; the outer one has been
+    checked.
     """
     inside = content.get("text_config")
     said = {"tie_word_embeddings": content.get("tie_word_embeddings", ABSENT)}
@@ -264,7 +311,9 @@ def _unused_ties(content: Mapping[str, Any], values: Values) -> list[str]:
     if not unused:
         return []
     what = "ties the head to the embedding" if tied else "does not tie the head to the embedding"
-    return [f"config.json: {' and '.join(unused)} {str(not tied).lower()} not used, the library {what}"]
+    return [
+        f"config.json: {' and '.join(unused)} {str(not tied).lower()} not used, the library {what}"
+    ]
 
 
 @dataclass(frozen=True)
@@ -280,10 +329,14 @@ class _LinksOfFile:
     """A line about a tie that the file decides differently from the config."""
 
 
-def _links_of_file(family: Family, values: Values, weights: Source, infos: Mapping[str, Info]) -> _LinksOfFile:
-    """Link a folder's tensors to ours, and settle a tied head as the library does (`PreTrainedModel.tie_weights`).
+def _links_of_file(
+    family: Family, values: Values, weights: Source, infos: Mapping[str, Info]
+) -> _LinksOfFile:
+    """Link a folder's tensors to ours, and settle a tied head as the library does
+    (`PreTrainedModel.tie_weights`).
 
-    A config that ties says what happens to a missing tensor. Of two tensors that differ, the library keeps both.
+    A config that ties says what happens to a missing tensor. Of two tensors that differ, the
+    library keeps both.
     """
     layout = family.layout_of(infos)
     links = family.links(values, layout, infos)
@@ -299,12 +352,17 @@ def _links_of_file(family: Family, values: Values, weights: Source, infos: Mappi
     if name_of_embedding not in infos:
         of_head = Link(head.theirs, embedding.ours)
         others = [link for link in links if link != embedding]
-        return _LinksOfFile([of_head, *others], infos, note=f"{name_of_head} is also the embedding: they are tied")
+        return _LinksOfFile(
+            [of_head, *others], infos, note=f"{name_of_head} is also the embedding: they are tied"
+        )
     if same_values(weights, name_of_embedding, name_of_head):
         # some files hold a tied head all the same
-        return _LinksOfFile(links, {name: info for name, info in infos.items() if name != name_of_head})
+        return _LinksOfFile(
+            links, {name: info for name, info in infos.items() if name != name_of_head}
+        )
     note = (
-        f"tie_word_embeddings is true, but {name_of_head} differs from {name_of_embedding}: both are kept and not "
+        f"tie_word_embeddings is true, but {name_of_head} differs from {name_of_embedding}: both "
+        "are kept and not "
         "tied, as by the library"
     )
     return _LinksOfFile(apart, infos, True, note)
@@ -315,7 +373,9 @@ _OF_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d{1,9})\.")
 
 
 def further_tensors(names: Iterable[str], layers: int, further: int) -> dict[str, None]:
-    """Return the tensors of layers that predict further tokens, in order: by name, or after the last of `layers`."""
+    """Return the tensors of layers that predict further tokens, in order: by name, or after the
+    last of `layers`.
+    """
     found = dict[str, None]()
     for name in names:
         numbered = _OF_LAYER.match(name)
@@ -331,7 +391,9 @@ def require_ids(path: Path, content: Mapping[str, Any]) -> None:
         found = content.get(name)
         ids = found if isinstance(found, list) else [found]
         if found is not None and (not ids or any(type(one) is not int for one in ids)):
-            raise ValueError(f"{path}: {name} is {shown(found)}, expected the id of a token, or a list of ids")
+            raise ValueError(
+                f"{path}: {name} is {shown(found)}, expected the id of a token, or a list of ids"
+            )
 
 
 def read_generation(path: Path) -> dict[str, Any]:
@@ -346,7 +408,8 @@ _NO_CHOICE = ("transformers_version", "use_cache", "output_", "return_", "cache_
 
 
 def generation_notes(folder: Path) -> list[str]:
-    """List what is not used of a folder's generation settings, in one line at most. ValueError for a damaged file.
+    """List what is not used of a folder's generation settings, in one line at most. ValueError for
+    a damaged file.
 
     Zeros and ones change nothing: no beams, no penalty, a temperature of 1.
     """
@@ -355,18 +418,24 @@ def generation_notes(folder: Path) -> list[str]:
     content = read_generation(folder / GENERATION)
     settings = []
     for name, value in sorted(content.items()):
-        if not name.startswith(_NO_CHOICE) and (value is True or value not in (None, False, 0, 1, [], {})):
+        if not name.startswith(_NO_CHOICE) and (
+            value is True or value not in (None, False, 0, 1, [], {})
+        ):
             settings.append(f"{processor_files.printable(name)} {shown(value)}")
     if not settings:
         return []
     told = wording.listed(settings, 10)
-    return [f"{GENERATION}: {told} not used: kept for the export, generation takes the flags of its command"]
+    return [
+        f"{GENERATION}: {told} not used: kept for the export, generation takes the flags of its "
+        "command"
+    ]
 
 
 def rules_of(
     folder: Path, content: dict[str, Any], config: RunConfig, family: Family
 ) -> tuple[FolderRules | None, VisionRules | None]:
-    """Return what a folder's processor files say, and its rules with ids from its tokenizer or its config.
+    """Return what a folder's processor files say, and its rules with ids from its tokenizer or its
+    config.
 
     The first is None without such files, the second also where an id is not known.
     """
@@ -394,11 +463,16 @@ def rules_of(
 def notes_on_rules(processor: FolderRules | None, rules: VisionRules | None) -> list[str]:
     """List what is not used of the processor files of a folder with a tower, a line each."""
     if processor is None:
-        return [f"there is no {processor_files.IMAGES}: the packs alone say how images become tokens"]
+        return [
+            f"there is no {processor_files.IMAGES}: the packs alone say how images become tokens"
+        ]
     found = list(processor.notes)
     if rules is None:
         files = ", ".join(processor.files)
-        found.append(f"{files}: not kept for an export, since the folder does not say the ids of all image tokens")
+        found.append(
+            f"{files}: not kept for an export, since the folder does not say the ids of all image "
+            "tokens"
+        )
     return found
 
 
@@ -407,7 +481,9 @@ def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> 
     for name in _COMPANIONS:
         if name not in without and (source / name).is_file():
             hf_files.copy_file(source / name, folder / name)
-    for path in sorted((source / TEMPLATE_FOLDER).iterdir()) if (source / TEMPLATE_FOLDER).is_dir() else []:
+    for path in (
+        sorted((source / TEMPLATE_FOLDER).iterdir()) if (source / TEMPLATE_FOLDER).is_dir() else []
+    ):
         if path.suffix == ".jinja" and path.is_file():
             if (folder / TEMPLATE_FOLDER).is_symlink():
                 (folder / TEMPLATE_FOLDER).unlink()
@@ -419,58 +495,83 @@ def model_dtype(source: Source) -> str:
     """The `--dtype` of weights. ValueError where no run has such weights."""
     dtype = str(one_dtype(source)).removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise ValueError(f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with --dtype")
+        raise ValueError(
+            f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with "
+            "--dtype"
+        )
     return dtype
 
 
 def keep_generation(loaded: Loaded, folder: Path) -> None:
-    """Copy a folder's generation settings; where it has none, write the special ids of its config."""
+    """Copy a folder's generation settings; where it has none, write the special ids of its
+    config.
+    """
     given = loaded.folder / GENERATION
     if given.is_file():
         read_generation(given)  # refused now rather than when it is exported
         hf_files.copy_file(given, folder / GENERATION)
         return
     text = loaded.content.get("text_config")
-    said = {**(text if isinstance(text, dict) else {}), **{k: v for k, v in loaded.content.items() if v is not None}}
+    said = {
+        **(text if isinstance(text, dict) else {}),
+        **{k: v for k, v in loaded.content.items() if v is not None},
+    }
     ids = {key: said[key] for key in SPECIAL if said.get(key) is not None}
     if ids:
         hf_files.write_json(folder / GENERATION, ids)
 
 
 def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
-    """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there is none."""
+    """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there
+    is none.
+    """
     names = tokenizer_files(loaded.folder)
     if not names:
         return ""
-    tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
-    source = tokenizer.files[0].parent  # another one than the folder where the library has made one of its files
+    tokenizer = load_tokenizer(
+        ",".join(str(loaded.folder / name) for name in names), engine="reference"
+    )
+    source = tokenizer.files[
+        0
+    ].parent  # another one than the folder where the library has made one of its files
     for name in (*(path.name for path in tokenizer.files), "tokenizer_config.json"):
         if (source / name).is_file():
             hf_files.copy_file(source / name, folder / name)
     copy_companions(source, folder)
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
-        raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")
+        raise ValueError(
+            f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} "
+            "rows"
+        )
     return tokenizer.sha256
 
 
 def refuse_embedded_adapter(path: Path, applied: Path | None = None) -> None:
-    """ValueError for a model's folder with an adapter in it that is not `applied`: the library would apply it."""
+    """ValueError for a model's folder with an adapter in it that is not `applied`: the library
+    would apply it.
+    """
     if not os.path.lexists(path / ADAPTER_CONFIG):
         return
     if applied is not None and applied.exists() and applied.samefile(path):
         return
     raise ValueError(
-        f"the folder holds a model and an adapter ({ADAPTER_CONFIG}), which the transformers library applies: train "
-        f"on with --load-hf and --load-adapter {path}, merge it into the weights (peft: merge_and_unload), or move "
+        f"the folder holds a model and an adapter ({ADAPTER_CONFIG}), which the transformers "
+        "library applies: train "
+        f"on with --load-hf and --load-adapter {path}, merge it into the weights (peft: "
+        "merge_and_unload), or move "
         "the adapter's files to another folder"
     )
 
 
 def refuse_other_input(path: Path, kind: str) -> None:
-    """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is instead."""
+    """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is
+    instead.
+    """
     if not path.is_dir():
-        raise ValueError("it is a file, expected a folder" if path.exists() else "there is no such folder")
+        raise ValueError(
+            "it is a file, expected a folder" if path.exists() else "there is no such folder"
+        )
     names = {entry.name for entry in path.iterdir()}
     is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
     if kind == "hf" and CONFIG not in names:
@@ -479,4 +580,7 @@ def refuse_other_input(path: Path, kind: str) -> None:
             also = ", it is an adapter: give its model with --load-hf, and the adapter with --load-adapter"
         raise ValueError(f"the folder has no {CONFIG}{also}")
     if kind == "megacp" and not is_checkpoint and CONFIG in names:
-        raise ValueError(f"there is no committed checkpoint, it is a Hugging Face folder with a {CONFIG}: --from hf")
+        raise ValueError(
+            f"there is no committed checkpoint, it is a Hugging Face folder with a {CONFIG}: "
+            "--from hf"
+        )

@@ -1,7 +1,9 @@
-"""A run that starts from a Hugging Face folder: its model by our flags, its weights by our names, its tokenizer.
+"""A run that starts from a Hugging Face folder: its model by our flags, its weights by our names,
+its tokenizer.
 
-Tokenizer and generation settings are kept beside the run's checkpoints, so an export finds them there. A text model
-may get a vision tower, that of a Molmo2 folder or a new one; a tied head becomes a copy of the embedding then.
+Tokenizer and generation settings are kept beside the run's checkpoints, so an export finds them
+there. A text model may get a vision tower, that of a Molmo2 folder or a new one; a tied head
+becomes a copy of the embedding then.
 """
 
 from __future__ import annotations
@@ -58,39 +60,65 @@ class Together:
 def with_tower(
     text: Loaded, tower: Loaded | None, config: RunConfig, given: Collection[str]
 ) -> tuple[RunConfig, Source, dict[str, int], str]:
-    """Put a vision tower before a text model: that of `tower`, or a new one as the flags of `config` describe it.
+    """Put a vision tower before a text model: that of `tower`, or a new one as the flags of
+    `config` describe it.
 
-    Return the config, its tensors, how many rows of tensors are read (the remaining rows are new), and a note. Raises
-    ValueError for a second tower, for none, and for one that cannot stand before another text model.
+    Return the config, its tensors, how many rows of tensors are read (the remaining rows are new),
+    and a note. Raises ValueError for a second tower, for none, and for one that cannot stand before
+    another text model.
     """
     (giver,) = (family for family in FAMILIES.values() if family.gives_tower)
     if text.config.vision.vision_num_layers:
-        raise ValueError(f"--vision-from-hf adds a tower to a text model, {text.folder} has one: leave the flag out")
+        raise ValueError(
+            f"--vision-from-hf adds a tower to a text model, {text.folder} has one: leave the flag "
+            "out"
+        )
     if tower is not None and tower.family is not giver:
-        raise ValueError(f"--vision-from-hf {tower.folder} is a {tower.family.name}, a {giver.name} is needed")
+        raise ValueError(
+            f"--vision-from-hf {tower.folder} is a {tower.family.name}, a {giver.name} is needed"
+        )
     if tower is None and not config.vision.vision_num_layers:
-        raise ValueError("--vision-from-hf none makes a new tower: give its --vision-num-layers, such as 25")
+        raise ValueError(
+            "--vision-from-hf none makes a new tower: give its --vision-num-layers, such as 25"
+        )
     if tower is None and config.vision.vision_family != giver.name:
         raise ValueError(
-            f"--vision-from-hf none makes the tower of a {giver.name}, --vision-family is {config.vision.vision_family}"
+            f"--vision-from-hf none makes the tower of a {giver.name}, --vision-family is "
+            f"{config.vision.vision_family}"
         )
     values = flatten(config if tower is None else tower.config)
     changes = {name: values[name] for name, info in fields().items() if info.room == "vision"}
     usual = VISION_FAMILIES[giver.name].token_rows
     asked = config.model.additional_vocab_size if "additional_vocab_size" in given else usual
-    changes |= {"additional_vocab_size": asked, "untie_embeddings_and_output_weights": True, "hf_model_type": None}
+    changes |= {
+        "additional_vocab_size": asked,
+        "untie_embeddings_and_output_weights": True,
+        "hf_model_type": None,
+    }
     whole = with_values(text.config, changes)
     places = {name: (text.source, name) for name in text.source.infos}
     places.setdefault(HEAD, (text.source, EMBEDDING))
     flags = flatten(whole)
     wanted = shapes_of(flags)
     if tower is not None:
-        infos = {name: info for name, info in tower.source.infos.items() if name.startswith(("vision.", "connector."))}
-        places |= {name: (tower.source, name) for name, info in infos.items() if info.shape == wanted[name]}
+        infos = {
+            name: info
+            for name, info in tower.source.infos.items()
+            if name.startswith(("vision.", "connector."))
+        }
+        places |= {
+            name: (tower.source, name) for name, info in infos.items() if info.shape == wanted[name]
+        }
     new = [name for name in wanted if name not in places]
     known = {EMBEDDING: text.config.model.vocab_size, **dict.fromkeys(new, 0)}
-    told = [name for name in new if name.startswith("connector.")] if tower is not None else ["tower and connector"]
-    note = f"new and not read: {', '.join([*told, f'{asked} rows of the embedding for image tokens'])}"
+    told = (
+        [name for name in new if name.startswith("connector.")]
+        if tower is not None
+        else ["tower and connector"]
+    )
+    note = (
+        f"new and not read: {', '.join([*told, f'{asked} rows of the embedding for image tokens'])}"
+    )
     return whole, Together(places), known, note
 
 
@@ -110,14 +138,22 @@ class FolderStart:
 
     @property
     def image_rules(self) -> Mapping[str, Any] | None:
-        """Rules by which images become tokens, as a manifest has them; None where they are not known."""
+        """Rules by which images become tokens, as a manifest has them; None where they are not
+        known.
+        """
         if self.tower is not None or self.loaded.rules is None:
             return None
         return self.loaded.rules.to_dict()
 
     def image_misfits(self, where: str, image_rules: Mapping[str, Any]) -> list[str]:
-        """List how packs at `where`, made by `image_rules`, differ from the processor files of the folder."""
-        flag, loaded = ("--vision-from-hf", self.tower) if self.tower is not None else ("--load-hf", self.loaded)
+        """List how packs at `where`, made by `image_rules`, differ from the processor files of the
+        folder.
+        """
+        flag, loaded = (
+            ("--vision-from-hf", self.tower)
+            if self.tower is not None
+            else ("--load-hf", self.loaded)
+        )
         processor = loaded.processor
         if processor is None or image_rules.get("family", next(iter(RULES))) != processor.family:
             return []  # other families are refused by name elsewhere
@@ -133,7 +169,8 @@ class FolderStart:
             return []
         again = "build it again by the folder's (without these flags)"
         return [
-            f"{where} was built with other image rules than those of {flag} {loaded.folder}: {'; '.join(found)}: "
+            f"{where} was built with other image rules than those of {flag} {loaded.folder}: "
+            f"{'; '.join(found)}: "
             f"{again}, or write the dataset's numbers into the folder's files"
         ]
 
@@ -159,7 +196,9 @@ def _adapter(config: RunConfig, loaded: Loaded, given: Collection[str]) -> Adapt
     flags = flatten(config)
     said = {name: flags[name] if name in given else value for name, value in adapter.flags.items()}
     asked = with_values(loaded.config, said).model
-    wanted, held = ({kind: model.lora_pairs[kind] for kind in lora_kinds(model)} for model in (asked, has))
+    wanted, held = (
+        {kind: model.lora_pairs[kind] for kind in lora_kinds(model)} for model in (asked, has)
+    )
     if wanted != held:
         told = " ".join(f"{flag(name)} {value}" for name, value in adapter.flags.items())
         raise ValueError(f"--load-adapter {path} has {told}: leave these flags out")
@@ -167,12 +206,15 @@ def _adapter(config: RunConfig, loaded: Loaded, given: Collection[str]) -> Adapt
 
 
 def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, FolderStart, str]:
-    """The config with the model of --load-hf, as far as no flag in `given` says what it is; the start; a note.
+    """The config with the model of --load-hf, as far as no flag in `given` says what it is; the
+    start; a note.
 
     Only headers are read. ValueError for a folder that cannot be taken.
     """
     if importlib.util.find_spec("safetensors") is None:
-        raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")
+        raise ValueError(
+            "--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'"
+        )
     folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
     applied = config.checkpoint.load_adapter
     loaded = read_hf(folder, "--load-hf", None if applied is None else Path(applied))
@@ -182,27 +224,42 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
         sha256 = load_tokenizer(str(folder), "reference").sha256 if tokenizer_files(folder) else ""
     except ValueError as error:
         raise ValueError(f"--load-hf {folder}: {error}") from error
-    stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), loaded.notes("dtype" in given)
+    stored, source, known, notes = (
+        loaded.config,
+        loaded.source,
+        dict[str, int](),
+        loaded.notes("dtype" in given),
+    )
     files = {f"--load-hf {name}": folder / name for name in loaded.files}
     tower: Loaded | None = None
     if vision is not None:
         tower = read_hf(Path(vision), "--vision-from-hf") if vision != "none" else None
         stored, source, known, told_new = with_tower(loaded, tower, config, given)
         notes += [told_new, *(tower.notes(True) if tower is not None else ())]
-        files |= {f"--vision-from-hf {name}": Path(vision) / name for name in (tower.files if tower else ())}
+        files |= {
+            f"--vision-from-hf {name}": Path(vision) / name
+            for name in (tower.files if tower else ())
+        }
     stored = with_values(stored, {"dtype": dtype})
     if config.checkpoint.load_adapter is not None:
         adapter = _adapter(config, loaded, given)
         notes += adapter.notes
-        files |= {f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name for name in ADAPTER_FILES}
+        files |= {
+            f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name
+            for name in ADAPTER_FILES
+        }
         config, stored = with_values(config, adapter.flags), with_values(stored, adapter.flags)
         source = Together({name: (each, name) for each in (source, adapter) for name in each.infos})
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
     # pairs that nothing has begin as they are drawn
-    known |= dict.fromkeys((pair.name for pair in pair_tensors(config.model) if pair.name not in source.infos), 0)
+    known |= dict.fromkeys(
+        (pair.name for pair in pair_tensors(config.model) if pair.name not in source.infos), 0
+    )
     told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
     described = [told, flatten(stored), sorted(files), rules]
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-    start = FolderStart(loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, files, known, tower)
+    start = FolderStart(
+        loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, files, known, tower
+    )
     return config, start, "\n".join([note, *notes])

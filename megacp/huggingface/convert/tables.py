@@ -1,4 +1,5 @@
-"""Names of a decoder's tensors in the library and here, and the tensors of a model that a table of names links.
+"""Names of a decoder's tensors in the library and here, and the tensors of a model that a table of
+names links.
 
 Rows of q and k are in the library's order (rotary by halves), which is ours; nothing is permuted.
 """
@@ -19,8 +20,8 @@ EMBEDDING, HEAD = "embedding.weight", "head.weight"
 NATIVE, RELEASED = "native", "released"
 NAMINGS = (NATIVE, RELEASED)
 Table = Mapping[str, str | tuple[str, ...]]
-"""The library's name -> ours, or several of ours stacked. `{i}` counts decoder layers, `{v}` layers of a tower, `{e}`
-experts.
+"""The library's name -> ours, or several of ours stacked. `{i}` counts decoder layers, `{v}` layers
+of a tower, `{e}` experts.
 """
 
 _LINEARS = {
@@ -38,8 +39,14 @@ DECODER: dict[str, str | tuple[str, ...]] = {
     "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.attention.q_norm.weight",
     "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.attention.k_norm.weight",
     "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm.weight",
-    **{f"model.layers.{{i}}.{theirs}.weight": f"layers.{{i}}.{ours}.weight" for theirs, ours in _LINEARS.items()},
-    **{f"model.layers.{{i}}.{theirs}.bias": f"layers.{{i}}.{ours}.bias" for theirs, ours in _LINEARS.items()},
+    **{
+        f"model.layers.{{i}}.{theirs}.weight": f"layers.{{i}}.{ours}.weight"
+        for theirs, ours in _LINEARS.items()
+    },
+    **{
+        f"model.layers.{{i}}.{theirs}.bias": f"layers.{{i}}.{ours}.bias"
+        for theirs, ours in _LINEARS.items()
+    },
     "model.norm.weight": "final_norm.weight",
     "lm_head.weight": "head.weight",
 }

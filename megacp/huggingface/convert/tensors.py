@@ -1,7 +1,9 @@
-"""Tensors of one naming seen under another: tables of links, and a view that reads through them tensor by tensor.
+"""Tensors of one naming seen under another: tables of links, and a view that reads through them
+tensor by tensor.
 
-A link says that some of their tensors and some of ours, each joined along dim 0, are the same rows. That covers
-renaming, fused projections and a split embedding, in both directions. Nothing is read before its values are needed.
+A link says that some of their tensors and some of ours, each joined along dim 0, are the same rows.
+That covers renaming, fused projections and a split embedding, in both directions. Nothing is read
+before its values are needed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ BIASES = (".experts.gate_up_proj_bias", ".experts.down_proj_bias")
 WIDE = (".router.correction", ".e_score_correction_bias")
 """Ends of names of what is float32 in a model of any dtype."""
 PACKED = ("_blocks", "_scales")
-"""Ends of names of what is packed in bytes: numbers of few bits, and the exponents of their blocks."""
+"""Ends of names of what is packed in bytes: numbers of few bits, and the exponents of their blocks.
+"""
 _TOLD = 20
 """Problems that a message names."""
 _COMPARED = 16 << 20
@@ -45,7 +48,9 @@ class Named:
 
 @dataclass(frozen=True)
 class Link:
-    """`theirs`, joined along dim 0, equal `ours`, joined along dim 0. Shapes are global, without padding."""
+    """`theirs`, joined along dim 0, equal `ours`, joined along dim 0. Shapes are global, without
+    padding.
+    """
 
     theirs: tuple[Named, ...]
     ours: tuple[Named, ...]
@@ -75,8 +80,9 @@ def whole(source: Source, name: str) -> torch.Tensor:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds neither inf nor NaN.
 
-    The least and the largest number are NaN as soon as any number is. Finding both takes one pass at the speed of
-    memory and no second tensor; `torch.isfinite(tensor).all()` takes forty times as long in bfloat16.
+    The least and the largest number are NaN as soon as any number is. Finding both takes one pass
+    at the speed of memory and no second tensor; `torch.isfinite(tensor).all()` takes forty times as
+    long in bfloat16.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
@@ -91,7 +97,9 @@ def not_finite(name: str, tensor: torch.Tensor) -> str:
 
 
 def same_values(source: Source, first: str, second: str) -> bool:
-    """Return whether two tensors hold the same numbers, in whatever dtypes; a part of both is in memory at a time."""
+    """Return whether two tensors hold the same numbers, in whatever dtypes; a part of both is in
+    memory at a time.
+    """
     info = source.infos[first]
     if info.shape != source.infos[second].shape or not info.shape:
         return False
@@ -107,8 +115,12 @@ def same_values(source: Source, first: str, second: str) -> bool:
     return True
 
 
-def tensor_problems(infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()) -> list[str]:
-    """Tensors that are missing, unexpected or of another shape, a line each, but for ends of names in `ignored`."""
+def tensor_problems(
+    infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()
+) -> list[str]:
+    """Tensors that are missing, unexpected or of another shape, a line each, but for ends of names
+    in `ignored`.
+    """
     shapes = {named.name: named.shape for named in wanted}
     found = [f"{name} is missing" for name in shapes if name not in infos]
     for name, info in infos.items():
@@ -120,10 +132,14 @@ def tensor_problems(infos: Mapping[str, Info], wanted: Iterable[Named], ignored:
 
 
 class Mapped:
-    """A source seen under the names of the other side of `links`; rows that lie in one tensor are not copied."""
+    """A source seen under the names of the other side of `links`; rows that lie in one tensor are
+    not copied.
+    """
 
     def __init__(self, source: Source, links: Sequence[Link], to_ours: bool) -> None:
-        """The source must hold what the links ask for. ValueError when tensors to be joined differ in dtype."""
+        """The source must hold what the links ask for. ValueError when tensors to be joined differ
+        in dtype.
+        """
         self._source = source
         self._parts: dict[str, tuple[tuple[Named, ...], int]] = {}
         self._infos: dict[str, Info] = {}
@@ -131,7 +147,9 @@ class Mapped:
             sources, targets = (link.theirs, link.ours) if to_ours else (link.ours, link.theirs)
             dtypes = {source.infos[part.name].dtype for part in sources}
             if len(dtypes) > 1:
-                names = ", ".join(f"{part.name} {source.infos[part.name].dtype}" for part in sources)
+                names = ", ".join(
+                    f"{part.name} {source.infos[part.name].dtype}" for part in sources
+                )
                 raise ValueError(f"tensors that belong together have different dtypes: {names}")
             first = 0
             for target in targets:
@@ -156,19 +174,25 @@ class Mapped:
 
 
 class Joined:
-    """A source whose stacks of matrices, `[n, rows, columns]`, and of biases, are seen as one `[n rows, columns]`."""
+    """A source whose stacks of matrices, `[n, rows, columns]`, and of biases, are seen as one `[n
+    rows, columns]`.
+    """
 
     def __init__(self, source: Source, experts: int = 0) -> None:
         """`experts`: how many matrices each stack must have; 0: any number.
 
-        Raises ValueError for a stack of another number. Joined, twice as many of half the rows have the same shape.
+        Raises ValueError for a stack of another number. Joined, twice as many of half the rows have
+        the same shape.
         """
         self._source = source
         self.infos: dict[str, Info] = {**source.infos}
         self._rows = dict[str, int]()  # of one matrix
         wrong = list[str]()
         for name, info in source.infos.items():
-            if (name.endswith(STACKS), name.endswith(BIASES), len(info.shape)) in ((1, 0, 3), (0, 1, 2)):
+            if (name.endswith(STACKS), name.endswith(BIASES), len(info.shape)) in (
+                (1, 0, 3),
+                (0, 1, 2),
+            ):
                 count, self._rows[name], *columns = info.shape
                 if experts and count != experts:
                     wrong.append(f"{name} has {count} experts, the config says {experts}")
@@ -196,7 +220,10 @@ class Cast:
     @property
     def infos(self) -> Mapping[str, Info]:
         infos = self._source.infos.items()
-        return {name: info if name.endswith(WIDE) else Info(info.shape, self._dtype) for name, info in infos}
+        return {
+            name: info if name.endswith(WIDE) else Info(info.shape, self._dtype)
+            for name, info in infos
+        }
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         found = self._source.rows(name, start, stop)
@@ -227,7 +254,9 @@ def one_dtype(source: Source) -> torch.dtype:
     """The dtype of all tensors. ValueError names two that differ: a checkpoint of ours has one."""
     first = dtypes(source)
     if len(first) != 1:
-        words = " and ".join(f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+        words = " and ".join(
+            f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in first.items()
+        )
         raise ValueError(f"the tensors have different dtypes ({words}): choose one with --dtype")
     return next(iter(first))
 

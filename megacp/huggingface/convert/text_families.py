@@ -1,4 +1,6 @@
-"""The families of text without experts: tables of names, sizes, words of their own, and their rows."""
+"""The families of text without experts: tables of names, sizes, words of their own, and their
+rows.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,25 @@ from megacp.engine.layers.stack import layers_of
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, shown
 from megacp.huggingface.convert.family import PLAIN_DECODER, WITH_WINDOWS, Family
 from megacp.huggingface.convert.tables import DECODER, Table
-from megacp.huggingface.convert.words import OFF_SWITCH, SIZES, Words, layer_pattern, model_of, resolved
+from megacp.huggingface.convert.words import (
+    OFF_SWITCH,
+    SIZES,
+    Words,
+    layer_pattern,
+    model_of,
+    resolved,
+)
 
 _SLIDING, _FULL = LAYER_TYPES
 _STATE = "linear_attention"
 NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 """Fields without a meaning while `use_sliding_window` is false."""
-QWEN3_5_SILENT = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
-"""Fields of layers that predict further tokens, which the library leaves out as well, and of a dtype that is ours."""
+QWEN3_5_SILENT = frozenset(
+    {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}
+)
+"""Fields of layers that predict further tokens, which the library leaves out as well, and of a
+dtype that is ours.
+"""
 
 # Names of tensors, of classes that differ from DECODER.
 
@@ -42,7 +55,10 @@ _DELTA = {
 }
 QWEN3_5: dict[str, str | tuple[str, ...]] = {
     **DECODER,
-    **{f"model.layers.{{i}}.linear_attn.{x}": f"layers.{{i}}.linear_attention.{ours}" for x, ours in _DELTA.items()},
+    **{
+        f"model.layers.{{i}}.linear_attn.{x}": f"layers.{{i}}.linear_attention.{ours}"
+        for x, ours in _DELTA.items()
+    },
     "model.layers.{i}.linear_attn.in_proj_qkv.weight": (
         "layers.{i}.linear_attention.q.weight",
         "layers.{i}.linear_attention.k.weight",
@@ -62,7 +78,10 @@ PHI3 = {
         "layers.{i}.attention.v.weight",
     ),
     "model.layers.{i}.self_attn.o_proj.weight": "layers.{i}.attention.output.weight",
-    "model.layers.{i}.mlp.gate_up_proj.weight": ("layers.{i}.mlp.gate.weight", "layers.{i}.mlp.up.weight"),
+    "model.layers.{i}.mlp.gate_up_proj.weight": (
+        "layers.{i}.mlp.gate.weight",
+        "layers.{i}.mlp.up.weight",
+    ),
     "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.mlp.down.weight",
 }
 
@@ -142,7 +161,9 @@ class LlamaWords(Words):
 
 @dataclass(frozen=True)
 class Olmo3Words(Words):
-    """Words of a class that names each kind of layer's rotary embedding; older configs stretch only full ones."""
+    """Words of a class that names each kind of layer's rotary embedding; older configs stretch only
+    full ones.
+    """
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
@@ -153,7 +174,11 @@ class Olmo3Words(Words):
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v)
         far = content["rope_parameters"]
-        near = {"rope_type": "default", "rope_theta": v["window_rotary_base"]} if v["window_rotary_base"] else far
+        near = (
+            {"rope_type": "default", "rope_theta": v["window_rotary_base"]}
+            if v["window_rotary_base"]
+            else far
+        )
         return content | {"rope_parameters": {_SLIDING: near, _FULL: far}}
 
 
@@ -187,15 +212,26 @@ class Qwen35Words(Words):
         c.only(attn_output_gate=True, mlp_only_layers=[])
         if (gate := c.get("output_gate_type", "silu")) not in ("silu", "swish"):
             c.faults.append(f"output_gate_type is {shown(gate)}, megacp can only express silu")
-        kinds = c.get("layer_types") or [_FULL if (i + 1) % every == 0 else _STATE for i in range(layers)]
-        if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {_STATE, _FULL}:
-            c.faults.append(f"layer_types is {shown(kinds)}, expected {_STATE} or {_FULL} for each of {layers} layers")
+        kinds = c.get("layer_types") or [
+            _FULL if (i + 1) % every == 0 else _STATE for i in range(layers)
+        ]
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or not {*map(str, kinds)} <= {_STATE, _FULL}
+        ):
+            c.faults.append(
+                f"layer_types is {shown(kinds)}, expected {_STATE} or {_FULL} for each of {layers} "
+                "layers"
+            )
         elif _STATE in kinds:
             full = [kind == _FULL for kind in kinds]
             v["linear_attention_freq"] = layer_pattern(full, "01") or "[1]"
         return v | {name: c.number(name, default) for name, default in _DELTA_SIZES.items()}
 
-    def windows_of(self, c: ConfigJson, layers: int, positions: int, own_rotary: float | None) -> Values:
+    def windows_of(
+        self, c: ConfigJson, layers: int, positions: int, own_rotary: float | None
+    ) -> Values:
         return {}
 
     def to_hf(self, v: Values) -> Values:
@@ -213,10 +249,16 @@ class SmolLM3Words(Words):
         rotates = c.get("no_rope_layers")  # 1 is a layer with a rotary embedding
         if rotates is None:
             rotates = [int((layer + 1) % every != 0) for layer in range(count)]
-        if isinstance(rotates, list) and len(rotates) >= count and all(x in (0, 1) for x in rotates):
+        if (
+            isinstance(rotates, list)
+            and len(rotates) >= count
+            and all(x in (0, 1) for x in rotates)
+        ):
             v["no_rope_freq"] = layer_pattern([x == 0 for x in rotates[:count]])
         else:
-            c.faults.append(f"no_rope_layers is {shown(rotates)}, expected 0 or 1 for each of {count} layers")
+            c.faults.append(
+                f"no_rope_layers is {shown(rotates)}, expected 0 or 1 for each of {count} layers"
+            )
         return v
 
     def to_hf(self, v: Values) -> Values:
@@ -239,7 +281,9 @@ def _text(
     table: Table = DECODER,
     harmless: frozenset[str] = frozenset(),
 ) -> Family:
-    return Family(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, fits, harmless)
+    return Family(
+        name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, fits, harmless
+    )
 
 
 _LLAMA = _text(
@@ -263,7 +307,9 @@ _PHI3 = _text(
     Words(_PHI3_SIZES, rope_kinds=("default",), window="sliding_window"),
     fits=(),  # as llama or mistral, but for the names of its tensors
     table=PHI3,
-    harmless=frozenset({"original_max_position_embeddings"}),  # of scaled rotary embeddings, which are refused
+    harmless=frozenset(
+        {"original_max_position_embeddings"}
+    ),  # of scaled rotary embeddings, which are refused
 )
 _OLMO_NORMS: Values = {"norm_position": "after", "qk_layernorm": "all_heads"}
 _OLMO2 = _text(
@@ -311,7 +357,9 @@ _GEMMA3 = _text(
 _SMOLLM3 = _text(
     "smollm3",
     "SmolLM3",
-    SmolLM3Words(_SMOLLM3_SIZES, 2e6, tied=True, attention_bias=True, mlp_bias=True, window=OFF_SWITCH),
+    SmolLM3Words(
+        _SMOLLM3_SIZES, 2e6, tied=True, attention_bias=True, mlp_bias=True, window=OFF_SWITCH
+    ),
     fits=(WITH_WINDOWS | {"no_rope_freq": True},),
     harmless=NO_WINDOW,
 )
@@ -340,8 +388,25 @@ _QWEN2 = _text(
 _QWEN3 = _text(
     "qwen3",
     "Qwen3",
-    Words(_QWEN3_SIZES, head_dim=True, attention_bias=True, window=OFF_SWITCH, fixed={"qk_layernorm": "head"}),
+    Words(
+        _QWEN3_SIZES,
+        head_dim=True,
+        attention_bias=True,
+        window=OFF_SWITCH,
+        fixed={"qk_layernorm": "head"},
+    ),
     fits=(WITH_WINDOWS | {"qk_layernorm": "head"},),
     harmless=NO_WINDOW,
 )
-TEXT_FAMILIES = (_LLAMA, _MISTRAL, _PHI3, _OLMO2, _OLMO3, _GEMMA3, _SMOLLM3, _QWEN3_5, _QWEN2, _QWEN3)
+TEXT_FAMILIES = (
+    _LLAMA,
+    _MISTRAL,
+    _PHI3,
+    _OLMO2,
+    _OLMO3,
+    _GEMMA3,
+    _SMOLLM3,
+    _QWEN3_5,
+    _QWEN2,
+    _QWEN3,
+)

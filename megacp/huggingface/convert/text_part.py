@@ -1,7 +1,9 @@
-"""The text model inside a folder whose vision tower we do not have: its config and tensors, as a text folder has them.
+"""The text model inside a folder whose vision tower we do not have: its config and tensors, as a
+text folder has them.
 
-A row of `TEXT_PARTS` says what such a folder's class has where its config is silent. The tower, the projector and their
-fields are left out. Tokens of images stay in the vocabulary, as ordinary tokens.
+A row of `TEXT_PARTS` says what such a folder's class has where its config is silent. The tower, the
+projector and their fields are left out. Tokens of images stay in the vocabulary, as ordinary
+tokens.
 """
 
 from __future__ import annotations
@@ -22,24 +24,66 @@ _TEXT_NAMES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
 )
-"""How names of the text model begin in such folders, older ones and those of the library: how they begin in ours."""
-_PARTS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector", "image_newline")
+"""How names of the text model begin in such folders, older ones and those of the library: how they
+begin in ours.
+"""
+_PARTS = (
+    "vision_tower",
+    "vision_model",
+    "visual",
+    "multi_modal_projector",
+    "connector",
+    "image_newline",
+)
 NOT_TEXT = tuple(f"{begin}{part}" for begin in ("", "model.") for part in _PARTS)
 """How names of the tower and of what joins it to the text model begin."""
 _FIELDS = frozenset(
-    ("vision_config", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio")
-    + ("image_token_index", "image_token_id", "video_token_index", "video_token_id", "vision_token_id")
+    (
+        "vision_config",
+        "vision_feature_layer",
+        "vision_feature_select_strategy",
+        "vision_aspect_ratio",
+    )
+    + (
+        "image_token_index",
+        "image_token_id",
+        "video_token_index",
+        "video_token_id",
+        "vision_token_id",
+    )
     + ("boi_token_index", "eoi_token_index", "vision_start_token_id", "vision_end_token_id")
-    + ("ignore_index", "image_seq_length", "image_grid_pinpoints", "mm_tokens_per_image", "use_image_newline_parameter")
-    + ("projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size", "downsample_ratio", "scale_factor")
+    + (
+        "ignore_index",
+        "image_seq_length",
+        "image_grid_pinpoints",
+        "mm_tokens_per_image",
+        "use_image_newline_parameter",
+    )
+    + (
+        "projector_hidden_act",
+        "multimodal_projector_bias",
+        "spatial_merge_size",
+        "downsample_ratio",
+        "scale_factor",
+    )
 )
 """Fields of a whole model's config that are about images."""
-_OF_TEXT = frozenset(SIZES) | {"rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"}
+_OF_TEXT = frozenset(SIZES) | {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+}
 """Fields that say what a text model computes."""
-PROCESSORS = frozenset({"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"})
+PROCESSORS = frozenset(
+    {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
+)
 """Files about images."""
 _SECTIONS = ("mrope_section", "mrope_interleaved")
-"""Parameters of rotary positions on three axes. In a text these are equal, which is the usual rotary embedding."""
+"""Parameters of rotary positions on three axes. In a text these are equal, which is the usual
+rotary embedding.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,16 +97,21 @@ class TextPart:
     tied: bool = False
     """Whether the whole model ties its head where the config does not say."""
     asks_text: bool = False
-    """Whether a text model that says it is tied is believed where the whole model does not say so."""
+    """Whether a text model that says it is tied is believed where the whole model does not say so.
+    """
     families: Mapping[str, str] = field(default_factory=dict)
     """A `model_type` that only such text models have -> the family that computes the same."""
     defaults: Values = field(default_factory=dict)
-    """Sizes of the text model where its config is silent, as far as they are not those of its family."""
+    """Sizes of the text model where its config is silent, as far as they are not those of its
+    family.
+    """
     flat: bool = False
     """Whether fields of the text model are at the top in older configs."""
 
 
-def _of_llava(cls: str, text: str = "llama", tied: bool = False, asks_text: bool = False) -> TextPart:
+def _of_llava(
+    cls: str, text: str = "llama", tied: bool = False, asks_text: bool = False
+) -> TextPart:
     return TextPart(f"{cls}ForConditionalGeneration", text, tied, asks_text)
 
 
@@ -123,12 +172,17 @@ def text_content(content: Mapping[str, Any], part: TextPart) -> dict[str, Any]:
     elif not isinstance(inside, Mapping):
         raise ValueError(f"config.json: text_config is {shown(inside)}, expected an object")
     else:
-        # the library reads the text model's sizes from `text_config` only, also if they are missing there
+        # the library reads the text model's sizes from `text_config` only, also if they are missing
+        # there
         outside = {name: value for name, value in outside.items() if name not in _OF_TEXT}
     kind = inside.get("model_type", part.text)
     found = {**part.defaults, **outside, **inside}
     # the whole model's words on these come first, as in the library
-    found |= {name: value for name, value in outside.items() if name.endswith("_token_id") and value is not None}
+    found |= {
+        name: value
+        for name, value in outside.items()
+        if name.endswith("_token_id") and value is not None
+    }
     tied = content.get("tie_word_embeddings", part.tied)
     if tied is not False or not part.asks_text:
         found["tie_word_embeddings"] = tied
@@ -166,9 +220,13 @@ class TextTensors:
                     name = ours + theirs.removeprefix(begin)
                     break
             if name in self._names:
-                raise ValueError(f"{theirs} and {self._names[name]} are the same tensor of the text model")
+                raise ValueError(
+                    f"{theirs} and {self._names[name]} are the same tensor of the text model"
+                )
             self._names[name] = theirs
-        self.infos: dict[str, Info] = {name: source.infos[theirs] for name, theirs in self._names.items()}
+        self.infos: dict[str, Info] = {
+            name: source.infos[theirs] for name, theirs in self._names.items()
+        }
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows of a tensor."""
@@ -176,8 +234,11 @@ class TextTensors:
 
 
 def left_out(content: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Say in a line what of a folder is not taken; `names` are those of its tensors that are left out."""
+    """Say in a line what of a folder is not taken; `names` are those of its tensors that are left
+    out.
+    """
     return (
-        f"{content['model_type']}: the text model is taken; the vision tower and its {len(names)} tensors are not "
+        f"{content['model_type']}: the text model is taken; the vision tower and its {len(names)} "
+        "tensors are not "
         "(images cannot be trained, an export is a folder of the text model)"
     )

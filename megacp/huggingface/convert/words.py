@@ -75,7 +75,9 @@ def sizes_from_hf(
     kinds: Collection[str] = (),
     part: float | None = None,
 ) -> Values:
-    """Read the flags that every decoder's config writes; `theta`, `kinds` and `part` as in `read_rope`."""
+    """Read the flags that every decoder's config writes; `theta`, `kinds` and `part` as in
+    `read_rope`.
+    """
 
     def size(name: str, high: int = 2**31 - 1) -> int:
         return c.number(section + name, defaults[name], high=high)
@@ -85,20 +87,35 @@ def sizes_from_hf(
     # a class without a dense MLP has no width of one
     inner = "intermediate_size" if "intermediate_size" in defaults else "moe_intermediate_size"
     values |= {"ffn_hidden_size": size(inner), "vocab_size": size("vocab_size")}
-    groups, width, even = defaults["num_key_value_heads"], defaults.get("head_dim"), values["hidden_size"] // heads
-    null_heads, null_width = None if section else heads, None if width else even  # as the library's own types
-    values["num_query_groups"] = c.number(f"{section}num_key_value_heads", groups or heads, null=null_heads)
+    groups, width, even = (
+        defaults["num_key_value_heads"],
+        defaults.get("head_dim"),
+        values["hidden_size"] // heads,
+    )
+    null_heads, null_width = (
+        None if section else heads,
+        None if width else even,
+    )  # as the library's own types
+    values["num_query_groups"] = c.number(
+        f"{section}num_key_value_heads", groups or heads, null=null_heads
+    )
     values["kv_channels"] = c.number(f"{section}head_dim", width or even, null=null_width)
-    positions = values["max_position_embeddings"] = values["seq_length"] = size("max_position_embeddings")
+    positions = values["max_position_embeddings"] = values["seq_length"] = size(
+        "max_position_embeddings"
+    )
     values |= read_rope(c, positions, section, theta, kinds, part)
-    values["norm_epsilon"] = c.number(f"{section}rms_norm_eps", defaults["rms_norm_eps"], float, 1e-30, 1.0)
+    values["norm_epsilon"] = c.number(
+        f"{section}rms_norm_eps", defaults["rms_norm_eps"], float, 1e-30, 1.0
+    )
     values["init_method_std"] = c.number(f"{section}initializer_range", 0.02, float, 0.0, 1e6)
     c.only(section, hidden_act="silu", attention_dropout=0.0)
     return values
 
 
 def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
-    """Write these flags; a class without `head_dim` needs it if heads are not hidden size / number of heads wide."""
+    """Write these flags; a class without `head_dim` needs it if heads are not hidden size / number
+    of heads wide.
+    """
     content = {
         "num_hidden_layers": v["num_layers"],
         "hidden_size": v["hidden_size"],
@@ -121,7 +138,9 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
 
 @dataclass(frozen=True)
 class Words:
-    """Words of a text family's config in addition to its sizes, and what its class takes if the config is silent."""
+    """Words of a text family's config in addition to its sizes, and what its class takes if the
+    config is silent.
+    """
 
     sizes: Values = field(default_factory=lambda: SIZES)
     theta: float = 1e4
@@ -132,32 +151,46 @@ class Words:
     attention_bias: bool = False
     mlp_bias: bool = False
     window: str = ""
-    """The field that says which layers have a sliding window: `sliding_window` (all), `use_sliding_window` or
-    `layer_types`.
+    """The field that says which layers have a sliding window: `sliding_window` (all),
+    `use_sliding_window` or `layer_types`.
     """
     rotary_part: float | None = None
-    """The part of a head that is rotated if the config is silent; None: the class can only rotate whole heads."""
+    """The part of a head that is rotated if the config is silent; None: the class can only rotate
+    whole heads.
+    """
     every: int = 4
     """Every N-th layer is full if the config does not say which."""
     has_pattern: bool = False
-    """Whether `sliding_window_pattern` says where the full layers are, when `layer_types` does not."""
+    """Whether `sliding_window_pattern` says where the full layers are, when `layer_types` does not.
+    """
     fixed: Values = field(default_factory=dict)
 
     def from_hf(self, c: ConfigJson) -> Values:
         """Our flags from a config."""
-        v = UNWRITTEN | sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds, self.rotary_part) | self.fixed
-        v |= self.windows_of(c, v["num_layers"], v["max_position_embeddings"], v["window_rotary_base"])
+        v = (
+            UNWRITTEN
+            | sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds, self.rotary_part)
+            | self.fixed
+        )
+        v |= self.windows_of(
+            c, v["num_layers"], v["max_position_embeddings"], v["window_rotary_base"]
+        )
         v["untie_embeddings_and_output_weights"] = not c.switch("tie_word_embeddings", self.tied)
         if self.attention_bias:
-            v |= dict.fromkeys(("add_qkv_bias", "add_attention_output_bias"), c.switch("attention_bias"))
+            v |= dict.fromkeys(
+                ("add_qkv_bias", "add_attention_output_bias"), c.switch("attention_bias")
+            )
         if self.mlp_bias:
             v["add_mlp_bias"] = c.switch("mlp_bias")
         return v
 
-    def windows_of(self, c: ConfigJson, layers: int, positions: int, own_rotary: float | None) -> Values:
+    def windows_of(
+        self, c: ConfigJson, layers: int, positions: int, own_rotary: float | None
+    ) -> Values:
         """Read the flags of sliding windows.
 
-        A window as long as the longest text is none, unless its layers have a rotary embedding of their own.
+        A window as long as the longest text is none, unless its layers have a rotary embedding of
+        their own.
         """
         on = c.switch(OFF_SWITCH) if self.window == OFF_SWITCH else bool(self.window)
         width = c.get("sliding_window", self.sizes.get("sliding_window")) if on else None
@@ -169,11 +202,18 @@ class Words:
         types = [_SLIDING] * layers if self.window == "sliding_window" else c.get("layer_types")
         if types is None:
             first = c.number("max_window_layers", 28, low=0) if self.window == OFF_SWITCH else 0
-            sliding = [i >= first and (self.window == OFF_SWITCH or (i + 1) % every) for i in range(layers)]
+            sliding = [
+                i >= first and (self.window == OFF_SWITCH or (i + 1) % every) for i in range(layers)
+            ]
             types = [_SLIDING if one else _FULL for one in sliding]
-        if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {_SLIDING, _FULL}:
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or not {*map(str, types)} <= {_SLIDING, _FULL}
+        ):
             c.faults.append(
-                f"layer_types is {shown(types)}, expected {_SLIDING} or {_FULL} for each of {layers} layers"
+                f"layer_types is {shown(types)}, expected {_SLIDING} or {_FULL} for each of "
+                f"{layers} layers"
             )
             return {}
         full = [kind == _FULL for kind in types]
@@ -194,7 +234,9 @@ class Words:
         if self.window:
             content["sliding_window"] = v["window_size"]
         if self.window in (OFF_SWITCH, "layer_types"):
-            content["layer_types"] = [_SLIDING if layer.window else _FULL for layer in layers_of(model_of(v))]
+            content["layer_types"] = [
+                _SLIDING if layer.window else _FULL for layer in layers_of(model_of(v))
+            ]
         if self.window == OFF_SWITCH:
             content["use_sliding_window"] = v["window_size"] is not None
         if self.window == OFF_SWITCH and _SLIDING in content["layer_types"]:
@@ -208,7 +250,9 @@ def experts_of(values: Values | None) -> int:
 
 
 def layer_pattern(without: list[bool], digits: str = "10") -> str | None:
-    """The flag that says which layers go without: every N-th of them, or one by one; `digits`: of those and others."""
+    """The flag that says which layers go without: every N-th of them, or one by one; `digits`: of
+    those and others.
+    """
     if not any(without):
         return None
     every = without.index(True) + 1
@@ -236,18 +280,26 @@ def resolved(values: Values) -> Values:
         found["softmax_scale"] = model.attention_scale
     if not values.get("max_position_embeddings"):
         found["max_position_embeddings"] = values.get("seq_length")
-    patterns = (("no_rope_freq", "10"), ("window_attn_skip_freq", "01"), ("linear_attention_freq", "01"))
+    patterns = (
+        ("no_rope_freq", "10"),
+        ("window_attn_skip_freq", "01"),
+        ("linear_attention_freq", "01"),
+    )
     for name, digits in patterns:
         if (freq := values.get(name)) is not None:
             pattern = skip_pattern(f"--{name.replace('_', '-')}", freq, digits[0])
-            found[name] = layer_pattern([pattern[i % len(pattern)] for i in range(values["num_layers"])], digits)
+            found[name] = layer_pattern(
+                [pattern[i % len(pattern)] for i in range(values["num_layers"])], digits
+            )
     if values.get("num_experts"):
         routed, width = routed_layers(values), model_of(values).expert_hidden_size
         found |= {"moe_layer_freq": expert_pattern(routed), "moe_ffn_hidden_size": width}
         if all(routed):  # no MLP is left that has a width of its own
             found["ffn_hidden_size"] = width
     if values.get("vision_num_layers"):
-        found["connector_ffn_hidden_size"] = values["connector_ffn_hidden_size"] or found["ffn_hidden_size"]
+        found["connector_ffn_hidden_size"] = (
+            values["connector_ffn_hidden_size"] or found["ffn_hidden_size"]
+        )
         layers = values.get("vision_feature_layers") or ()
         found["vision_feature_layers"] = tuple(i % values["vision_num_layers"] for i in layers)
     return found

@@ -1,7 +1,9 @@
-"""What a model is asked: a record without its last answer, or a text after images, as tokens with pixels.
+"""What a model is asked: a record without its last answer, or a text after images, as tokens with
+pixels.
 
-Parser, image layout, tokenizer calls, collation and decoder are those of training, so a question has the tokens it had
-there. A question that was one of several branches is the one branch of its document, and sees what it saw.
+Parser, image layout, tokenizer calls, collation and decoder are those of training, so a question
+has the tokens it had there. A question that was one of several branches is the one branch of its
+document, and sees what it saw.
 """
 
 from __future__ import annotations
@@ -44,13 +46,19 @@ class Prompt:
     tokens: np.ndarray
     """int64 [n], n >= 1."""
     branch_start: int | None = None
-    """Where the question begins, as a branch of what stands before it; None = the document has no branch."""
+    """Where the question begins, as a branch of what stands before it; None = the document has no
+    branch.
+    """
     units: tuple[SegmentUnit, ...] = ()
     """Its images and frames."""
     encoded: tuple[tuple[bytes, int], ...] = ()
-    """Sources of the units, in order: a file, and the index among its taken frames (-1: it is an image)."""
+    """Sources of the units, in order: a file, and the index among its taken frames (-1: it is an
+    image).
+    """
     question: str = ""
-    """The texts before the answer as they are tokenized; images and tokens that no text spells are left out."""
+    """The texts before the answer as they are tokenized; images and tokens that no text spells are
+    left out.
+    """
     expected: str | None = None
     """The record's own answer; None where it has none."""
     images: tuple[str, ...] = ()
@@ -68,24 +76,30 @@ class PromptMaker:
         template: ChatTemplate | None = None,
         as_messages: bool = False,
     ) -> None:
-        """`template`: what wrote the messages that the model learned; None for the house's own form.
+        """`template`: what wrote the messages that the model learned; None for the house's own
+        form.
 
         `as_messages`: whether Alpaca's records, too, were written in the house's own form.
         """
         self._template = template
         self._rules = replace(FOR_PROMPTS, form=AS_MESSAGES if as_messages else "")
-        self._maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {}, template)
+        self._maker = DocumentMaker(
+            tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {}, template
+        )
         self._media = MediaReader(rules, image_root) if rules is not None else None
 
     def of_record(self, record: Any) -> list[Prompt]:
         """The questions of a record as for preprocess_data.py: its branches, or itself.
 
-        The last learned text, if there is text before, is what to answer. Where the last message is not an assistant's,
-        the header of an assistant's stands behind it. RecordError (a ValueError) says what is wrong with it.
+        The last learned text, if there is text before, is what to answer. Where the last message is
+        not an assistant's, the header of an assistant's stands behind it. RecordError (a
+        ValueError) says what is wrong with it.
         """
         sample = parse_record(record, self._rules, self._template)
         if sample.branches:
-            return [self._prompt(sample.prefix, *_without_answer(branch)) for branch in sample.branches]
+            return [
+                self._prompt(sample.prefix, *_without_answer(branch)) for branch in sample.branches
+            ]
         rest, answer = _without_answer(sample.prefix)
         if not rest:  # a plain text is to be continued
             rest, answer = [piece for piece in sample.prefix if not piece.is_end], None
@@ -93,16 +107,23 @@ class PromptMaker:
 
     def of_text(self, text: str, media: Sequence[Media] = ()) -> Prompt:
         """Images and videos, then `text` as it is. RecordError names a bad one's `key`."""
-        return self._prompt([*(SamplePart(None, 0.0, one) for one in media), SamplePart(text, 0.0)], None, None)
+        return self._prompt(
+            [*(SamplePart(None, 0.0, one) for one in media), SamplePart(text, 0.0)], None, None
+        )
 
     def of_question(self, text: str, media: Sequence[Media] = ()) -> Prompt:
-        """Images and videos, then `text`, as a user's message in the house's own form. RecordError as of `of_text`."""
+        """Images and videos, then `text`, as a user's message in the house's own form. RecordError
+        as of `of_text`.
+        """
         said = [*(SamplePart(None, 0.0, one) for one in media), SamplePart(text, 0.0)]
         headers = turn_header("user", first=True), turn_header(LEARNED_ROLES[0], first=False)
         return self._prompt([headers[0], *said, headers[1]], None, None)
 
     def _prompt(
-        self, prefix: Sequence[SamplePart], branch: Sequence[SamplePart] | None, expected: str | None
+        self,
+        prefix: Sequence[SamplePart],
+        branch: Sequence[SamplePart] | None,
+        expected: str | None,
     ) -> Prompt:
         texts = [pieces for pieces in (prefix, branch) if pieces]
         media = [piece.media for pieces in texts for piece in pieces if piece.media is not None]
@@ -111,7 +132,10 @@ class PromptMaker:
         if self._media is not None:
             parts = [self._media.expand(pieces, {}, items) for pieces in texts]
         elif media:
-            raise RecordError(f"`{media[0].key}` is of kind {media[0].kind}, and the checkpoint has no image rules")
+            raise RecordError(
+                f"`{media[0].key}` is of kind {media[0].kind}, and the checkpoint has no image "
+                "rules"
+            )
         document = next(self._maker.encode([parts]))
         if document.problem not in (None, NO_TOKEN):
             raise RecordError(document.problem)
@@ -144,7 +168,9 @@ def prompt_pixels(prompts: Sequence[Prompt], rules: VisionRules) -> Pixels:
     """All pixels of a row of these prompts, in the order in which its batch counts them."""
     decoder, found = RulesDecoder(rules), []
     units = [unit for prompt in prompts for unit in prompt.encoded]
-    begins = [number for number, (_, frame) in enumerate(units) if frame <= 0]  # of images and of videos
+    begins = [
+        number for number, (_, frame) in enumerate(units) if frame <= 0
+    ]  # of images and of videos
     for begin, end in itertools.pairwise([*begins, len(units)]):
         data, first = units[begin]
         frames = [frame for _, frame in units[begin:end]]
@@ -153,15 +179,21 @@ def prompt_pixels(prompts: Sequence[Prompt], rules: VisionRules) -> Pixels:
 
 
 def prompt_grids(prompts: Sequence[Prompt]) -> np.ndarray | None:
-    """int64 `[units, 2]`, rows and columns of the pooled tokens of each; None where their family states none."""
+    """int64 `[units, 2]`, rows and columns of the pooled tokens of each; None where their family
+    states none.
+    """
     grids = [unit.grid for prompt in prompts for unit in prompt.units]
     return np.array(grids, np.int64) if grids and grids[0] is not None else None
 
 
 def prompt_row(
-    prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], image_attention: str, token_ids: Mapping[str, int]
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    image_attention: str,
+    token_ids: Mapping[str, int],
 ) -> tuple[PackedBatch, np.ndarray]:
-    """The row of `prompts`, each a document, with the `answers` so far; `token_ids`: of the image rules; no pixels.
+    """The row of `prompts`, each a document, with the `answers` so far; `token_ids`: of the image
+    rules; no pixels.
 
     Also int64 [prompts]: the places of the tokens after which each answer goes on.
     """
@@ -178,7 +210,9 @@ def prompt_row(
 def _pack(number: int, prompt: Prompt, tokens: np.ndarray, feature_ids: tuple[int, ...]) -> Pack:
     """A prompt with its answer so far as a pack of one document."""
     start = len(tokens) if prompt.branch_start is None else prompt.branch_start
-    branches = np.array([(start, len(tokens) - start, len(tokens))] if start < len(tokens) else [], BRANCH_DTYPE)
+    branches = np.array(
+        [(start, len(tokens) - start, len(tokens))] if start < len(tokens) else [], BRANCH_DTYPE
+    )
     segment = np.zeros(1, SEGMENT_DTYPE)
     segment["true_length"] = segment["padded_length"] = len(tokens)
     segment["prefix_length"], segment["num_branches"] = start, len(branches)

@@ -1,7 +1,9 @@
-"""How a model folder says that images and videos become patches: its processor files as rules of a vision family.
+"""How a model folder says that images and videos become patches: its processor files as rules of a
+vision family.
 
-The transformers library decides which file counts, what a missing field means and which fields act. A field that acts
-and that the rules cannot express is refused by its name. A field that the library ignores is reported.
+The transformers library decides which file counts, what a missing field means and which fields act.
+A field that acts and that the rules cannot express is refused by its name. A field that the library
+ignores is reported.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Setting:
 
     rule: str
     default: Any
-    """The library's value where the field is missing. A null is not missing: the library keeps it, and fails."""
+    """The library's value where the field is missing. A null is not missing: the library keeps it,
+    and fails.
+    """
     read: Callable[[Any], Any]
     """The rule's value, as JSON has it. ValueError says what was expected."""
 
@@ -57,7 +61,8 @@ class ProcessorPart:
     """The field `size`; its reader takes the whole part, since older fields may override it."""
     settings: Mapping[str, Setting]
     only: Mapping[str, tuple[Any, Any]]
-    """Field -> the one value that our rules express, and the library's where the field is missing."""
+    """Field -> the one value that our rules express, and the library's where the field is missing.
+    """
     further: tuple[str, ...] = ()
     """Fields that the reader of `size` takes too."""
 
@@ -79,9 +84,13 @@ class ProcessorFiles:
     images: ProcessorPart
     videos: ProcessorPart
     switches: Mapping[str, tuple[str, bool | None]] = field(default_factory=dict)
-    """Fields of the processor as a whole -> our rule, and the library's value where the field is missing."""
+    """Fields of the processor as a whole -> our rule, and the library's value where the field is
+    missing.
+    """
     only: Mapping[str, bool] = field(default_factory=dict)
-    """Such fields that can have one value here, which is also the library's where the field is missing."""
+    """Such fields that can have one value here, which is also the library's where the field is
+    missing.
+    """
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Rules that follow from the family's processor, whatever the files say."""
 
@@ -103,21 +112,27 @@ class FolderRules:
     def files(self) -> list[str]:
         """Names of the folder's files that say any of the rules."""
         said = {place.partition(" ")[0].removesuffix(":") for place in self.fields.values()}
-        return [name for name in PROCESSOR_NAMES if name in said and os.path.lexists(self.folder / name)]
+        return [
+            name for name in PROCESSOR_NAMES if name in said and os.path.lexists(self.folder / name)
+        ]
 
     def with_ids(self, token_ids: Mapping[str, int]) -> VisionRules:
         """Return these rules with ids of image tokens. ValueError for ids that cannot be."""
         return RULES[self.family].from_dict({**self.values, "token_ids": dict(token_ids)})
 
     def differences(self, given: Content) -> list[str]:
-        """List the rules in `given`, by name as a manifest has them, that differ from the folder's."""
+        """List the rules in `given`, by name as a manifest has them, that differ from the
+        folder's.
+        """
         usual = RULES[self.family]().to_dict()
         found = []
         for name, said in self.values.items():
             value = given.get(name, usual[name])
             if _plain(value) != _plain(said):
                 flag = flag_of(self.family, name)
-                found.append(f"{flag} is {_as_flag(value)}, {self.fields[name]} says {_as_flag(said)}")
+                found.append(
+                    f"{flag} is {_as_flag(value)}, {self.fields[name]} says {_as_flag(said)}"
+                )
         return found
 
 
@@ -171,12 +186,16 @@ def _rate(value: Any) -> float:
 
 
 def _colours(least: float) -> Callable[[Any], list[float]]:
-    """Return the reader of a number for each of red, green and blue; one number counts for all three."""
+    """Return the reader of a number for each of red, green and blue; one number counts for all
+    three.
+    """
 
     def read(value: Any) -> list[float]:
         numbers = [value] * 3 if _is_number(value) else value
         is_sound = isinstance(numbers, list) and len(numbers) == 3
-        if not is_sound or not all(_is_number(one) and least <= one <= _MOST_NUMBER for one in numbers):
+        if not is_sound or not all(
+            _is_number(one) and least <= one <= _MOST_NUMBER for one in numbers
+        ):
             raise ValueError(f"expected three numbers of at least {least:g}")
         return [float(one) for one in numbers]
 
@@ -198,7 +217,9 @@ _WORDS_OF_EDGES = "expected shortest_edge and longest_edge: the least and most p
 
 
 def _pixels(part: Content, default: list[int], has_older: bool) -> list[int]:
-    """Return the least and the most pixels; fields of older files override `size` in the class for images."""
+    """Return the least and the most pixels; fields of older files override `size` in the class for
+    images.
+    """
     size = part.get("size")
     if "size" not in part or (size is None and has_older):
         size = dict(zip(_EDGES, default, strict=True))
@@ -213,7 +234,10 @@ def _pixels(part: Content, default: list[int], has_older: bool) -> list[int]:
     if {*size} != {*_EDGES}:
         raise ValueError(_WORDS_OF_EDGES)
     found = [size[edge] for edge in _EDGES]
-    if not all(type(pixels) is int and 1 <= pixels <= _MOST_PIXELS for pixels in found) or found[0] > found[1]:
+    if (
+        not all(type(pixels) is int and 1 <= pixels <= _MOST_PIXELS for pixels in found)
+        or found[0] > found[1]
+    ):
         raise ValueError(f"{_WORDS_OF_EDGES}, two whole numbers in order")
     return found
 
@@ -227,7 +251,9 @@ def _video_pixels(part: Content) -> list[int]:
 
 
 def _square(part: Content) -> int:
-    """Return the side of a crop: of an object, of two numbers, or of one where the library makes it a square."""
+    """Return the side of a crop: of an object, of two numbers, or of one where the library makes it
+    a square.
+    """
     if "size" not in part:
         return 378
     size = part["size"]
@@ -271,7 +297,11 @@ _WINDOWS = ProcessorFiles(
     images=ProcessorPart(
         "Qwen2VLImageProcessor",
         Setting("resize_pixels", None, _image_pixels),
-        {"patch_size": Setting("patch_size", 14, _count()), **_MERGED, **_normalized(_CLIP_MEAN, _CLIP_DEVIATION)},
+        {
+            "patch_size": Setting("patch_size", 14, _count()),
+            **_MERGED,
+            **_normalized(_CLIP_MEAN, _CLIP_DEVIATION),
+        },
         _WINDOWS_ONLY,
         further=tuple(_OLDER_EDGES),
     ),
@@ -319,7 +349,8 @@ _CROPS = ProcessorFiles(
         },
         {
             **_PIXELS_ONLY,
-            # the library's class for videos has no values of its own for these two, so it leaves both steps out
+            # the library's class for videos has no values of its own for these two, so it leaves
+            # both steps out
             "do_rescale": (True, False),
             "do_normalize": (True, False),
             "resample": (_BILINEAR, _BILINEAR),
@@ -340,9 +371,28 @@ PROCESSOR_FILES: dict[str, ProcessorFiles] = {"molmo2": _CROPS, "qwen3_5": _WIND
 """The files of each vision family."""
 
 _SILENT = frozenset(
-    ("processor_class", "image_processor_type", "video_processor_type", "feature_extractor_type", "auto_map")
-    + ("data_format", "return_tensors", "device", "disable_grouping", "return_metadata", "default_to_square")
-    + ("max_video_tokens", "image_seq_length", "_valid_processor_keys", "use_fast", "transformers_version")
+    (
+        "processor_class",
+        "image_processor_type",
+        "video_processor_type",
+        "feature_extractor_type",
+        "auto_map",
+    )
+    + (
+        "data_format",
+        "return_tensors",
+        "device",
+        "disable_grouping",
+        "return_metadata",
+        "default_to_square",
+    )
+    + (
+        "max_video_tokens",
+        "image_seq_length",
+        "_valid_processor_keys",
+        "use_fast",
+        "transformers_version",
+    )
     + ("image_processor", "video_processor", "chat_template")
 )
 """Fields that never decide a number, or that other fields decide about."""
@@ -358,11 +408,15 @@ _SIZES_OF_CONFIG: dict[str, dict[str, tuple[tuple[str, ...], int]]] = {
         "merge_size": (("vision_config.spatial_merge_size",), 2),
     },
 }
-"""Rules that the tower's config says too: where, and what the library takes where config.json is silent."""
+"""Rules that the tower's config says too: where, and what the library takes where config.json is
+silent.
+"""
 
 
 def misfit_of_config(told: FolderRules) -> str | None:
-    """Return how a folder's processor contradicts the tower in its config.json; None where both agree."""
+    """Return how a folder's processor contradicts the tower in its config.json; None where both
+    agree.
+    """
     content = read_object(told.folder / "config.json")
     problems = []
     for rule, (paths, usual) in _SIZES_OF_CONFIG[told.family].items():
@@ -374,7 +428,10 @@ def misfit_of_config(told: FolderRules) -> str | None:
                 path, size = candidate, inside[name]
         sides = size if isinstance(size, list) else [size]
         if any(side != told.values[rule] for side in sides):
-            problems.append(f"{told.fields[rule]} is {told.values[rule]}, {path} of config.json is {_shown(size)}")
+            problems.append(
+                f"{told.fields[rule]} is {told.values[rule]}, {path} of config.json is "
+                f"{_shown(size)}"
+            )
     return "; ".join(problems) or None
 
 
@@ -383,10 +440,11 @@ _NamedPart = tuple[str, dict[str, Any]]
 
 
 def read_processor(folder: Path, family: str) -> FolderRules | None:
-    """Read the processor files of a folder for a vision family; None where the folder has none for images.
+    """Read the processor files of a folder for a vision family; None where the folder has none for
+    images.
 
-    ValueError names the file and each field that the rules cannot express; OtherProcessorError, a ValueError, where the
-    files are of another family's processor.
+    ValueError names the file and each field that the rules cannot express; OtherProcessorError, a
+    ValueError, where the files are of another family's processor.
     """
     files = PROCESSOR_FILES[family]
     whole = read_object(folder / PROCESSOR) if os.path.lexists(folder / PROCESSOR) else {}
@@ -396,12 +454,16 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
     if image is None:
         if video is None:
             return None
-        raise ValueError(f"{folder} has {video[0]} and no {IMAGES}: the library cannot load such a folder")
+        raise ValueError(
+            f"{folder} has {video[0]} and no {IMAGES}: the library cannot load such a folder"
+        )
     others = _other_class(image, "image_processor_type", files.images.cls)
     if video is not None:
         others += _other_class(video, "video_processor_type", files.videos.cls)
     if others:
-        raise OtherProcessorError(f"{folder}: {'; '.join(others)}, --vision-family {family} has another processor")
+        raise OtherProcessorError(
+            f"{folder}: {'; '.join(others)}, --vision-family {family} has another processor"
+        )
     values, fields, problems = _read_parts(image, video, files, notes)
     problems += _read_switches(whole, files, values, fields, notes)
     if problems:
@@ -410,14 +472,18 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
     try:
         found.with_ids({})  # checks the numbers together
     except ValueError as error:
-        raise ValueError(f"{folder}: its processor files say what no rules can have: {error}") from error
+        raise ValueError(
+            f"{folder}: its processor files say what no rules can have: {error}"
+        ) from error
     return found
 
 
 def _read_parts(
     image: _NamedPart, video: _NamedPart | None, files: ProcessorFiles, notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Return the rules of both parts, the field of each, and the problems: fields at fault, rules said differently."""
+    """Return the rules of both parts, the field of each, and the problems: fields at fault, rules
+    said differently.
+    """
     values, fields, problems = _read_part(image, files.images)
     if video is None:
         video_values, video_fields = _without_videos(image, values, files, notes)
@@ -435,7 +501,8 @@ def _read_parts(
 
 
 def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -> _NamedPart | None:
-    """Return a part inside `processor_config.json`, which counts first, or the older file; None for neither.
+    """Return a part inside `processor_config.json`, which counts first, or the older file; None for
+    neither.
 
     ValueError for a part that is not an object.
     """
@@ -470,8 +537,12 @@ def _other_class(part: _NamedPart, key: str, expected: str) -> list[str]:
     return [f"{where}: {key} is {_shown(name)}, expected {expected}"]
 
 
-def _read_part(part: _NamedPart, spec: ProcessorPart) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Return the rules of a part, the field that says each of them, and what the rules cannot express."""
+def _read_part(
+    part: _NamedPart, spec: ProcessorPart
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Return the rules of a part, the field that says each of them, and what the rules cannot
+    express.
+    """
     where, content = part
     values: dict[str, Any] = {}
     fields: dict[str, str] = {}
@@ -485,19 +556,28 @@ def _read_part(part: _NamedPart, spec: ProcessorPart) -> tuple[dict[str, Any], d
             else:
                 values[setting.rule] = setting.read(given) if name in content else setting.default
         except ValueError as error:
-            names = [name, *(further for further in spec.further if name == "size" and further in content)]
+            names = [
+                name,
+                *(further for further in spec.further if name == "size" and further in content),
+            ]
             told = ", ".join(f"{one} is {_shown(content.get(one))}" for one in names)
             problems.append(f"{where}: {told}; {error}")
     for name, (expected, usual) in spec.only.items():
         given = content.get(name, usual)
         if _acts_otherwise(given, expected):
-            told = f"is {_shown(given)}" if name in content else f"is missing, which the library reads as {usual}"
+            told = (
+                f"is {_shown(given)}"
+                if name in content
+                else f"is missing, which the library reads as {usual}"
+            )
             problems.append(f"{where}: {name} {told}, megacp can only express {_shown(expected)}")
     return values, fields, problems
 
 
 def _acts_otherwise(value: Any, expected: Any) -> bool:
-    """Whether a value differs from the only one that can be expressed; true is not 1, and a null is false."""
+    """Whether a value differs from the only one that can be expressed; true is not 1, and a null is
+    false.
+    """
     if expected is False and value is None:
         return False
     if isinstance(expected, float) and _is_number(value):
@@ -510,16 +590,21 @@ def _without_videos(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return rules of videos for a folder without settings of videos, and the place of each.
 
-    The library reads those of images for videos too, by a class whose name follows from that for images.
+    The library reads those of images for videos too, by a class whose name follows from that for
+    images.
     """
     where, content = image
     cls = content.get("image_processor_type")
-    inferred = files.videos.cls if cls is None else str(cls).replace("ImageProcessor", "VideoProcessor")
+    inferred = (
+        files.videos.cls if cls is None else str(cls).replace("ImageProcessor", "VideoProcessor")
+    )
     if inferred == files.videos.cls:
         found, fields, problems = _read_part(image, files.videos)
         if not problems and all(values.get(rule, value) == value for rule, value in found.items()):
             return found, fields
-    notes.append(f"there is no {VIDEOS}: videos follow the defaults of the library's {files.videos.cls}")
+    notes.append(
+        f"there is no {VIDEOS}: videos follow the defaults of the library's {files.videos.cls}"
+    )
     usual = f"the library's {files.videos.cls}"
     found = {files.videos.size.rule: files.videos.size.read({})}
     found |= {setting.rule: setting.default for setting in files.videos.settings.values()}
@@ -527,7 +612,11 @@ def _without_videos(
 
 
 def _read_switches(
-    whole: Content, files: ProcessorFiles, values: dict[str, Any], fields: dict[str, str], notes: list[str]
+    whole: Content,
+    files: ProcessorFiles,
+    values: dict[str, Any],
+    fields: dict[str, str],
+    notes: list[str],
 ) -> list[str]:
     """Add the rules that the processor as a whole says; return what the rules cannot express."""
     problems = []
@@ -541,7 +630,10 @@ def _read_switches(
         fields[rule] = f"{PROCESSOR} {name}"
     for name, expected in files.only.items():
         if (given := whole.get(name, expected)) is not expected:
-            problems.append(f"{PROCESSOR}: {name} is {_shown(given)}, megacp can only express {_shown(expected)}")
+            problems.append(
+                f"{PROCESSOR}: {name} is {_shown(given)}, megacp can only express "
+                f"{_shown(expected)}"
+            )
     for rule, value in files.constants.items():
         values[rule] = value
         fields[rule] = "the library's processor"
@@ -550,8 +642,14 @@ def _read_switches(
 
 
 def _note_names(where: str, content: Content, used: set[str], notes: list[str]) -> None:
-    """Add a line about fields with a value that nothing reads here; the library's classes ignore them as well."""
-    left = [name for name, value in content.items() if name not in used | _SILENT and value not in (None, False)]
+    """Add a line about fields with a value that nothing reads here; the library's classes ignore
+    them as well.
+    """
+    left = [
+        name
+        for name, value in content.items()
+        if name not in used | _SILENT and value not in (None, False)
+    ]
     if left:
         told = listed([f"{printable(name)} {_shown(content[name])}" for name in sorted(left)], 10)
         notes.append(f"{where}: not used, as in the library: {told}")

@@ -1,1 +1,3 @@
-"""A dataset is built here: records to documents, documents to packs, shard by shard, restartable."""
+"""A dataset is built here: records to documents, documents to packs, shard by shard,
+restartable.
+"""

@@ -1,7 +1,9 @@
-"""The directory of a build: its lock, `.build/settings.json`, and a file in `.build` for each finished unit.
+"""The directory of a build: its lock, `.build/settings.json`, and a file in `.build` for each
+finished unit.
 
-The settings are all that decides the bytes: a rerun with others is refused by name. A unit's file is made, in one
-rename, after its shard has its final name. Whoever builds a unit writes the same bytes, so parts need no order.
+The settings are all that decides the bytes: a rerun with others is refused by name. A unit's file
+is made, in one rename, after its shard has its final name. Whoever builds a unit writes the same
+bytes, so parts need no order.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _LARGEST = 1 << 30
 
 @contextmanager
 def locked(directory: Path, shared: bool = False) -> Iterator[None]:
-    """Hold DIRECTORY against builds of other processes; `shared`: beside those that build parts. Dying releases it.
+    """Hold DIRECTORY against builds of other processes; `shared`: beside those that build parts.
+    Dying releases it.
 
     ValueError: others hold it.
     """
@@ -60,7 +63,9 @@ def remove_partial(directory: Path) -> None:
 
 
 def prepare_directory(directory: Path, overwrite: bool) -> None:
-    """Create DIRECTORY; ValueError when it holds something else than a dataset. `overwrite` empties a dataset."""
+    """Create DIRECTORY; ValueError when it holds something else than a dataset. `overwrite` empties
+    a dataset.
+    """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--output {directory} is not a directory")
     directory.mkdir(parents=True, exist_ok=True)
@@ -68,7 +73,8 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     foreign = sorted(path.name for path in directory.iterdir() if not path.name.endswith(own))
     if foreign and not {MANIFEST_NAME, _STATE} & {*foreign}:
         raise ValueError(
-            f"--output {directory} holds files but no dataset ({', '.join(foreign[:5])}); nothing was overwritten, "
+            f"--output {directory} holds files but no dataset ({', '.join(foreign[:5])}); nothing "
+            "was overwritten, "
             "choose an empty or a new directory"
         )
     if not overwrite:
@@ -97,7 +103,8 @@ class Journal:
         path = directory / _STATE / "settings.json"
         if not path.exists() and (directory / MANIFEST_NAME).exists():
             raise ValueError(
-                f"{directory} holds a dataset of an earlier version; nothing was overwritten, --overwrite replaces it"
+                f"{directory} holds a dataset of an earlier version; nothing was overwritten, "
+                "--overwrite replaces it"
             )
         before = files.read_json(path) if path.exists() else now
         finished = [_read(path) for path in sorted((directory / _STATE).glob("[0-9]*.json"))]
@@ -108,7 +115,8 @@ class Journal:
                 if before.get(name) != now.get(name)
             ]
             raise ValueError(
-                f"{directory} was begun with other settings or other input; nothing was overwritten, "
+                f"{directory} was begun with other settings or other input; nothing was "
+                "overwritten, "
                 "--overwrite starts again. " + "; ".join(differences)
             )
         if not path.exists() or before != now:  # where nothing is finished, nothing is lost
@@ -117,7 +125,11 @@ class Journal:
         self.results: dict[int, UnitResult] = {}
         for _, result in finished:
             shard = result.entry
-            found = [(directory / shard.name / file.name, file.size) for file in shard.files] if shard else []
+            found = (
+                [(directory / shard.name / file.name, file.size) for file in shard.files]
+                if shard
+                else []
+            )
             if all(path.is_file() and path.stat().st_size == size for path, size in found):
                 self.results[result.unit] = result
 
@@ -136,9 +148,13 @@ def _read(path: Path) -> tuple[str, UnitResult]:
         fingerprint, shard = values.pop("settings"), values.pop("entry")
         for name in ("refusals", "dropped"):
             values[name] = tuple(Refusal(**refusal) for refusal in values[name])
-        return fingerprint, UnitResult(entry=ShardEntry.from_json(shard) if shard else None, **values)
+        return fingerprint, UnitResult(
+            entry=ShardEntry.from_json(shard) if shard else None, **values
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it, and its unit is built again") from error
+        raise ValueError(
+            f"{path} is damaged ({error}): remove it, and its unit is built again"
+        ) from error
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,9 @@
-"""Which documents share a pack: best-fit decreasing for tokens, and first-fit with a second budget for image crops.
+"""Which documents share a pack: best-fit decreasing for tokens, and first-fit with a second budget
+for image crops.
 
-Every item has one pack, and the result is deterministic. Lengths are padded ones. Items keep their arrival order inside
-a pack. All items of one length that go to packs of one free space move in one step.
+Every item has one pack, and the result is deterministic. Lengths are padded ones. Items keep their
+arrival order inside a pack. All items of one length that go to packs of one free space move in one
+step.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import numpy as np
 class Packing:
     """Pack p holds the items `items[starts[p] : starts[p + 1]]`, ascending item numbers.
 
-    items: int64 [n], each item number 0..n-1 exactly once. starts: int64 [packs + 1], rising from 0 to n.
+    items: int64 [n], each item number 0..n-1 exactly once. starts: int64 [packs + 1], rising from 0
+    to n.
     """
 
     items: np.ndarray
@@ -35,16 +38,21 @@ def _packing(pack_of: np.ndarray) -> Packing:
     """A packing by the pack number of each item, int64 [n], numbers 0..packs-1 all present."""
     items = np.argsort(pack_of, kind="stable")  # [n]; stable: arrival order within a pack
     counts = np.bincount(pack_of) if len(pack_of) else np.zeros(0, np.int64)
-    return Packing(items.astype(np.int64), np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
+    return Packing(
+        items.astype(np.int64), np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    )
 
 
 def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> np.ndarray:
-    """Documents of `lengths` [d] >= 1 as pieces of at most `longest` tokens: int64 [n, 3], document, start and stop.
+    """Documents of `lengths` [d] >= 1 as pieces of at most `longest` tokens: int64 [n, 3],
+    document, start and stop.
 
     Longer documents are cut from the front; with `truncate`, only their first piece is kept.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    counts = np.ones_like(lengths) if truncate else -(-lengths // longest)  # [d]: pieces of each document
+    counts = (
+        np.ones_like(lengths) if truncate else -(-lengths // longest)
+    )  # [d]: pieces of each document
     document = np.repeat(np.arange(len(lengths)), counts)  # [n]
     firsts = np.cumsum(counts) - counts  # [d]: number of each document's first piece
     start = (np.arange(len(document)) - firsts[document]) * longest
@@ -54,17 +62,21 @@ def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> np.ndarra
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     """Exact best-fit decreasing: longest item first, into the pack where least space is left over.
 
-    lengths: integers [n], 1 <= length <= capacity. Equal items go in arrival order. Among packs of equal free space
-    those that reached it last are filled as one group, in their order: `[6, 6, 3, 3]` in 10 is `[6, 3], [6, 3]`.
-    Packs are numbered by their longest item.
-    Time: O(n) array work plus a bisection per step (at most a few per distinct length in practice).
+    lengths: integers [n], 1 <= length <= capacity. Equal items go in arrival order. Among packs of
+    equal free space those that reached it last are filled as one group, in their order: `[6, 6, 3,
+    3]` in 10 is `[6, 3], [6, 3]`. Packs are numbered by their longest item. Time: O(n) array work
+    plus a bisection per step (at most a few per distinct length in practice).
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     pack_of = np.empty(len(lengths), np.int64)  # [n]: the answer
-    order = np.argsort(-lengths, kind="stable")  # [n]: items, longest first, equal ones as they arrived
+    order = np.argsort(
+        -lengths, kind="stable"
+    )  # [n]: items, longest first, equal ones as they arrived
     values, counts = np.unique(lengths, return_counts=True)  # [distinct], rising
     free_spaces: list[int] = []  # rising; the values that some pack has left
-    packs_with_free: dict[int, list[int]] = {}  # the packs of each free space, last filled at the end
+    packs_with_free: dict[
+        int, list[int]
+    ] = {}  # the packs of each free space, last filled at the end
 
     def put(packs: list[int], free: int) -> None:
         if free and packs:
@@ -91,7 +103,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
                 if not available:
                     del packs_with_free[free]
                     del free_spaces[best]
-            placed = min(remaining, needed * each)  # `each` items go to every pack, fewer to the last
+            placed = min(
+                remaining, needed * each
+            )  # `each` items go to every pack, fewer to the last
             pack_of[order[done : done + placed]] = np.repeat(packs, each)[:placed]
             last = placed - (needed - 1) * each  # items in the last of these packs
             put(packs[:-1], free - each * length)
@@ -101,26 +115,38 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def two_budgets(
-    tokens: np.ndarray, crops: np.ndarray, token_capacity: int, crop_capacity: int, window: int = 4096
+    tokens: np.ndarray,
+    crops: np.ndarray,
+    token_capacity: int,
+    crop_capacity: int,
+    window: int = 4096,
 ) -> Packing:
-    """First fit under two budgets, tokens and image crops, for each window of consecutive items on its own.
+    """First fit under two budgets, tokens and image crops, for each window of consecutive items on
+    its own.
 
-    Three orders are tried per window: arrival, decreasing by the larger share of its budget, decreasing by tokens. The
-    one with the fewest packs is kept, the earlier on a tie. Larger windows waste less.
+    Three orders are tried per window: arrival, decreasing by the larger share of its budget,
+    decreasing by tokens. The one with the fewest packs is kept, the earlier on a tie. Larger
+    windows waste less.
 
-    tokens: integers [n], 1 <= tokens <= token_capacity; crops: integers [n], 0 <= crops <= crop_capacity.
+    tokens: integers [n], 1 <= tokens <= token_capacity; crops: integers [n], 0 <= crops <=
+    crop_capacity.
     """
     tokens, crops = np.asarray(tokens, dtype=np.int64), np.asarray(crops, dtype=np.int64)
     pack_of, num_packs = np.empty(len(tokens), np.int64), 0
     for begin in range(0, len(tokens), window):
         here = slice(begin, min(begin + window, len(tokens)))
-        share = np.maximum(tokens[here] / token_capacity, crops[here] / max(crop_capacity, 1))  # [items here]
+        share = np.maximum(
+            tokens[here] / token_capacity, crops[here] / max(crop_capacity, 1)
+        )  # [items here]
         orders = (
             np.arange(here.stop - here.start),
             np.argsort(-share, kind="stable"),
             np.argsort(-tokens[here], kind="stable"),
         )
-        tried = [_first_fit(tokens[here], crops[here], token_capacity, crop_capacity, order) for order in orders]
+        tried = [
+            _first_fit(tokens[here], crops[here], token_capacity, crop_capacity, order)
+            for order in orders
+        ]
         best = min(tried, key=lambda found: int(found.max()))  # min keeps the first of equals
         pack_of[here] = best + num_packs
         num_packs += int(best.max()) + 1
@@ -128,11 +154,19 @@ def two_budgets(
 
 
 def _first_fit(
-    tokens: np.ndarray, crops: np.ndarray, token_capacity: int, crop_capacity: int, order: np.ndarray
+    tokens: np.ndarray,
+    crops: np.ndarray,
+    token_capacity: int,
+    crop_capacity: int,
+    order: np.ndarray,
 ) -> np.ndarray:
-    """Pack number of each item, int64 [n]: the first opened pack with room in both budgets, items taken in `order`."""
+    """Pack number of each item, int64 [n]: the first opened pack with room in both budgets, items
+    taken in `order`.
+    """
     pack_of = np.empty(len(tokens), np.int64)
-    free_tokens = np.full(len(tokens), token_capacity, np.int64)  # [packs at most]; a pack not yet opened has all
+    free_tokens = np.full(
+        len(tokens), token_capacity, np.int64
+    )  # [packs at most]; a pack not yet opened has all
     free_crops = np.full(len(tokens), crop_capacity, np.int64)
     opened = 0
     for item in order.tolist():

@@ -1,4 +1,6 @@
-"""The progress of a build on stderr, one line that changes on a terminal, a line now and then elsewhere; its sum."""
+"""The progress of a build on stderr, one line that changes on a terminal, a line now and then
+elsewhere; its sum.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class BuildProgress:
         now = time.monotonic()
         if self._terminal or now - self._shown >= _EVERY_SECONDS:
             self._shown = now
-            print(f"\r\x1b[K{self.line()}" if self._terminal else self.line(), file=self._stream, flush=True)
+            print(
+                f"\r\x1b[K{self.line()}" if self._terminal else self.line(),
+                file=self._stream,
+                flush=True,
+            )
 
     def finish(self) -> None:
         """Leave the line of a terminal."""
@@ -49,7 +55,8 @@ class BuildProgress:
         left = timedelta(seconds=round((self._total - done) * seconds / max(1, self.bytes)))
         return (
             f"{done / max(1, self._total):4.0%}  {self._documents / seconds:,.0f} docs/s  "
-            f"{self.bytes / seconds / 1e6:.3g} MB/s  {self._tokens / seconds:,.0f} tokens/s  {left} left"
+            f"{self.bytes / seconds / 1e6:.3g} MB/s  {self._tokens / seconds:,.0f} tokens/s  "
+            f"{left} left"
         )
 
 
@@ -95,19 +102,29 @@ class BuildSummary:
     @property
     def sentence(self) -> str:
         """What was made, how fast, and what was there before."""
-        manifest, there = self.manifest, f"{self.units_resumed} of {counted(len(self.results), 'shard')} were there"
+        manifest, there = (
+            self.manifest,
+            f"{self.units_resumed} of {counted(len(self.results), 'shard')} were there",
+        )
         if manifest is None:
-            return f"{counted(self.documents, 'document')} ({there}); {self.seconds:.1f} s; `finish` makes the dataset"
+            return (
+                f"{counted(self.documents, 'document')} ({there}); {self.seconds:.1f} s; "
+                "`finish` makes the dataset"
+            )
         if self.already_complete:
             return f"already complete: {counted(manifest.num_packs, 'pack')}; nothing to do"
         more = "".join(f"\n{line}" for line in self._about_answers(manifest))
-        steps = f"; {counted(-(-manifest.num_packs // _BATCH), 'step')} of an epoch at --global-batch-size {_BATCH}"
+        steps = (
+            f"; {counted(-(-manifest.num_packs // _BATCH), 'step')} of an epoch at "
+            f"--global-batch-size {_BATCH}"
+        )
         learned = self.learned_tokens / max(1, manifest.num_tokens)
         nothing = f" ({self.unlearned:,} {'teaches' if self.unlearned == 1 else 'teach'} nothing)"
         return (
             f"{counted(self.documents, 'document')}{nothing if self.unlearned else ''}, "
             f"{counted(manifest.num_tokens, 'token')} ({learned:.1%} learned) in "
-            f"{counted(manifest.num_packs, 'pack')} of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full"
+            f"{counted(manifest.num_packs, 'pack')} of {manifest.seq_length:,} "
+            f"({manifest.packing_efficiency:.2%} full"
             f"{'' if self.is_valid else steps}), "
             f"{manifest.num_rejected:,} rejected; {self.seconds:.1f} s, "
             f"{self.read_bytes / max(self.seconds, 1e-9) / 1e6:.3g} MB/s, "
@@ -116,12 +133,15 @@ class BuildSummary:
         )
 
     def _about_answers(self, manifest: DatasetManifest) -> list[str]:
-        """Lines about answers: their form, and what is not as usual where a chat template wrote them."""
+        """Lines about answers: their form, and what is not as usual where a chat template wrote
+        them.
+        """
         lines = [self.answers] if self.answers else []
         in_context = sum(result.in_context for result in self.results)
         if in_context:
             lines.append(
-                f"{counted(in_context, 'answer')} not learned, but context: the chat template leaves out the thought"
+                f"{counted(in_context, 'answer')} not learned, but context: the chat template "
+                "leaves out the thought"
             )
         told = thoughts_told(manifest.chat_template)
         if told:
@@ -129,7 +149,8 @@ class BuildSummary:
         no_end = sum(result.no_end for result in self.results)
         if no_end:
             lines.append(
-                f"{counted(no_end, 'answer')} {'is' if no_end == 1 else 'are'} learned without an end, so a model may "
+                f"{counted(no_end, 'answer')} {'is' if no_end == 1 else 'are'} learned without an "
+                "end, so a model may "
                 "not stop after them: let the chat template write a special token after each answer (inside its "
                 "generation block, if it has blocks), such as the tokenizer's eos_token"
             )
@@ -137,13 +158,16 @@ class BuildSummary:
 
     @property
     def answers(self) -> str:
-        """The form in which answers are learned, and how a model that learned them is asked; empty without answers."""
+        """The form in which answers are learned, and how a model that learned them is asked; empty
+        without answers.
+        """
         forms = (self.manifest and self.manifest.answer_forms) or {}
         told = answers_told(forms)
         why = "" if self.form_named else ", as the tokenizer's folder has no chat template"
         if "messages" in forms:
             told += (
-                f"{why}. tools/generate.py --prompt and --chat ask in it; tools/convert_checkpoint.py --chat-template "
+                f"{why}. tools/generate.py --prompt and --chat ask in it; "
+                "tools/convert_checkpoint.py --chat-template "
                 "messages adds a template of it to an export"
             )
         elif "alpaca" in forms:

@@ -1,8 +1,10 @@
-"""Runs tasks on all CPUs of a Ray cluster, where `workers.run_tasks` runs them on those of this machine.
+"""Runs tasks on all CPUs of a Ray cluster, where `workers.run_tasks` runs them on those of this
+machine.
 
-A task returns a summary, and only this process keeps the journal, so the bytes are those of the local pool. A task is
-tried again when its worker or its node was lost, and for no other reason. Ray's own retries would try a task that fills
-the memory without end. A worker with other packages or another source ends the build.
+A task returns a summary, and only this process keeps the journal, so the bytes are those of the
+local pool. A task is tried again when its worker or its node was lost, and for no other reason.
+Ray's own retries would try a task that fills the memory without end. A worker with other packages
+or another source ends the build.
 """
 
 from __future__ import annotations
@@ -38,30 +40,48 @@ def run_on_ray(
     workers: int,
     address: str | None = None,
 ) -> Iterator[Any]:
-    """`workers.run_tasks` on the cluster at `address`, or on a Ray of `workers` CPUs that lives as long as this.
+    """`workers.run_tasks` on the cluster at `address`, or on a Ray of `workers` CPUs that lives as
+    long as this.
 
-    ValueError: Ray is not installed, cannot start, a worker is not like this process, or what a handler raised.
-    WorkerFailed: a task lost its worker too often, or raised.
+    ValueError: Ray is not installed, cannot start, a worker is not like this process, or what a
+    handler raised. WorkerFailed: a task lost its worker too often, or raised.
     """
     if not tasks:
         return
     try:
         import ray
     except ImportError as error:
-        raise ValueError(f"--executor ray needs the package ray ({error}): pip install 'megacp[ray]'") from error
-    local: dict[str, Any] = {"num_cpus": workers, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        raise ValueError(
+            f"--executor ray needs the package ray ({error}): pip install 'megacp[ray]'"
+        ) from error
+    local: dict[str, Any] = {
+        "num_cpus": workers,
+        "object_store_memory": _STORE_BYTES,
+        "include_dashboard": False,
+    }
     before = signal.getsignal(signal.SIGTERM)
     try:
         how = local if address is None else {}
-        ray.init(address=address or "local", logging_level=logging.ERROR, log_to_driver=False, **how)
+        ray.init(
+            address=address or "local", logging_level=logging.ERROR, log_to_driver=False, **how
+        )
         signal.signal(signal.SIGTERM, before)  # `init` has put its own there
     except Exception as error:  # Ray raises bare ones too
-        where = "Ray cannot start here" if address is None else f"no Ray is reached at --ray-address {address}"
+        where = (
+            "Ray cannot start here"
+            if address is None
+            else f"no Ray is reached at --ray-address {address}"
+        )
         raise ValueError(f"--executor ray: {where}: {' '.join(str(error).split())}") from error
     known = pickle.dumps((start, settings)), os.getcwd(), versions_here()
     work = ray.remote(_work).options(num_cpus=1, max_retries=0)
     errors = ray.exceptions
-    lost = errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError, errors.ObjectLostError
+    lost = (
+        errors.WorkerCrashedError,
+        errors.NodeDiedError,
+        errors.OutOfMemoryError,
+        errors.ObjectLostError,
+    )
     waiting = deque((task, 1) for task in tasks)
     flying: dict[Any, tuple[Any, int]] = {}
     try:
@@ -76,7 +96,9 @@ def run_on_ray(
                 except lost as error:
                     if number == _TRIES:
                         reason = str(error).strip().splitlines()[0]
-                        raise WorkerFailed(f"{_TRIES} workers were lost while working on {task}: {reason}") from error
+                        raise WorkerFailed(
+                            f"{_TRIES} workers were lost while working on {task}: {reason}"
+                        ) from error
                     waiting.appendleft((task, number + 1))
                     continue
                 yield result_of(outcome, f"while working on {task}")
@@ -90,7 +112,10 @@ def run_on_ray(
 @functools.cache
 def versions_here() -> dict[str, str]:
     """What must be equal in this process and in all workers."""
-    found = {"the source of megacp (sha256)": source_digest(), "the version of Python": platform.python_version()}
+    found = {
+        "the source of megacp (sha256)": source_digest(),
+        "the version of Python": platform.python_version(),
+    }
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[f"the version of {package}"] = importlib.metadata.version(package)
@@ -111,7 +136,10 @@ def _work(packed: bytes, folder: str, here: dict[str, str], task: Any) -> tuple[
     """One task in a worker process: what became of it, and its result or why there is none."""
     there = versions_here()
     if other := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
-        reasons = [f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in other]
+        reasons = [
+            f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+            for name in other
+        ]
         where = f"--executor ray: {platform.node()} is not like this process: "
         return "wrong input", ValueError(where + "; ".join(reasons))
     return answer_of(_handler(packed, folder), task)

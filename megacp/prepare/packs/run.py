@@ -1,7 +1,8 @@
-"""Builds a packed dataset: cuts the input into units, has workers build each into a shard, writes the manifest.
+"""Builds a packed dataset: cuts the input into units, has workers build each into a shard, writes
+the manifest.
 
-The bytes are the same for any number of workers, of parts (`--units 3/16` builds every sixteenth unit) and of
-interruptions. Only units that are not finished are built.
+The bytes are the same for any number of workers, of parts (`--units 3/16` builds every sixteenth
+unit) and of interruptions. Only units that are not finished are built.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ from megacp.prepare.packs.settings import HOUSE_FORM, BuildSettings, problems, t
 from megacp.prepare.packs.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
 from megacp.prepare.packs.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
-from megacp.prepare.records.read import SAMPLED_BYTES, Extent, identity, is_plain, plan_units, read_extent
+from megacp.prepare.records.read import (
+    SAMPLED_BYTES,
+    Extent,
+    identity,
+    is_plain,
+    plan_units,
+    read_extent,
+)
 from megacp.prepare.records.record import ALPACA, AS_MESSAGES
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
@@ -41,7 +49,9 @@ from megacp.storage.wording import counted, for_terminal, listed
 from megacp.training.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 
 RECORD_RULES = 6
-"""What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
+"""What records mean: raised when a record becomes other tokens or weights, so that no dataset is
+half of each.
+"""
 RECORDS_OF_A_SHARD = 1024
 
 
@@ -54,10 +64,11 @@ def build(
 ) -> BuildSummary:
     """Build, or finish, the dataset in settings.output; progress goes to `stream`.
 
-    `part` (i, n): only the units whose number leaves the remainder i, beside other processes that build other parts.
-    ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use, units
-    that no part has built where `builds_missing` is false, or a full disk.
-    workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
+    `part` (i, n): only the units whose number leaves the remainder i, beside other processes that
+    build other parts. ValueError: settings, input, tokenizer, a refused record, a directory begun
+    with other settings or in use, units that no part has built where `builds_missing` is false, or
+    a full disk. workers.WorkerFailed: a worker died. What is finished stays, and the next run goes
+    on from there.
     """
     try:
         found = [path for text in settings.input for path in expanded(text)]
@@ -83,10 +94,15 @@ def build(
         with locked(directory, shared=part is not None):
             return _build(settings, tokenizer, template, stream, part, builds_missing)
     except OSError as error:
-        there = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
-        name = f"{os.fsdecode(error.filename)}: " if error.filename else ""  # after `write` there is none
+        there = next(
+            folder for folder in (directory, *directory.absolute().parents) if folder.exists()
+        )
+        name = (
+            f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        )  # after `write` there is none
         raise ValueError(
-            f"--output {directory}: {name}{error.strerror or error}; {shutil.disk_usage(there).free:,} bytes are free "
+            f"--output {directory}: {name}{error.strerror or error}; "
+            f"{shutil.disk_usage(there).free:,} bytes are free "
             "there, what is finished stays: run the same command again"
         ) from error
 
@@ -99,12 +115,20 @@ def _build(
     part: tuple[int, int] | None,
     builds_missing: bool,
 ) -> BuildSummary:
-    """The units that are missing, and a dataset of all where no `part` is asked for; the directory is locked."""
+    """The units that are missing, and a dataset of all where no `part` is asked for; the directory
+    is locked.
+    """
     directory, started = Path(settings.output), time.monotonic()
     journal = Journal(directory, _decisive(settings, tokenizer, template))
     index, count = part or (0, 1)
-    units = [unit for unit in plan_units(settings.input, settings.bytes_per_unit) if unit.index % count == index]
-    sizes = {unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in units}
+    units = [
+        unit
+        for unit in plan_units(settings.input, settings.bytes_per_unit)
+        if unit.index % count == index
+    ]
+    sizes = {
+        unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in units
+    }
     missing = [unit for unit in units if unit.index not in journal.results]
     resumed, total = len(units) - len(missing), sum(sizes.values())
     progress = BuildProgress(stream, total, total - sum(sizes[unit.index] for unit in missing))
@@ -147,15 +171,23 @@ def _build(
         remove_partial(directory)
     took = time.monotonic() - started
     named = settings.chat_template is not None or tokenizer.asked_as_messages
-    return BuildSummary(manifest, results, progress.bytes, took, resumed, tokenizer.engine, settings.is_valid, named)
+    return BuildSummary(
+        manifest, results, progress.bytes, took, resumed, tokenizer.engine, settings.is_valid, named
+    )
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
-    """Input bytes of a shard: about 1024 records, estimated from the start of the first plain file that is not empty.
+    """Input bytes of a shard: about 1024 records, estimated from the start of the first plain file
+    that is not empty.
 
-    A record that names a file is far smaller than its image, so the rule for text would put all into one shard.
+    A record that names a file is far smaller than its image, so the rule for text would put all
+    into one shard.
     """
-    plain = ((path, size) for path in settings.input if is_plain(path) and (size := size_of(place_of(path))))
+    plain = (
+        (path, size)
+        for path in settings.input
+        if is_plain(path) and (size := size_of(place_of(path)))
+    )
     if (first := next(plain, None)) is None:
         return settings.bytes_per_unit
     begins = (item.offset for item in read_extent(Extent(0, first[0], 0, first[1])))
@@ -163,8 +195,12 @@ def _unit_bytes_of_images(settings: BuildSettings) -> int:
     return RECORDS_OF_A_SHARD * max(1, min(first[1], SAMPLED_BYTES) // max(1, count))
 
 
-def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: Template | None) -> dict[str, Any]:
-    """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
+def _decisive(
+    settings: BuildSettings, tokenizer: Tokenizer, template: Template | None
+) -> dict[str, Any]:
+    """All that decides the bytes of the dataset, by the names of the flags; of images that lie in
+    files, their root.
+    """
     same = "ignore_keys context_roles roles columns tokenizer_engine seq_length oversize pad_multiple append_eod seed"
     same += " text_key max_record_bytes window_tokens cp_degrees valid_share is_valid prefix_tree"
     images: tuple[str, ...] = ()
@@ -175,7 +211,9 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: Template 
         values["image_rules"] = settings.image_rules.to_dict()
     return values | {
         "record_rules": RECORD_RULES,
-        "chat_template": template.decisive if isinstance(template, ChatTemplate) else settings.chat_template,
+        "chat_template": template.decisive
+        if isinstance(template, ChatTemplate)
+        else settings.chat_template,
         "input": [identity(path) for path in settings.input],
         "tokenizer": asdict(tokenizer.info()),
         "unit_bytes": settings.bytes_per_unit,
@@ -183,12 +221,17 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: Template 
     }
 
 
-def _check_results(settings: BuildSettings, template: Template | None, done: Sequence[UnitResult]) -> None:
-    """ValueError where there are too many refusals, or messages of other units were written otherwise than now."""
+def _check_results(
+    settings: BuildSettings, template: Template | None, done: Sequence[UnitResult]
+) -> None:
+    """ValueError where there are too many refusals, or messages of other units were written
+    otherwise than now.
+    """
     writers = {result.written_by for result in done if result.written_by is not None}
     if writers and writers != {writer_of(template)}:
         raise ValueError(
-            f"{settings.output} was begun with another chat template than --tokenizer {settings.tokenizer} has now; "
+            f"{settings.output} was begun with another chat template than --tokenizer "
+            f"{settings.tokenizer} has now; "
             "nothing was overwritten, --overwrite starts again"
         )
     forms = _forms_of(done)
@@ -196,9 +239,12 @@ def _check_results(settings: BuildSettings, template: Template | None, done: Seq
         alpaca = counted(forms[ALPACA], "record")
         others = counted(forms[AS_MESSAGES], "conversation")
         raise ValueError(
-            f"--input: answers would be learned in two forms: {alpaca} of `instruction` with `output` after Alpaca's "
-            f"prompt of 2023, and {others} (messages, or with `history` or `system`) as messages. Choose one: "
-            f"--chat-template {HOUSE_FORM} writes all in megacp's own form, --chat-template NAME or FILE.jinja by a "
+            f"--input: answers would be learned in two forms: {alpaca} of `instruction` with "
+            "`output` after Alpaca's "
+            f"prompt of 2023, and {others} (messages, or with `history` or `system`) as messages. "
+            "Choose one: "
+            f"--chat-template {HOUSE_FORM} writes all in megacp's own form, --chat-template NAME "
+            "or FILE.jinja by a "
             "template"
         )
     refusals = [result.refusals for result in done if result.refusals]
@@ -207,7 +253,8 @@ def _check_results(settings: BuildSettings, template: Template | None, done: Seq
         raise ValueError(f"{refusals[0][0]}; an earlier run skipped it, give --on-error skip again")
     if settings.max_errors is not None and count > settings.max_errors:
         raise ValueError(
-            f"{count} bad records, more than --max-errors {settings.max_errors}; the last is {refusals[-1][-1]}"
+            f"{count} bad records, more than --max-errors {settings.max_errors}; the last is "
+            f"{refusals[-1][-1]}"
         )
 
 
@@ -224,7 +271,8 @@ def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
     documents = sum(result.documents for result in results)
     if settings.valid_share and not documents and not any(result.refusals for result in results):
         raise ValueError(
-            f"--valid-share {settings.valid_share:g} leaves no record for {settings.output}: choose another"
+            f"--valid-share {settings.valid_share:g} leaves no record for {settings.output}: "
+            "choose another"
         )
     if not any(result.entry for result in results):
         refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
@@ -234,7 +282,8 @@ def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
         )
     if not any(result.learned_tokens for result in results):
         raise ValueError(
-            f"--input: {counted(documents, 'document')}, and none of their tokens is learned: no assistant says "
+            f"--input: {counted(documents, 'document')}, and none of their tokens is learned: no "
+            "assistant says "
             "anything, or all weights are 0; no dataset was made"
         )
 
@@ -258,9 +307,13 @@ def _write(
         (directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
         files.write_atomically(directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
     before = max(result.before_answers or "" for result in results)  # None: of an earlier version
-    said = {name: sum(getattr(result, name) for result in results) for name in THOUGHTS} | {"before_answers": before}
+    said = {name: sum(getattr(result, name) for result in results) for name in THOUGHTS} | {
+        "before_answers": before
+    }
     kept = None
-    if isinstance(template, ChatTemplate) or any(result.written_by is not None for result in results):
+    if isinstance(template, ChatTemplate) or any(
+        result.written_by is not None for result in results
+    ):
         text = "" if template is None else loaded(template).text
         kept = {"default": text, **{k: v for k, v in said.items() if v}}
     manifest = DatasetManifest(

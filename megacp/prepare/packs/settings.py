@@ -29,12 +29,16 @@ from megacp.training.data.vision.rules import VisionRules
 VALID_FOLDER = "valid"
 """Folder of the validation records in a dataset with --valid-share."""
 HOUSE_FORM = "ignore"
-"""Word of --chat-template by which all conversations are written in the house's own form, Alpaca's too."""
+"""Word of --chat-template by which all conversations are written in the house's own form, Alpaca's
+too.
+"""
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Everything a build depends on; the names are those of the flags, whose help says what they do."""
+    """Everything a build depends on; the names are those of the flags, whose help says what they
+    do.
+    """
 
     input: tuple[str, ...]
     output: str
@@ -95,7 +99,9 @@ class BuildSettings:
     def record_rules(self, tokenizer: Tokenizer) -> RecordRules:
         """Return how records are read for a tokenizer."""
         forms = {HOUSE_FORM: AS_MESSAGES, ALPACA: ALPACA}
-        by_folder = AS_MESSAGES if tokenizer.asked_as_messages and self.chat_template is None else ""
+        by_folder = (
+            AS_MESSAGES if tokenizer.asked_as_messages and self.chat_template is None else ""
+        )
         return RecordRules(
             text_key=self.text_key,
             media=self.image_rules is not None,
@@ -109,10 +115,13 @@ class BuildSettings:
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer these settings name."""
-        return load_tokenizer(self.tokenizer, self.tokenizer_engine, self.eod_token, self.prepend_bos)
+        return load_tokenizer(
+            self.tokenizer, self.tokenizer_engine, self.eod_token, self.prepend_bos
+        )
 
     def load_template(self, tokenizer: Tokenizer) -> Template | None:
-        """The chat template that these settings name, or what loads the one of the tokenizer; None: the house's form.
+        """The chat template that these settings name, or what loads the one of the tokenizer; None:
+        the house's form.
 
         ValueError, also from what loads it: as of load_chat_template.
         """
@@ -126,18 +135,27 @@ class BuildSettings:
             try:
                 return load_chat_template("auto", tokenizer, self.chat_template_date)
             except ValueError as error:
-                reason = f"there are records with messages, and {tokenizer.chat_template} has a chat template"
-                raise ValueError(f"{reason}: {error}; or --chat-template {HOUSE_FORM} leaves it out") from error
+                reason = (
+                    f"there are records with messages, and {tokenizer.chat_template} has a "
+                    "chat template"
+                )
+                raise ValueError(
+                    f"{reason}: {error}; or --chat-template {HOUSE_FORM} leaves it out"
+                ) from error
 
         return None if tokenizer.chat_template is None else load
 
 
 def problems(settings: BuildSettings) -> list[str]:
-    """Everything that is wrong with the settings and the input files, before anything is read or written."""
+    """Everything that is wrong with the settings and the input files, before anything is read or
+    written.
+    """
     paths, rules, root = settings.input, settings.image_rules, settings.image_root
     found = [f"--input: {reason}" for reason in map(input_problem, paths) if reason is not None]
     files = [path if is_url(path) else os.path.realpath(path) for path in paths]
-    if repeated := sorted({path for path, file in zip(paths, files, strict=True) if files.count(file) > 1}):
+    if repeated := sorted(
+        {path for path, file in zip(paths, files, strict=True) if files.count(file) > 1}
+    ):
         found.append(f"--input: given more than once: {', '.join(repeated)}")
     least = {
         "--seq-length": (settings.seq_length, 1),
@@ -161,11 +179,19 @@ def problems(settings: BuildSettings) -> list[str]:
         "--max-video-bytes": settings.max_video_bytes,
     }.items():
         if value > LARGEST_ITEM:
-            found.append(f"{flag} is {value}, a dataset stores items of at most {LARGEST_ITEM} bytes")
+            found.append(
+                f"{flag} is {value}, a dataset stores items of at most {LARGEST_ITEM} bytes"
+            )
     if is_url(settings.output):
-        found.append(f"--output {settings.output}: a dataset is built in a directory; copy it when it is finished")
+        found.append(
+            f"--output {settings.output}: a dataset is built in a directory; copy it when it is "
+            "finished"
+        )
     if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
-        found.append(f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple {settings.pad_multiple}")
+        found.append(
+            f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple "
+            f"{settings.pad_multiple}"
+        )
     if settings.ray_address is not None and settings.executor != "ray":
         found.append(f"--ray-address {settings.ray_address} needs --executor ray")
     if settings.max_errors is not None and settings.on_error != "skip":
@@ -178,11 +204,18 @@ def problems(settings: BuildSettings) -> list[str]:
     if rules is not None and root is not None and not is_url(root) and not os.path.isdir(root):
         found.append(f"--image-root {root} is not a directory")
     if paths_only := [url for url in settings.image_urls if not is_url(url)]:
-        found.append(f"--image-urls {','.join(paths_only)}: no URL; paths are relative to --image-root")
+        found.append(
+            f"--image-urls {','.join(paths_only)}: no URL; paths are relative to --image-root"
+        )
     if queries := [url for url in settings.image_urls if {*url} & {*"?#"}]:
-        found.append(f"--image-urls {','.join(queries)}: URLs begin with a place, without a query or a fragment")
+        found.append(
+            f"--image-urls {','.join(queries)}: URLs begin with a place, without a query or a "
+            "fragment"
+        )
     if not 0 <= settings.valid_share < 1:
-        found.append(f"--valid-share is {settings.valid_share:g}, it must be at least 0 and below 1")
+        found.append(
+            f"--valid-share is {settings.valid_share:g}, it must be at least 0 and below 1"
+        )
     return found
 
 
@@ -198,7 +231,9 @@ def _naming_problems(settings: BuildSettings) -> list[str]:
             if name in known[flag]:
                 found.append(f"{given}: the name that is read stands first, {flag} {name}={own}")
             else:
-                found.append(f"{given}: {own!r} is none of the names that are read, {', '.join(known[flag])}")
+                found.append(
+                    f"{given}: {own!r} is none of the names that are read, {', '.join(known[flag])}"
+                )
         theirs = [name for _, name in pairs]
         own_names = [own for own, _ in pairs] if flag == "--columns" else []
         for names in (theirs, own_names):
@@ -207,8 +242,13 @@ def _naming_problems(settings: BuildSettings) -> list[str]:
     columns = {name for _, name in settings.columns}
     if both := sorted(columns & {*settings.ignore_keys}):
         found.append(f"--ignore-keys {','.join(both)}: --columns reads these keys")
-    if settings.text_key in columns or (settings.text_key != "text" and "text" in dict(settings.columns)):
-        found.append(f"--text-key {settings.text_key} and --columns both name the key of plain text; leave one out")
+    if settings.text_key in columns or (
+        settings.text_key != "text" and "text" in dict(settings.columns)
+    ):
+        found.append(
+            f"--text-key {settings.text_key} and --columns both name the key of plain text; leave "
+            "one out"
+        )
     if both := sorted({name for _, name in settings.roles} & {*settings.context_roles}):
         found.append(f"--context-roles {','.join(both)}: --roles gives these names another role")
     return found
@@ -224,12 +264,14 @@ def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | No
     around, unclear = tokenizer.surroundings, None
     if len(around.before) > 1 or around.after not in ((), (tokenizer.eos_id,)):
         unclear = (
-            f"the tokenizer puts the tokens {list(around.before)} before and {list(around.after)} after every text, "
+            f"the tokenizer puts the tokens {list(around.before)} before and {list(around.after)} "
+            "after every text, "
             "and a document begins with one at most and ends with that of --eod-token"
         )
     elif tokenizer.kind == "huggingface" and around.stated not in (None, bool(around.before)):
         unclear = (
-            f"tokenizer_config.json says add_bos_token {around.stated}, and the post-processor of tokenizer.json puts "
+            f"tokenizer_config.json says add_bos_token {around.stated}, and the post-processor of "
+            "tokenizer.json puts "
             f"the tokens {list(around.before)} before every text"
         )
     if settings.prepend_bos is not None or unclear is None:

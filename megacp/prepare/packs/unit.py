@@ -1,7 +1,7 @@
 """One unit of work: the records of a few byte ranges become one shard of packs.
 
-A pure function of settings, unit and the input's bytes, so that any number of workers, killed any number of times,
-write the same shards. Documents are packed window by window, which bounds memory.
+A pure function of settings, unit and the input's bytes, so that any number of workers, killed any
+number of times, write the same shards. Documents are packed window by window, which bounds memory.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class UnitBuilder:
     def __init__(self, settings: BuildSettings) -> None:
         self.settings = settings
         if settings.workers > 1 or settings.executor != "local":
-            # workers have a core each, and the tokenizers package takes all unless this says otherwise
+            # workers have a core each, and the tokenizers package takes all unless this says
+            # otherwise
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer = settings.load_tokenizer()
         self.template = settings.load_template(self.tokenizer)
@@ -127,7 +128,9 @@ class _UnitRun:
         self._records_before = functools.cache(records_before)
         if settings.image_rules is not None:
             limits = {"image": settings.max_image_bytes, "video": settings.max_video_bytes}
-            self._media = MediaReader(settings.image_rules, settings.image_root, settings.image_urls, limits)
+            self._media = MediaReader(
+                settings.image_rules, settings.image_root, settings.image_urls, limits
+            )
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
         self._documents = self._unlearned = self._learned_tokens = self._windows = 0
@@ -142,10 +145,13 @@ class _UnitRun:
         window: list[tuple[_Entry, Document]] = []
         tokens = 0
         sizes = maker.num_token_ids, settings.seq_length, settings.pad_multiple
-        owner = f"{platform.node()}-{os.getpid()}"  # a node that was given up may still write the same unit
+        # a node that was given up may still write the same unit
+        owner = f"{platform.node()}-{os.getpid()}"
         with ShardWriter(directory, *sizes, settings.cp_degrees, owner) as writer:
             for batch in self._batches():
-                made = maker.encode([entry.parts for entry in batch], [entry.parents for entry in batch])
+                made = maker.encode(
+                    [entry.parts for entry in batch], [entry.parents for entry in batch]
+                )
                 for entry, document in zip(batch, made, strict=True):
                     if self._is_kept(entry.place, document):
                         window.append((entry, document))
@@ -156,14 +162,27 @@ class _UnitRun:
                     window, tokens = [], 0
             self._flush(window, writer)
             entry_of_shard = writer.commit() if writer.num_packs else None
-        counts = self._documents, tuple(self._refusals), tuple(self._dropped), self._learned_tokens, self._unlearned
+        counts = (
+            self._documents,
+            tuple(self._refusals),
+            tuple(self._dropped),
+            self._learned_tokens,
+            self._unlearned,
+        )
         answers: dict[str, Any] = {**self._answers, "before_answers": self._before_answers}
         return UnitResult(
-            unit.index, entry_of_shard, *counts, **answers, written_by=self._written_by, forms=dict(self._forms)
+            unit.index,
+            entry_of_shard,
+            *counts,
+            **answers,
+            written_by=self._written_by,
+            forms=dict(self._forms),
         )
 
     def _refusal(self, place: _Place, reason: str) -> Refusal:
-        """A record refused, at its true line of the file, and with its number where lines do not number records."""
+        """A record refused, at its true line of the file, and with its number where lines do not
+        number records.
+        """
         number = place.number + self._records_before(place.extent) if place.number else 0
         line = self._lines_before(place.extent) + place.line
         return Refusal(place.extent.path, line, place.offset, reason, number)
@@ -180,7 +199,9 @@ class _UnitRun:
         for extent in self._unit.extents:
             for item in read_extent(extent, settings.max_record_bytes, self._media is not None):
                 is_valid = False
-                if settings.valid_share and not isinstance(item, Refusal):  # by all it says: copies stay together
+                if settings.valid_share and not isinstance(
+                    item, Refusal
+                ):  # by all it says: copies stay together
                     said = repr((item.value, item.members)).encode(errors="surrogatepass")
                     drawn = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest())
                     is_valid = drawn < settings.valid_share * 2**64
@@ -211,12 +232,16 @@ class _UnitRun:
     def _expanded(
         self, sample: Sample, members: dict[str, bytes]
     ) -> tuple[tuple[tuple[RecordPart, ...], ...], tuple[tuple[int, int], ...]]:
-        """Prefix and branches with their images as units, and offset and size of the bytes of those in the spool."""
+        """Prefix and branches with their images as units, and offset and size of the bytes of those
+        in the spool.
+        """
         texts = sample.prefix, *sample.branches
         if self._media is None:
             return texts, ()
         if lost := unnamed_members((piece for text in texts for piece in text), members):
-            raise RecordError(f"the record does not name its member {lost[0]!r}; images are never paired by order")
+            raise RecordError(
+                f"the record does not name its member {lost[0]!r}; images are never paired by order"
+            )
         items, seen = list[bytes](), dict[Media, list[RecordPart]]()
         parts = tuple(self._media.expand(text, members, items, seen) for text in texts)
         stored = []
@@ -232,7 +257,9 @@ class _UnitRun:
         is_cut = settings.oversize in ("split", "truncate") and not starts and not units
         excess = None
         if settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
-            excess = f"{crops} image crops, more than --max-crops-per-pack {settings.max_crops_per_pack}"
+            excess = (
+                f"{crops} image crops, more than --max-crops-per-pack {settings.max_crops_per_pack}"
+            )
         elif len(tokens) > settings.seq_length and not is_cut:
             what = "tokens with all branches" if starts else "tokens"
             excess = f"{len(tokens)} {what}, more than --seq-length {settings.seq_length}"
@@ -261,7 +288,9 @@ class _UnitRun:
             window = [window[i] for i in generator.permutation(len(window))]
         self._windows += 1
         lengths = np.array([len(document.tokens) for _, document in window])
-        pieces = cut_oversize(lengths, settings.longest_piece, settings.oversize == "truncate")  # [n, 3]
+        pieces = cut_oversize(
+            lengths, settings.longest_piece, settings.oversize == "truncate"
+        )  # [n, 3]
         places = pieces.tolist()
         padded = padded_lengths(pieces[:, 2] - pieces[:, 1], settings.pad_multiple)
         if settings.max_crops_per_pack is None:
@@ -273,20 +302,29 @@ class _UnitRun:
             members = [places[i] for i in packing.pack(p).tolist()]
             segments = [self._segment(window[d], start, stop) for d, start, stop in members]
             writer.add_pack(segments)
-            learned = [learned_tokens(s.tokens, s.weights, s.branch_starts, s.branch_leaves) for s in segments]
+            learned = [
+                learned_tokens(s.tokens, s.weights, s.branch_starts, s.branch_leaves)
+                for s in segments
+            ]
             self._learned_tokens += sum(learned)
         self._spool.truncate(0)
 
     def _segment(self, packed: tuple[_Entry, Document], start: int, stop: int) -> Segment:
-        """Tokens start..stop of a document as a segment; one with branches or images is never cut."""
+        """Tokens start..stop of a document as a segment; one with branches or images is never
+        cut.
+        """
         entry, document = packed
         place = entry.place.extent.source, entry.place.offset, start
         if start == 0 and stop == len(document.tokens):
             tokens, weights, starts, leaves, units, _ = document
-            begins = [unit.item for unit in units if unit.frame <= 0]  # a file that is named twice is stored twice
+            begins = [
+                unit.item for unit in units if unit.frame <= 0
+            ]  # a file that is named twice is stored twice
             items = tuple(functools.partial(self._read_back, *entry.items[item]) for item in begins)
             numbers = itertools.accumulate((unit.frame <= 0 for unit in units), initial=-1)
-            units = tuple(replace(unit, item=item) for unit, item in zip(units, [*numbers][1:], strict=True))
+            units = tuple(
+                replace(unit, item=item) for unit, item in zip(units, [*numbers][1:], strict=True)
+            )
             return Segment(tokens, weights, *place, starts, 0, units, items, leaves)
         weights = None if document.weights is None else document.weights[start:stop]
         flag = FLAG_TRUNCATED if self._settings.oversize == "truncate" else FLAG_SPLIT

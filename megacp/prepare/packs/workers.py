@@ -1,4 +1,6 @@
-"""Runs tasks in worker processes that may die: a killed worker ends the job, a worker whose parent dies ends too."""
+"""Runs tasks in worker processes that may die: a killed worker ends the job, a worker whose parent
+dies ends too.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ def run_tasks(
 ) -> Iterator[Any]:
     """Yield `start(settings)(task)` for every task, in the order in which they finish.
 
-    `start` is called once in each worker; it, settings, tasks and results must pickle. With one worker, or one task,
-    everything runs in this process. ValueError and OSError of a handler are raised here as they are; WorkerFailed: a
-    worker died, or raised anything else, and the message says at which task.
+    `start` is called once in each worker; it, settings, tasks and results must pickle. With one
+    worker, or one task, everything runs in this process. ValueError and OSError of a handler are
+    raised here as they are; WorkerFailed: a worker died, or raised anything else, and the message
+    says at which task.
     """
     if not tasks:
         return
@@ -71,7 +74,9 @@ def _begin(start: Callable[[Any], Handler], settings: Any) -> None:
 
 
 def _work(task: Any) -> tuple[str, Any]:
-    return answer_of(lambda each: _handlers[0]()(each), task)  # what `start` refuses is raised by the first task
+    return answer_of(
+        lambda each: _handlers[0]()(each), task
+    )  # what `start` refuses is raised by the first task
 
 
 def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:
@@ -85,7 +90,9 @@ def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:
 
 
 def result_of(answer: tuple[str, Any], at: str) -> Any:
-    """The result of an `answer_of`; raises what a worker refused, WorkerFailed for anything else."""
+    """The result of an `answer_of`; raises what a worker refused, WorkerFailed for anything
+    else.
+    """
     kind, value = answer
     if kind == "wrong input":
         raise value

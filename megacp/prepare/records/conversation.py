@@ -1,14 +1,15 @@
 """Write a record's messages by a chat template, with the loss weight of every character.
 
-If a template has `{% generation %}` blocks, these are learned. Otherwise an answer is the text that its message adds to
-the rendering of all messages before it with the generation prompt, and both renderings must begin the whole one. An
-answer is learned with the token that ends it, even if the template writes this token only as the beginning of the next
-turn, or not at all after the last answer. Every value of a record must appear in the text, and no text may spell a
-special token.
+If a template has `{% generation %}` blocks, these are learned. Otherwise an answer is the text that
+its message adds to the rendering of all messages before it with the generation prompt, and both
+renderings must begin the whole one. An answer is learned with the token that ends it, even if the
+template writes this token only as the beginning of the next turn, or not at all after the last
+answer. Every value of a record must appear in the text, and no text may spell a special token.
 
-If the template leaves out the thought of an answer, as it does for earlier turns, the answer is context: its author did
-not say it without the thought. If an answer had no thought, but the template writes an empty one, it is learned from
-its own first word on, so that a model does not learn to think nothing.
+If the template leaves out the thought of an answer, as it does for earlier turns, the answer is
+context: its author did not say it without the thought. If an answer had no thought, but the
+template writes an empty one, it is learned from its own first word on, so that a model does not
+learn to think nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ from megacp.prepare.records.chat_template import (
     ChatTemplate,
     template_of,
 )
-from megacp.prepare.records.forms import Talk, kind_of, objects_at, role_and_weight, text_of, with_object
+from megacp.prepare.records.forms import (
+    Talk,
+    kind_of,
+    objects_at,
+    role_and_weight,
+    text_of,
+    with_object,
+)
 from megacp.prepare.records.marks import THOUGHT_WORDS
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
@@ -44,19 +52,31 @@ from megacp.prepare.records.record import (
     media_at,
 )
 from megacp.prepare.records.renderings import Renderings
-from megacp.prepare.records.thoughts import EMPTY_THOUGHT, LINK_KEYS, is_blank, message_words, solid, thought_apart
+from megacp.prepare.records.thoughts import (
+    EMPTY_THOUGHT,
+    LINK_KEYS,
+    is_blank,
+    message_words,
+    solid,
+    thought_apart,
+)
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _WRITTEN_AS_THEY_ARE = ("system", "user")
-"""Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
+"""Roles whose contents every template writes word by word; it may put what a tool says into JSON.
+"""
 _LONGEST = 60
 """Characters of a text that an error shows."""
 
 
 class WrittenTalk:
-    """The messages of one record for one template. RecordError, from any method, says what is wrong with them."""
+    """The messages of one record for one template. RecordError, from any method, says what is wrong
+    with them.
+    """
 
-    def __init__(self, talk: Talk, template: ChatTemplate, rules: RecordRules, goes_on: bool = False) -> None:
+    def __init__(
+        self, talk: Talk, template: ChatTemplate, rules: RecordRules, goes_on: bool = False
+    ) -> None:
         """`goes_on`: whether branches follow, so that the text ends as they begin."""
         self._goes_on = goes_on
         self._talk, self._template, self._rules = talk, template, rules
@@ -69,7 +89,9 @@ class WrittenTalk:
             self._expected = message_words(self._messages.pop())
             self._media = [each for each in self._media if each[0] < len(self._messages)]
         if unknown := [name for name in talk.variables if name not in template.text]:
-            raise RecordError(f"`chat_template_kwargs.{unknown[0]}`: the chat template reads no such variable")
+            raise RecordError(
+                f"`chat_template_kwargs.{unknown[0]}`: the chat template reads no such variable"
+            )
         values = (
             *zip(talk.paths, self._messages, strict=not rules.asks),
             ("tools", talk.tools),
@@ -78,9 +100,12 @@ class WrittenTalk:
         for path, value in values:  # a special token in a text would end a turn or begin one
             if found := next(filter(None, map(template.forgeable.search, _texts(value))), None):
                 raise RecordError(
-                    f"a text of `{path}` spells the special token {found[0]!r}, which only the template may write"
+                    f"a text of `{path}` spells the special token {found[0]!r}, which only the "
+                    "template may write"
                 )
-        self._renderings = Renderings(template, self._messages, talk.tools, talk.variables, rules.asks)
+        self._renderings = Renderings(
+            template, self._messages, talk.tools, talk.variables, rules.asks
+        )
         self._closing = ""
         """The token that ends a last answer after which the template writes none."""
         if not self._renderings.text:
@@ -89,7 +114,9 @@ class WrittenTalk:
         """Characters start..stop and their loss weight, in order."""
         if not rules.asks:
             self._refuse_lost()
-            self.learned = self._generated() if GENERATION_BLOCK.search(template.text) else self._answers()
+            self.learned = (
+                self._generated() if GENERATION_BLOCK.search(template.text) else self._answers()
+            )
         self._places = self._find_places()
 
     @property
@@ -97,10 +124,14 @@ class WrittenTalk:
         """All of it."""
         return self._renderings.text + self._closing
 
-    def pieces(self, shared: WrittenTalk | None = None, weight: float = 1.0) -> tuple[SamplePart, ...]:
-        """The rendering and all its images. With `shared`, which it goes on: what it adds has the weight.
+    def pieces(
+        self, shared: WrittenTalk | None = None, weight: float = 1.0
+    ) -> tuple[SamplePart, ...]:
+        """The rendering and all its images. With `shared`, which it goes on: what it adds has the
+        weight.
 
-        Of messages that are asked, the text of a last answer stands behind them, and not in the rendering.
+        Of messages that are asked, the text of a last answer stands behind them, and not in the
+        rendering.
         """
         start = 0 if shared is None else len(shared.text)
         if shared is not None:
@@ -118,26 +149,46 @@ class WrittenTalk:
 
     def _given(self, i: int) -> dict[str, Any]:
         """Message i as the template gets it; its weight and its images are entered."""
-        message, where, ignored = self._talk.messages[i], self._talk.paths[i], self._rules.ignore_keys
+        message, where, ignored = (
+            self._talk.messages[i],
+            self._talk.paths[i],
+            self._rules.ignore_keys,
+        )
         self._weights.append(role_and_weight(message, where, self._rules)[1])
-        given = {k: v for k, v in message.items() if v is not None and k != "weight" and k not in ignored}
+        given = {
+            k: v for k, v in message.items() if v is not None and k != "weight" and k not in ignored
+        }
         if "tool_calls" in given:
-            calls, takes = objects_at(given["tool_calls"], f"{where}.tool_calls"), self._template.takes_objects
-            given["tool_calls"] = [with_object(call, "arguments") if takes else call for call in calls]
+            calls, takes = (
+                objects_at(given["tool_calls"], f"{where}.tool_calls"),
+                self._template.takes_objects,
+            )
+            given["tool_calls"] = [
+                with_object(call, "arguments") if takes else call for call in calls
+            ]
         if all(given[key] in ([], {}) for key in given.keys() - {*LINK_KEYS}):
             raise RecordError(f"`{where}` says nothing: it has no `content`")
-        if given["role"] == "developer" and "developer" not in self._template.text:  # OpenAI's word for it
+        if (
+            given["role"] == "developer" and "developer" not in self._template.text
+        ):  # OpenAI's word for it
             given["role"] = "system"
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
             if not self._template.takes_parts:
                 if any("text" not in part for part in given["content"]):
-                    told = f"`{where}.content` is a list with images, and this chat template reads texts alone"
-                    raise RecordError(f"{told}: take one that writes images, or give --chat-template ignore")
+                    told = (
+                        f"`{where}.content` is a list with images, and this chat template reads "
+                        "texts alone"
+                    )
+                    raise RecordError(
+                        f"{told}: take one that writes images, or give --chat-template ignore"
+                    )
                 given["content"] = "".join(part["text"] for part in given["content"])
         elif not isinstance(content, str):
-            raise RecordError(f"`{where}.content` is {described(content)}, it must be a string or a list of parts")
+            raise RecordError(
+                f"`{where}.content` is {described(content)}, it must be a string or a list of parts"
+            )
         return given
 
     def _part(self, i: int, j: int, part: Any) -> dict[str, Any]:
@@ -149,7 +200,8 @@ class WrittenTalk:
         return {"type": kind, kind: kind}
 
     def _refuse_lost(self) -> None:
-        """What a message or a tool says must change the text, or (what every template writes) be in it by its words.
+        """What a message or a tool says must change the text, or (what every template writes) be in
+        it by its words.
 
         An answer whose thought is left out by a template that writes thoughts becomes context.
         """
@@ -159,7 +211,9 @@ class WrittenTalk:
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in self._messages[i]), "content")
                     said = f"`{where}.{key}`: the chat template leaves out the last thought"
-                    raise RecordError(f"{said}; take one that writes it, with --chat-template FILE.jinja")
+                    raise RecordError(
+                        f"{said}; take one that writes it, with --chat-template FILE.jinja"
+                    )
                 self._leave_as_context(i)
             elif i in self._renderings.unwritten_contents:
                 self._leave_as_context(i)
@@ -187,11 +241,14 @@ class WrittenTalk:
             self._refuse_unwritten_words(i)
         elif key in REASONING and not (is_blank(message[key]) or writes_thoughts):
             raise RecordError(
-                f"`{where}`: the chat template writes no thoughts; take one that does, such as --chat-template qwen3"
+                f"`{where}`: the chat template writes no thoughts; take one that does, such as "
+                "--chat-template qwen3"
             )
         else:
             by_rule = key in REASONING and writes_thoughts and not self._weights[i]
-            by_rule |= key == "name" and message["role"] == "tool"  # the call before it names the tool
+            by_rule |= (
+                key == "name" and message["role"] == "tool"
+            )  # the call before it names the tool
             by_rule |= key == "content" and self._weights[i] > 0  # its words are looked for
             by_rule |= key == "content" and i in self._renderings.unwritten_contents
             place = i, THOUGHT_WORDS if key in REASONING else key
@@ -220,7 +277,9 @@ class WrittenTalk:
 
     @cached_property
     def _thoughts_inside(self) -> dict[int, tuple[dict[str, Any], ...]]:
-        """Learned answers whose contents begin with a thought: with it by its own key, without it, and as they are."""
+        """Learned answers whose contents begin with a thought: with it by its own key, without it,
+        and as they are.
+        """
         inside: dict[int, tuple[dict[str, Any], ...]] = {}
         if not self._template.writes_thoughts:
             return inside
@@ -242,7 +301,11 @@ class WrittenTalk:
         """Whether thoughts in contents are written as by their own key, or left out."""
         texts = []
         for variant in range(3):
-            texts.append(solid(self._renderings.with_messages({i: each[variant] for i, each in inside.items()})))
+            texts.append(
+                solid(
+                    self._renderings.with_messages({i: each[variant] for i, each in inside.items()})
+                )
+            )
         read, bare, written = texts
         return read in ("", bare, written)
 
@@ -252,7 +315,9 @@ class WrittenTalk:
     # ---- what is learned
 
     def _answers(self) -> list[tuple[int, int, float]]:
-        """What each learned message adds to the rendering of those before it, with the token that ends it."""
+        """What each learned message adds to the rendering of those before it, with the token that
+        ends it.
+        """
         learned = []
         for i, answer in self._found(has_blocks=False).items():
             start, stop = answer.start, answer.stop
@@ -263,7 +328,10 @@ class WrittenTalk:
             stop = self._with_end(i, stop)
             if start < stop:
                 learned.append((start, stop, self._weights[i]))
-            if not (self._has_end(stop) or self._template.forgeable.match(self.text, self._after_blanks(stop))):
+            if not (
+                self._has_end(stop)
+                or self._template.forgeable.match(self.text, self._after_blanks(stop))
+            ):
                 self.answers["no_end"] += 1
         return learned
 
@@ -281,16 +349,21 @@ class WrittenTalk:
     def _generated(self) -> list[tuple[int, int, float]]:
         """The generation blocks, with the weights of their messages."""
         blocks, end = self._renderings.whole.generated, 0
-        answering = [i for i, message in enumerate(self._messages) if message["role"] in LEARNED_ROLES]
+        answering = [
+            i for i, message in enumerate(self._messages) if message["role"] in LEARNED_ROLES
+        ]
         weights = [self._weights[i] for i in answering]
         said = "".join(self.text[self._before_thought(a) : b] for a, b in blocks)
         for i in answering:
             if self._weights[i]:
                 end = self._refuse_unsaid(i, "content", said, end)
         different = len({*weights}) > 1
-        if len(blocks) < len(weights) - weights.count(0) or (different and len(blocks) != len(weights)):
+        if len(blocks) < len(weights) - weights.count(0) or (
+            different and len(blocks) != len(weights)
+        ):
             raise RecordError(
-                f"{len(weights)} answers have {len(blocks)} generation blocks of the chat template: which belong "
+                f"{len(weights)} answers have {len(blocks)} generation blocks of the chat "
+                "template: which belong "
                 "together cannot be told"
             )
         each = weights if different else weights[:1] * len(blocks)
@@ -303,21 +376,29 @@ class WrittenTalk:
                 start = begins[first]
             if weight and start < stop:
                 learned.append((start, stop, weight))
-        ended = sum(self._has_end(stop) for _, stop, _ in learned)  # an answer may have a block for its end alone
+        ended = sum(
+            self._has_end(stop) for _, stop, _ in learned
+        )  # an answer may have a block for its end alone
         if ended < len(self._learned_messages()):
             self.answers["no_end"] += len(self._learned_messages()) - ended
         return learned
 
     def _with_end(self, i: int, stop: int) -> int:
-        """Where answer i stops with the token that ends it; a last one gets it, if the template writes none."""
+        """Where answer i stops with the token that ends it; a last one gets it, if the template
+        writes none.
+        """
         if self._has_end(stop):
             return stop
         after = self._after_blanks(stop)
-        for token in self._template.ends:  # it may be the beginning of the next turn, as under GLM's
+        for (
+            token
+        ) in self._template.ends:  # it may be the beginning of the next turn, as under GLM's
             if self.text.startswith(token, after):
                 return after + len(token)
         if i + 1 == len(self._messages) and stop == len(self.text):
-            self._closing = self._template.end_after("tool_calls" in self._messages[i], self._goes_on)
+            self._closing = self._template.end_after(
+                "tool_calls" in self._messages[i], self._goes_on
+            )
         return stop + len(self._closing)
 
     def _has_end(self, stop: int) -> bool:
@@ -338,7 +419,9 @@ class WrittenTalk:
         return at - len(THOUGHT) if self.text.endswith(THOUGHT, 0, at) else at
 
     def _refuse_unwritten_words(self, i: int) -> None:
-        """RecordError unless the words of a content stand in the text, where its mark is or anywhere."""
+        """RecordError unless the words of a content stand in the text, where its mark is or
+        anywhere.
+        """
         begin = self._renderings.begin_of(i)
         if begin is not None:
             with contextlib.suppress(RecordError):
@@ -347,14 +430,19 @@ class WrittenTalk:
         self._refuse_unsaid(i, "content", self.text)
 
     def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
-        """RecordError unless the words of a value stand in `said`, in order from `start` on; where they end."""
+        """RecordError unless the words of a value stand in `said`, in order from `start` on; where
+        they end.
+        """
         words = message_words(self._messages[i], key, " ")
-        words = re.sub(f"({THOUGHT}|{THOUGHT_END})", r" \1 ", words)  # around which a template may put blanks
+        words = re.sub(
+            f"({THOUGHT}|{THOUGHT_END})", r" \1 ", words
+        )  # around which a template may put blanks
         for word in (EMPTY_THOUGHT.sub("", words) if self._weights[i] else words).split():
             found = said.find(word, start)
             if found < 0:
                 raise RecordError(
-                    f"`{self._talk.paths[i]}.{key}`: {word[:_LONGEST]!r} would be lost: the chat template does not "
+                    f"`{self._talk.paths[i]}.{key}`: {word[:_LONGEST]!r} would be lost: the chat "
+                    "template does not "
                     "write it here"
                 )
             start = found + len(word)
@@ -363,15 +451,21 @@ class WrittenTalk:
     # ---- images
 
     def _find_places(self) -> list[tuple[int, int]]:
-        """The characters of each image or video: those of which a text in its place takes the place."""
+        """The characters of each image or video: those of which a text in its place takes the
+        place.
+        """
         if len(self._media) < 2:
             return [self._place(*media) for media in self._media]
         return self._places_at_once() or [self._place(*media) for media in self._media]
 
     def _places_at_once(self) -> list[tuple[int, int]]:
-        """The places by one rendering with a text in each; empty unless images are all written as the first is."""
+        """The places by one rendering with a text in each; empty unless images are all written as
+        the first is.
+        """
         text = self._renderings.text
-        written: dict[str, tuple[str, int, int]] = {}  # by kind, and where in it its tokens begin and end
+        written: dict[
+            str, tuple[str, int, int]
+        ] = {}  # by kind, and where in it its tokens begin and end
         messages = list(self._messages)
         for i, j, media in self._media:
             if media.kind not in written:
@@ -399,14 +493,17 @@ class WrittenTalk:
         written = text[start:stop].strip()
         if not self._template.is_added(written):
             raise RecordError(
-                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} where it stands, and {media.kind}s "
+                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} where it stands, "
+                f"and {media.kind}s "
                 "need a place of special tokens alone; take a template that writes one, or give --chat-template ignore"
             )
         start = text.index(written, start)
         return start, start + len(written)
 
     def _replaced(self, i: int, j: int) -> tuple[int, int]:
-        """The characters whose place a text takes that stands in part j of message i; none where it changes others."""
+        """The characters whose place a text takes that stands in part j of message i; none where it
+        changes others.
+        """
         text = self._renderings.text
         messages = [*self._messages[:i], _with_text(self._messages[i], j), *self._messages[i + 1 :]]
         before, _, after = self._renderings.render(messages, self._rules.asks).text.partition(PLACE)
@@ -431,7 +528,9 @@ def _would_be_lost(what: str, key: str) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings in a value, keys of objects too; not who says a message or what kind a part is."""
+    """All strings in a value, keys of objects too; not who says a message or what kind a part
+    is.
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -443,7 +542,9 @@ def _texts(value: Any) -> Iterator[str]:
         for item in value:
             yield from _texts(item)
     elif not (value is None or isinstance(value, int | float)):  # of a table
-        raise RecordError(f"messages hold {described(value)}, which a chat template cannot write as text")
+        raise RecordError(
+            f"messages hold {described(value)}, which a chat template cannot write as text"
+        )
 
 
 # ---- what stops a model that was trained on messages
@@ -454,17 +555,29 @@ _DAY = "2026-01-31"
 _ASK: dict[str, Any] = {"role": "user", "content": "Why?"}
 _TELL: dict[str, Any] = {"role": "assistant", "content": _WORD}
 _CALLED = {"name": "look", "arguments": {"place": _WORD}}
-_CALL: dict[str, Any] = {"role": "assistant", "tool_calls": [{"type": "function", "function": _CALLED}]}
-_PARAMETERS = {"type": "object", "properties": {"place": {"type": "string", "description": "Where"}}}
-_TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks", "parameters": _PARAMETERS}}]
+_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": _CALLED}],
+}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"place": {"type": "string", "description": "Where"}},
+}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Looks", "parameters": _PARAMETERS},
+    }
+]
 _PROBE = (([_ASK, _TELL], None), ([_ASK, _TELL] * 2, None), ([_ASK, _CALL], _TOOLS))
 
 
 def answer_ends(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of the special tokens that a template has learned behind an answer; none where none is known.
+    """Ids of the special tokens that a template has learned behind an answer; none where none is
+    known.
 
-    Of a call the last one alone, for others may end its parts. ValueError: the files beside the tokenizer's name tokens
-    that it does not have.
+    Of a call the last one alone, for others may end its parts. ValueError: the files beside the
+    tokenizer's name tokens that it does not have.
     """
     template, found = template_of(text, tokenizer, _DAY), list[str]()
     for messages, tools in _PROBE:

@@ -1,7 +1,9 @@
-"""A parsed record as token ids with their weights, branches and images: what a packer packs and a prompt asks.
+"""A parsed record as token ids with their weights, branches and images: what a packer packs and a
+prompt asks.
 
-A token that means an image comes from an image alone; text that spells one is refused. A document begins with the token
-that the tokenizer begins a text with, so a prompt that a server tokenizes is one of training.
+A token that means an image comes from an image alone; text that spells one is refused. A document
+begins with the token that the tokenizer begins a text with, so a prompt that a server tokenizes is
+one of training.
 """
 
 from __future__ import annotations
@@ -54,12 +56,15 @@ class SegmentUnit:
 
 
 def learned_tokens(
-    tokens: np.ndarray, weights: np.ndarray | None, starts: Iterable[int] = (), leaves: Iterable[int] = ()
+    tokens: np.ndarray,
+    weights: np.ndarray | None,
+    starts: Iterable[int] = (),
+    leaves: Iterable[int] = (),
 ) -> int:
     """How many tokens of a document have a loss weight and a token before them that predicts them.
 
-    tokens: [n]; weights: [n] or None = all ones; starts, leaves: of its branches. Where all branches of a part begin
-    with the same token, its end predicts that.
+    tokens: [n]; weights: [n] or None = all ones; starts, leaves: of its branches. Where all
+    branches of a part begin with the same token, its end predicts that.
     """
     first = np.array([0, *starts])
     if weights is None and len(first) == 1:
@@ -67,9 +72,13 @@ def learned_tokens(
     counted = np.ones(len(tokens), bool) if weights is None else weights > 0
     total = int(counted.sum() - counted[first].sum())
     begins: dict[int, list[int]] = {}  # of each part with branches, where these begin
-    for start, parent in zip(first[1:], parents(first, np.array([len(tokens), *leaves]))[1:].tolist(), strict=True):
+    for start, parent in zip(
+        first[1:], parents(first, np.array([len(tokens), *leaves]))[1:].tolist(), strict=True
+    ):
         begins.setdefault(parent, []).append(start)
-    return total + sum([int(counted[of[0]]) for of in begins.values() if len({*tokens[of].tolist()}) == 1])
+    return total + sum(
+        [int(counted[of[0]]) for of in begins.values() if len({*tokens[of].tolist()}) == 1]
+    )
 
 
 class Document(NamedTuple):
@@ -111,32 +120,57 @@ class DocumentMaker:
         token_ids: dict[str, int],
         template: Template | None = None,
     ) -> None:
-        """`token_ids`: of the special image tokens; empty in a text build. `template`: what wrote the messages."""
+        """`token_ids`: of the special image tokens; empty in a text build. `template`: what wrote
+        the messages.
+        """
         self._tokenizer, self._template = tokenizer, template
         self._special = {i: name for name, i in token_ids.items()}
         self._special_ids = np.array(sorted(self._special))
         self.num_token_ids = max([tokenizer.vocab_size, *(i + 1 for i in self._special)])
         self._eod = np.array([tokenizer.eos_id], dtype=np.int32) if append_eod else None
-        self._first = None if tokenizer.begins_with is None else np.array([tokenizer.begins_with], dtype=np.int32)
+        self._first = (
+            None
+            if tokenizer.begins_with is None
+            else np.array([tokenizer.begins_with], dtype=np.int32)
+        )
 
     def encode(
-        self, records: Sequence[Sequence[Sequence[RecordPart]]], parents: Sequence[Sequence[int]] = ()
+        self,
+        records: Sequence[Sequence[Sequence[RecordPart]]],
+        parents: Sequence[Sequence[int]] = (),
     ) -> Iterator[Document]:
-        """The document of each record, which is a prefix and branches, in order; `parents`: those of the samples."""
-        parts = [part for record in records for text in record for part in text if type(part) is SamplePart]
-        encoded = iter(self._tokenizer.encode([part.text for part in parts if part.text is not None]))
+        """The document of each record, which is a prefix and branches, in order; `parents`: those
+        of the samples.
+        """
+        parts = [
+            part
+            for record in records
+            for text in record
+            for part in text
+            if type(part) is SamplePart
+        ]
+        encoded = iter(
+            self._tokenizer.encode([part.text for part in parts if part.text is not None])
+        )
         for record, above in zip(records, parents or [()] * len(records), strict=True):
             if -1 in above:
-                yield self._document(*_prefix_tree([self._stretches([whole], (), encoded) for whole in record]))
+                yield self._document(
+                    *_prefix_tree([self._stretches([whole], (), encoded) for whole in record])
+                )
             else:
                 above = above or (0,) * (len(record) - 1)
                 made, problem = self._stretches(record, above, encoded)
                 yield self._document(made, above, problem)
 
     def _stretches(
-        self, record: Sequence[Sequence[RecordPart]], above: Sequence[int], encoded: Iterator[np.ndarray]
+        self,
+        record: Sequence[Sequence[RecordPart]],
+        above: Sequence[int],
+        encoded: Iterator[np.ndarray],
     ) -> tuple[list[list[Stretch]], str | None]:
-        """The tokens of a prefix and branches, and what is wrong with them; `encoded`: of the texts that come."""
+        """The tokens of a prefix and branches, and what is wrong with them; `encoded`: of the texts
+        that come.
+        """
         if self._template is not None and isinstance(record[0][0], Rendered):
             return _conversation(record, above, loaded(self._template))
         stretches: list[list[Stretch]] = []
@@ -154,8 +188,12 @@ class DocumentMaker:
             stretches[0].insert(0, Stretch(self._first, head.weight))
         return stretches, None
 
-    def _document(self, parts: list[list[Stretch]], above: Sequence[int], problem: str | None) -> Document:
-        """`parts` in a row, each behind that of number `above`; a branch that begins learned is made predictable."""
+    def _document(
+        self, parts: list[list[Stretch]], above: Sequence[int], problem: str | None
+    ) -> Document:
+        """`parts` in a row, each behind that of number `above`; a branch that begins learned is
+        made predictable.
+        """
         parts = [[stretch for stretch in part if len(stretch.ids)] for part in parts]
         if problem is None and not all(parts):
             problem = NO_TOKEN
@@ -166,9 +204,14 @@ class DocumentMaker:
         for ids, _, placed in stretches:
             if placed is not None:
                 sizes = len(ids), placed.layout.num_crops, len(placed.layout.pooling)
-                units.append(SegmentUnit(placed.item, start, *sizes, placed.frame, placed.layout.grid))
+                units.append(
+                    SegmentUnit(placed.item, start, *sizes, placed.frame, placed.layout.grid)
+                )
             elif self._special and (bad := np.isin(ids, self._special_ids)).any():
-                problem = f"a text of this record spells the special token {self._special[int(ids[bad][0])]}"
+                problem = (
+                    "a text of this record spells the special token "
+                    f"{self._special[int(ids[bad][0])]}"
+                )
             start += len(ids)
         dtype = token_dtype(self.num_token_ids)
         ids_of_all = [stretch.ids for stretch in stretches] or [np.empty(0, dtype)]
@@ -189,7 +232,9 @@ class DocumentMaker:
 def _conversation(
     record: Sequence[Sequence[RecordPart]], above: Sequence[int], template: ChatTemplate
 ) -> tuple[list[list[Stretch]], str | None]:
-    """A record that a chat template wrote: texts of which each begins with that of number `above`; what is wrong."""
+    """A record that a chat template wrote: texts of which each begins with that of number `above`;
+    what is wrong.
+    """
     texts: list[np.ndarray] = []
     parts: list[list[Stretch]] = []
     for number, (rendered, *placed) in enumerate(record):
@@ -197,18 +242,27 @@ def _conversation(
         ids, places = template.encode(rendered.text)
         prefix = texts[above[number - 1]] if number else ids[:0]
         if not np.array_equal(ids[: len(prefix)], prefix):
-            what = f"branch {number}: the tokens of the shared messages are others once it follows them"
+            what = (
+                f"branch {number}: the tokens of the shared messages are others once it follows "
+                "them"
+            )
             return parts, f"{what}; make a record of each branch"
         weights = np.zeros(len(ids))
         for start, stop, weight in rendered.learned:
             # a token with one character of what is learned is learned, as in the library
-            first, last = np.searchsorted(places[:, 1], start, "right"), np.searchsorted(places[:, 0], stop)
+            first, last = (
+                np.searchsorted(places[:, 1], start, "right"),
+                np.searchsorted(places[:, 0], stop),
+            )
             if first == last:
                 return parts, f"the tokenizer makes no token of {rendered.text[start:stop]!r:.80}"
             weights[first:last] = weight
         images: dict[int, tuple[int, Placed]] = {}
         for (start, stop), unit in zip(rendered.places, placed, strict=True):
-            first, last = np.searchsorted(places[:, 0], start), np.searchsorted(places[:, 1], stop, "right")
+            first, last = (
+                np.searchsorted(places[:, 0], start),
+                np.searchsorted(places[:, 1], stop, "right"),
+            )
             whole = first < last and (places[first, 0], places[last - 1, 1]) == (start, stop)
             if not (whole and isinstance(unit, Placed)):
                 return parts, "the place of an image in the chat template is no whole token"
@@ -218,8 +272,12 @@ def _conversation(
     return parts, None
 
 
-def _cut(ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Placed]], begin: int) -> list[Stretch]:
-    """Tokens [n] from `begin` on in stretches of one weight; `images` stand for tokens from each first to its last."""
+def _cut(
+    ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Placed]], begin: int
+) -> list[Stretch]:
+    """Tokens [n] from `begin` on in stretches of one weight; `images` stand for tokens from each
+    first to its last.
+    """
     stretches, start = [], begin
     while start < len(ids):
         if start in images:
@@ -237,10 +295,12 @@ def _cut(ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Plac
 def _prefix_tree(
     rollouts: Sequence[tuple[list[list[Stretch]], str | None]],
 ) -> tuple[list[list[Stretch]], list[int], str | None]:
-    """Whole documents, each with what is wrong with it, as the tree of the tokens with which they begin alike.
+    """Whole documents, each with what is wrong with it, as the tree of the tokens with which they
+    begin alike.
 
-    Its parts, the number of that above each but the first, and what is wrong. A part ends where documents differ; they
-    go on in the order in which they came. The weights of a shared token add up.
+    Its parts, the number of that above each but the first, and what is wrong. A part ends where
+    documents differ; they go on in the order in which they came. The weights of a shared token add
+    up.
     """
     if problem := next((problem for _, problem in rollouts if problem is not None), None):
         return [], [], problem
@@ -250,7 +310,11 @@ def _prefix_tree(
     for (stretches,), _ in rollouts:
         ids.append(np.concatenate([stretch.ids for stretch in stretches]))
         keys.append(ids[-1].astype(np.int64))
-        weights.append(np.repeat([stretch.weight for stretch in stretches], [len(each.ids) for each in stretches]))
+        weights.append(
+            np.repeat(
+                [stretch.weight for stretch in stretches], [len(each.ids) for each in stretches]
+            )
+        )
         images.append({})
         end = 0
         for of_text, _, placed in stretches:
@@ -261,7 +325,11 @@ def _prefix_tree(
     if not all(map(len, keys)):
         return [], [], NO_TOKEN
     if len({int(key[0]) for key in keys}) > 1:
-        return [], [], "the rollouts begin with different tokens and share nothing: make a record of each"
+        return (
+            [],
+            [],
+            "the rollouts begin with different tokens and share nothing: make a record of each",
+        )
     parts, above, waiting = list[list[Stretch]](), list[int](), [([*range(len(keys))], 0, -1)]
     while waiting:
         alike, start, parent = waiting.pop()
@@ -285,11 +353,12 @@ def _prefix_tree(
 def _predictable(
     parts: list[list[Stretch]], above: Sequence[int]
 ) -> tuple[list[list[Stretch]], Sequence[int], str | None]:
-    """The parts of a tree, such that some token before it predicts the first one of every branch; what prevents it.
+    """The parts of a tree, such that some token before it predicts the first one of every branch;
+    what prevents it.
 
-    The end of a part cannot predict several tokens. Where a branch begins with learned text, the last token of what it
-    continues moves to the beginning of every branch of that. It is learned once, as before. A part of which nothing is
-    left makes room for its branches.
+    The end of a part cannot predict several tokens. Where a branch begins with learned text, the
+    last token of what it continues moves to the beginning of every branch of that. It is learned
+    once, as before. A part of which nothing is left makes room for its branches.
     """
     branches = list[list[int]]([] for _ in parts)
     for branch, parent in enumerate(above, start=1):
@@ -300,11 +369,16 @@ def _predictable(
         *before, end = part
         if end.placed is not None or (number == 0 and not before and len(end.ids) == 1):
             what = "a single token" if end.placed is None else "an image"
-            reason = f"branches or rollouts go on with learned text right after {what}, which cannot predict it"
+            reason = (
+                f"branches or rollouts go on with learned text right after {what}, which "
+                "cannot predict it"
+            )
             return parts, above, f"{reason}: let more text stand before it"
         part[:] = [*before, *([end._replace(ids=end.ids[:-1])] if len(end.ids) > 1 else [])]
         for branch in branches[number]:
-            parts[branch].insert(0, Stretch(end.ids[-1:], end.weight if branch == number + 1 else 0.0))
+            parts[branch].insert(
+                0, Stretch(end.ids[-1:], end.weight if branch == number + 1 else 0.0)
+            )
     left, new = list[int](), list[int]()
     for number, part in enumerate(parts):
         new.append(len(left) if part else new[above[number - 1]])

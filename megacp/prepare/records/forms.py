@@ -1,8 +1,9 @@
-"""What a record says, as texts or as messages: its forms, its messages, the images that its texts leave a place for.
+"""What a record says, as texts or as messages: its forms, its messages, the images that its texts
+leave a place for.
 
-A record has exactly one form. Keys of two forms in one record are refused with both names, as only one of the two
-would be learned, unless one repeats the other word by word. Whether a message is learned depends only on its role and
-its `weight`.
+A record has exactly one form. Keys of two forms in one record are refused with both names, as only
+one of the two would be learned, unless one repeats the other word by word. Whether a message is
+learned depends only on its role and its `weight`.
 """
 
 from __future__ import annotations
@@ -33,15 +34,26 @@ from megacp.prepare.records.record import (
     text_at,
     without_nulls,
 )
-from megacp.prepare.records.turns import ROLE_KEYS, are_messages, json_at, list_at, messages_at, system_text
+from megacp.prepare.records.turns import (
+    ROLE_KEYS,
+    are_messages,
+    json_at,
+    list_at,
+    messages_at,
+    system_text,
+)
 
 MESSAGE_KEYS = ("role", "content", "weight", "id")
 MOST_WEIGHT = 1e12
-"""Largest weight of a record, a branch and a message: the three times each other are finite in float32."""
+"""Largest weight of a record, a branch and a message: the three times each other are finite in
+float32.
+"""
 _PLACE = re.compile(r"<(image|video)>")
 """What stands in a text for the next of a record's images or videos."""
 _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
-"""A place at the edge of a line, where no image is named; amid a line it may be a word about images."""
+"""A place at the edge of a line, where no image is named; amid a line it may be a word about
+images.
+"""
 _SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, *LINKS)
 """Keys of a part that name its image or video."""
 IMAGE_AS_TEXT = "<image>"
@@ -77,18 +89,28 @@ def talk_of(value: Any, key: str, rules: RecordRules) -> Talk:
 
 
 def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> tuple[str, float]:
-    """Who says a message, and the loss weight of its content: its `weight` where the role is learned, else 0."""
+    """Who says a message, and the loss weight of its content: its `weight` where the role is
+    learned, else 0.
+    """
     role, weight = text_at(message["role"], f"{where}.role"), weight_of(message, f"{where}.weight")
-    if role not in (*LEARNED_ROLES, *CONTEXT_ROLES, *rules.context_roles) and "*" not in rules.context_roles:
+    if (
+        role not in (*LEARNED_ROLES, *CONTEXT_ROLES, *rules.context_roles)
+        and "*" not in rules.context_roles
+    ):
         raise RecordError(
-            f"`{where}.role`: {role!r} is none of the roles {', '.join((*CONTEXT_ROLES, *LEARNED_ROLES))}. "
-            f"--roles assistant={role} if its answers are to be learned, --roles user={role} if it asks, "
+            f"`{where}.role`: {role!r} is none of the roles "
+            f"{', '.join((*CONTEXT_ROLES, *LEARNED_ROLES))}. "
+            f"--roles assistant={role} if its answers are to be learned, --roles user={role} if it "
+            "asks, "
             f"--context-roles {role} if it is somebody else, of whom nothing is learned"
         )
     if role in LEARNED_ROLES:
         return role, 1.0 if rules.ignore_weights else weight
     if message.get("weight") is not None and weight > 0:
-        raise RecordError(f"`{where}.weight` is {weight:g}, but nothing that a {role} says is learned; leave it out")
+        raise RecordError(
+            f"`{where}.weight` is {weight:g}, but nothing that a {role} says is learned; leave it "
+            "out"
+        )
     return role, 0.0
 
 
@@ -97,14 +119,20 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
     pieces: list[SamplePart] = []
     for i, (message, where) in enumerate(zip(talk.messages, talk.paths, strict=True)):
         if "content" not in message:
-            calls = ": tool calls are written by a chat template, give --chat-template" * ("tool_calls" in message)
+            calls = ": tool calls are written by a chat template, give --chat-template" * (
+                "tool_calls" in message
+            )
             raise RecordError(f"`{where}` has no `content`{calls}")
         (role, learned), content = role_and_weight(message, where, rules), message["content"]
-        rules.refuse_lost(message, (*MESSAGE_KEYS, *(["name"] if role == "tool" else [])), f"`{where}`")
+        rules.refuse_lost(
+            message, (*MESSAGE_KEYS, *(["name"] if role == "tool" else [])), f"`{where}`"
+        )
         pieces.append(turn_header(role, first=not i))
         if isinstance(content, list):
             said = from_content(content, f"{where}.content", rules)
-            pieces += [SamplePart(piece.text, learned * piece.weight, piece.media) for piece in said]
+            pieces += [
+                SamplePart(piece.text, learned * piece.weight, piece.media) for piece in said
+            ]
         elif text_at(content, f"{where}.content"):
             pieces.append(SamplePart(content, learned))
         if role in LEARNED_ROLES:
@@ -142,7 +170,9 @@ def kind_of(part: Any, where: str) -> str:
         return "image"
     if kind not in ("text", *MEDIA_TYPES):
         allowed = f"text (or {', '.join(MEDIA_TYPES)})"
-        raise RecordError(f"`{where}` must be an object with `type` {allowed}, found {described(part)}")
+        raise RecordError(
+            f"`{where}` must be an object with `type` {allowed}, found {described(part)}"
+        )
     return str(kind)
 
 
@@ -182,7 +212,9 @@ def _answered(prompt: str, answer: list[SamplePart]) -> list[SamplePart]:
     return [SamplePart(prompt, 0.0), *answer] if prompt else answer
 
 
-def _prompt_and_completion(record: dict[str, Any], at: Callable[[str], str], rules: RecordRules) -> Said:
+def _prompt_and_completion(
+    record: dict[str, Any], at: Callable[[str], str], rules: RecordRules
+) -> Said:
     prompt = record["prompt"]
     completion = record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
@@ -192,18 +224,24 @@ def _prompt_and_completion(record: dict[str, Any], at: Callable[[str], str], rul
     prompt, completion = list_at(prompt, at("prompt")), list_at(completion, at("completion"))
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         raise RecordError(
-            f"`{at('prompt')}` is {described(prompt)} and `{at('completion')}` {described(completion)}: both must be "
+            f"`{at('prompt')}` is {described(prompt)} and `{at('completion')}` "
+            f"{described(completion)}: both must be "
             "strings, or both lists of messages"
         )
     asked = talk_of(prompt, at("prompt"), rules)
     answer = talk_of(completion, at("completion"), rules)
     # what an assistant says in a prompt is no answer to it
-    before = [{**m, "weight": m.get("weight") or 0} if m["role"] in LEARNED_ROLES else m for m in asked.messages]
+    before = [
+        {**m, "weight": m.get("weight") or 0} if m["role"] in LEARNED_ROLES else m
+        for m in asked.messages
+    ]
     return Talk([*before, *answer.messages], asked.paths + answer.paths)
 
 
 def _refuse_hidden_messages(text: str, where: str) -> None:
-    """RecordError for a text that is a list of messages in JSON, as it would be asked or learned with its JSON."""
+    """RecordError for a text that is a list of messages in JSON, as it would be asked or learned
+    with its JSON.
+    """
     if not text.lstrip().startswith("["):
         return
     try:
@@ -218,7 +256,9 @@ def _refuse_hidden_messages(text: str, where: str) -> None:
 
 
 def _alpaca(record: dict[str, Any], at: Callable[[str], str], rules: RecordRules) -> Said:
-    """Return a record of Alpaca as a conversation, as LLaMA-Factory's: the input is the question's last line."""
+    """Return a record of Alpaca as a conversation, as LLaMA-Factory's: the input is the question's
+    last line.
+    """
     history, key = list_at(record.get("history") or [], at("history")), at("history")
     pairs = history if isinstance(history, list) else [history]
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
@@ -240,7 +280,9 @@ def _alpaca_text(record: dict[str, Any], at: Callable[[str], str]) -> list[Sampl
 
 
 def alpaca_prompt(instruction: str, given: str = "") -> str:
-    """Return the prompt that Alpaca was trained with, for an instruction and its input, if it has one."""
+    """Return the prompt that Alpaca was trained with, for an instruction and its input, if it has
+    one.
+    """
     paired = _PAIRED if given else ""
     shown = f"### Input:\n{given}\n\n" if given else ""
     return _ALPACA.format(paired=paired, instruction=instruction, input=shown)
@@ -263,7 +305,8 @@ def _content(record: dict[str, Any], at: Callable[[str], str], rules: RecordRule
             value = json_at(value, at("content"))
     if isinstance(value, str):
         raise RecordError(
-            f"`{at('content')}` is a string, and a list of parts is read there; --text-key content learns it as a "
+            f"`{at('content')}` is a string, and a list of parts is read there; --text-key content "
+            "learns it as a "
             "plain text"
         )
     return from_content(value, at("content"), rules)
@@ -285,7 +328,9 @@ def objects_at(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def with_object(call: dict[str, Any], key: str) -> dict[str, Any]:
-    """A tool, or a call of one, with the object at `key` that a string of JSON there holds, as OpenAI writes it."""
+    """A tool, or a call of one, with the object at `key` that a string of JSON there holds, as
+    OpenAI writes it.
+    """
     inner, value = call.get("function"), call.get(key)
     if isinstance(inner, dict):
         return {**call, "function": with_object(inner, key)}
@@ -305,7 +350,8 @@ FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
     ("prompt", "completion"): (_prompt_and_completion, ()),
     _ALPACA_KEYS: (_alpaca, ("input", "history")),
 }
-"""All but plain text: the keys that must be there, how they are read, keys that may be there too."""
+"""All but plain text: the keys that must be there, how they are read, keys that may be there too.
+"""
 _REPEATED_QUESTIONS = ("prompt", "question", "query", "instruction", "input")
 _REPEATED_ANSWERS = ("completion", "response", "answer", "output")
 _REPEATED = (*_REPEATED_QUESTIONS, *_REPEATED_ANSWERS)
@@ -313,7 +359,14 @@ _REPEATED = (*_REPEATED_QUESTIONS, *_REPEATED_ANSWERS)
 READ_KEYS = tuple(
     dict.fromkeys(
         [
-            *("text", *(key for keys in FORMS for key in keys), "input", "history", "system", "tools"),
+            *(
+                "text",
+                *(key for keys in FORMS for key in keys),
+                "input",
+                "history",
+                "system",
+                "tools",
+            ),
             *("image", "images", "video", "videos", "chat_template_kwargs", "weight", "branches"),
             *("completions", "rollouts"),
         ]
@@ -323,9 +376,14 @@ READ_KEYS = tuple(
 
 
 def said_by(
-    record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...], has_template: bool, where: str = ""
+    record: dict[str, Any],
+    rules: RecordRules,
+    own_keys: tuple[str, ...],
+    has_template: bool,
+    where: str = "",
 ) -> tuple[Said, str]:
-    """What a record says, or a branch at `where`, and the form of its answers; `own_keys` belong to it in any form.
+    """What a record says, or a branch at `where`, and the form of its answers; `own_keys` belong to
+    it in any form.
 
     RecordError: no form or several, what a form cannot be, keys that would be lost.
     """
@@ -333,7 +391,9 @@ def said_by(
     text_key = rules.text_key
     ignored = {*rules.ignore_keys} - {text_key, *own_keys, *(key for key, _ in rules.columns)}
     forms = [(text_key,), *(keys for keys in FORMS if text_key not in keys)]
-    given = {key: value for key, value in record.items() if value is not None and key not in ignored}
+    given = {
+        key: value for key, value in record.items() if value is not None and key not in ignored
+    }
     given |= {key: without_nulls(value) for key, value in given.items() if key not in own_keys}
     names = dict(rules.columns)
 
@@ -363,7 +423,8 @@ def said_by(
     form = _form_of(said, keys, has_template)
     if rules.form == ALPACA and form not in ("", "completion", ALPACA):
         raise RecordError(
-            f"`{at(keys[0])}` holds a conversation, and --chat-template {ALPACA} writes only records of `instruction` "
+            f"`{at(keys[0])}` holds a conversation, and --chat-template {ALPACA} writes only "
+            "records of `instruction` "
             "and `output` without `history` and `system`"
         )
     if isinstance(said, Talk):
@@ -375,7 +436,9 @@ def said_by(
         if has_template:
             said = _with_tools(said, given)
             read |= {"tools", "chat_template_kwargs"}
-        elif "chat_template_kwargs" in given and not any(_objects(given["chat_template_kwargs"]).values()):
+        elif "chat_template_kwargs" in given and not any(
+            _objects(given["chat_template_kwargs"]).values()
+        ):
             read.add("chat_template_kwargs")
         _refuse_other_questions(given, read, at, rules)
     elif rules.media and all(piece.media is None for piece in said):
@@ -386,7 +449,9 @@ def said_by(
 
 
 def _form_of(said: Said, keys: tuple[str, ...], has_template: bool) -> str:
-    """Return the form in which answers are learned, one of ANSWER_FORMS; empty for a text without a question."""
+    """Return the form in which answers are learned, one of ANSWER_FORMS; empty for a text without a
+    question.
+    """
     if isinstance(said, Talk):
         return "chat_template" if has_template else AS_MESSAGES
     if keys == _ALPACA_KEYS:
@@ -410,15 +475,24 @@ def _no_form(
     if present:
         several = " and ".join(shown[keys] for keys in present)
         # of a conversation and a text of it the text goes: it would teach what users say
-        others = [keys for keys in present if keys[0] not in TALKS and keys != ("prompt", "completion")]
+        others = [
+            keys for keys in present if keys[0] not in TALKS and keys != ("prompt", "completion")
+        ]
         dropped = [",".join(keys) for keys in (others if len(others) < len(present) else present)]
         ways = " or ".join(f"--ignore-keys {names}" for names in dropped)
         reason = "more than one content key"
         wanted += f" (it has {several}; {ways} leaves one out)"
         return f"{reason}: {where or 'a record'} needs exactly one of {wanted}, found {found}"
-    nulls = [f"`{key}` is null" for keys in forms for key in keys if key in record and record[key] is None]
+    nulls = [
+        f"`{key}` is null"
+        for keys in forms
+        for key in keys
+        if key in record and record[key] is None
+    ]
     reason = next(iter(nulls), "missing key")
-    columns = ", ".join(f"{key}={name}" for key, name in rules.columns if name not in record and key not in record)
+    columns = ", ".join(
+        f"{key}={name}" for key, name in rules.columns if name not in record and key not in record
+    )
     unnamed = f" (--columns {columns}: there is no such key)" if columns else ""
     advice = advice_for(given)
     return (
@@ -431,9 +505,14 @@ def _no_form(
 
 
 def _without_copies(
-    given: dict[str, Any], present: list[tuple[str, ...]], at: Callable[[str], str], rules: RecordRules
+    given: dict[str, Any],
+    present: list[tuple[str, ...]],
+    at: Callable[[str], str],
+    rules: RecordRules,
 ) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
-    """Return a record of several forms without those that repeat its only conversation, and the forms that are left."""
+    """Return a record of several forms without those that repeat its only conversation, and the
+    forms that are left.
+    """
     talks = [keys for keys in present if keys[0] in TALKS]
     copies = ({"prompt", "completion"}, {*_ALPACA_KEYS})
     if len(talks) != 1 or any({*keys} not in copies for keys in present if keys != talks[0]):
@@ -446,19 +525,25 @@ def _without_copies(
 
 
 def _copies(given: dict[str, Any], talk: Talk) -> set[str]:
-    """Return the keys next to a conversation that say what one of its messages says, and nothing else."""
+    """Return the keys next to a conversation that say what one of its messages says, and nothing
+    else.
+    """
     if given.keys().isdisjoint(_REPEATED):
         return set()
     questions = [_plain(message) for message in talk.messages if message["role"] == "user"]
     answers = [_plain(message) for message in talk.messages if message["role"] in LEARNED_ROLES]
     pairs = [(key, questions[0]) for key in _REPEATED_QUESTIONS if questions]
     pairs += [(key, answers[-1]) for key in _REPEATED_ANSWERS if answers]
-    found = {key for key, text in pairs if isinstance(given.get(key), str) and _same(given[key], text)}
+    found = {
+        key for key, text in pairs if isinstance(given.get(key), str) and _same(given[key], text)
+    }
     asked = given.get("prompt")
     if isinstance(asked, list) and 0 < len(asked) <= len(talk.messages):  # TRL's, of messages
         before = [_plain(message) for message in talk.messages[: len(asked)]]
         texts = [_plain(message) if isinstance(message, dict) else None for message in asked]
-        if all(text is not None and _same(text, own) for text, own in zip(texts, before, strict=True)):
+        if all(
+            text is not None and _same(text, own) for text, own in zip(texts, before, strict=True)
+        ):
             found.add("prompt")
     return found
 
@@ -475,14 +560,18 @@ def _same(text: str, other: str | None) -> bool:
 
 
 def _with_system(talk: Talk, record: dict[str, Any], at: Callable[[str], str]) -> Talk:
-    """Return messages after the system prompt of their record, if it has one that they do not begin with."""
+    """Return messages after the system prompt of their record, if it has one that they do not begin
+    with.
+    """
     if not record.get("system"):
         return talk
     text = system_text(record["system"], at("system"))
     if talk.messages[0]["role"] == "system":
         if _same(text, _plain(talk.messages[0])):
             return talk
-        raise RecordError(f"`{at('system')}` and `{talk.paths[0]}` are both what the system says; leave one out")
+        raise RecordError(
+            f"`{at('system')}` and `{talk.paths[0]}` are both what the system says; leave one out"
+        )
     system = {"role": "system", "content": text}
     return Talk([system, *talk.messages], (at("system"), *talk.paths))
 
@@ -494,7 +583,12 @@ def _refuse_other_questions(
     if given.keys().isdisjoint(_REPEATED):
         return
     for key in _REPEATED:
-        if key in read or rules.leaves_out(key) or not isinstance(given.get(key), str) or not given[key]:
+        if (
+            key in read
+            or rules.leaves_out(key)
+            or not isinstance(given.get(key), str)
+            or not given[key]
+        ):
             continue
         if key in _REPEATED_QUESTIONS:
             what = "what the first user asks"
@@ -502,7 +596,8 @@ def _refuse_other_questions(
         else:
             what, other = "the last answer", ""
         raise RecordError(
-            f"`{at(key)}` is not {what} in the messages next to it, and would be lost; {other}--ignore-keys {key} "
+            f"`{at(key)}` is not {what} in the messages next to it, and would be lost; "
+            f"{other}--ignore-keys {key} "
             "leaves it out"
         )
 
@@ -513,9 +608,14 @@ def _refuse_empty_places(talk: Talk, media_keys: tuple[str, ...], rules: RecordR
         return
     for message, path in zip(talk.messages, talk.paths, strict=True):
         content = message.get("content")
-        if isinstance(content, str) and message["role"] not in LEARNED_ROLES and _UNFILLED.search(content):
+        if (
+            isinstance(content, str)
+            and message["role"] not in LEARNED_ROLES
+            and _UNFILLED.search(content)
+        ):
             raise RecordError(
-                f"`{path}` has a place <image> and the record names no image; name it as `image` or `images`, or "
+                f"`{path}` has a place <image> and the record names no image; name it as `image` "
+                "or `images`, or "
                 f"give --ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
             )
 
@@ -533,9 +633,15 @@ def _objects(value: Any) -> dict[str, Any]:
 def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
     """Messages with the tools and the variables that their record gives to a chat template."""
     variables = _objects(record.get("chat_template_kwargs"))
-    tools = [with_object(tool, "parameters") for tool in objects_at(record.get("tools") or [], "tools")] or None
-    if tools and any(key in record for key in (*_SHAREGPT, *_ALPACA_KEYS)):  # LLaMA-Factory has the functions alone
-        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    tools = [
+        with_object(tool, "parameters") for tool in objects_at(record.get("tools") or [], "tools")
+    ] or None
+    if tools and any(
+        key in record for key in (*_SHAREGPT, *_ALPACA_KEYS)
+    ):  # LLaMA-Factory has the functions alone
+        tools = [
+            tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+        ]
     return replace(talk, tools=tools, variables=variables)
 
 
@@ -545,8 +651,12 @@ def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
 def _texts_with_media(
     texts: list[SamplePart], record: dict[str, Any], rules: RecordRules, key: str
 ) -> tuple[list[SamplePart], tuple[str, ...]]:
-    """Texts at `key` with a record's images and videos, as those of messages; the keys that name those."""
-    messages = [{"role": "user", "content": [{"type": "text", "text": piece.text}]} for piece in texts]
+    """Texts at `key` with a record's images and videos, as those of messages; the keys that name
+    those.
+    """
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": piece.text}]} for piece in texts
+    ]
     talk, keys = _with_media(Talk(messages, (key,) * len(messages)), record, rules)
     pieces = []
     for message, piece in zip(talk.messages, texts, strict=True):
@@ -555,17 +665,23 @@ def _texts_with_media(
     return pieces, keys
 
 
-def _with_media(talk: Talk, record: dict[str, Any], rules: RecordRules) -> tuple[Talk, tuple[str, ...]]:
-    """Messages with a record's images and videos in the places of their texts; the keys that name those.
+def _with_media(
+    talk: Talk, record: dict[str, Any], rules: RecordRules
+) -> tuple[Talk, tuple[str, ...]]:
+    """Messages with a record's images and videos in the places of their texts; the keys that name
+    those.
 
-    Where no message has a place, they stand at the beginning of the first of a user, as LLaVA and TRL have it.
+    Where no message has a place, they stand at the beginning of the first of a user, as LLaVA and
+    TRL have it.
     """
     keys: dict[str, str] = {}
     values: dict[str, list[Any]] = {}
     for kind in MEDIA_TYPES:
         named = [key for key in (kind, f"{kind}s") if record.get(key) not in (None, [])]
         if len(named) > 1:
-            raise RecordError(f"`{named[0]}` and `{named[1]}` both name what stands at <{kind}>; leave one out")
+            raise RecordError(
+                f"`{named[0]}` and `{named[1]}` both name what stands at <{kind}>; leave one out"
+            )
         for key in named:
             keys[kind] = key
             named_by = list_at(record[key], key)
@@ -587,7 +703,9 @@ def _with_media(talk: Talk, record: dict[str, Any], rules: RecordRules) -> tuple
             if kind in values and all(part.get(key) is None for key in _SOURCES):
                 yield filled(kind)
             elif kind == "text" and isinstance(part.get("text"), str):
-                for i, text in enumerate(_PLACE.split(part["text"])):  # text, kind, text, kind, ..., text
+                for i, text in enumerate(
+                    _PLACE.split(part["text"])
+                ):  # text, kind, text, kind, ..., text
                     if i % 2 and text in values:
                         yield filled(text)
                     elif text := f"<{text}>" if i % 2 else text:
@@ -600,7 +718,13 @@ def _with_media(talk: Talk, record: dict[str, Any], rules: RecordRules) -> tuple
         before, parts = places.total(), list(parts_of(message.get("content")))
         messages.append({**message, "content": parts} if places.total() > before else message)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
-    if not places and values and rules.media and first is not None and not any(map(_names_media, messages)):
+    if (
+        not places
+        and values
+        and rules.media
+        and first is not None
+        and not any(map(_names_media, messages))
+    ):
         line = "\n" if any(key in record for key in _SHAREGPT) else ""  # LLaVA's
         leading = "".join(f"<{kind}>{line}" * len(of) for kind, of in values.items())
         content = messages[first].get("content")
@@ -611,7 +735,8 @@ def _with_media(talk: Talk, record: dict[str, Any], rules: RecordRules) -> tuple
     for kind, key in keys.items():
         if places[kind] != len(values[kind]):
             raise RecordError(
-                f"`{key}` names {len(values[kind])} and the messages have {places[kind]} places for them "
+                f"`{key}` names {len(values[kind])} and the messages have {places[kind]} places "
+                "for them "
                 f"(<{kind}>, or a part of type {kind} that names none)"
             )
     return Talk(messages, talk.paths), tuple(keys.values())
@@ -620,4 +745,6 @@ def _with_media(talk: Talk, record: dict[str, Any], rules: RecordRules) -> tuple
 def _names_media(message: dict[str, Any]) -> bool:
     """Whether parts of a message are no texts."""
     content = message.get("content")
-    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in content)
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type") != "text" for part in content
+    )

@@ -1,8 +1,10 @@
-"""Marks in the values of a conversation, by which one rendering says where each message and each value is written.
+"""Marks in the values of a conversation, by which one rendering says where each message and each
+value is written.
 
-A mark is a number in characters that Unicode gives only to programs. A template copies it like any other character, and
-it is taken out again. A template may look at a text (`startswith`, `trim`, `length`), so a mark never touches a blank
-or a tag at an edge, and whoever uses marks compares what is left with a rendering that had none.
+A mark is a number in characters that Unicode gives only to programs. A template copies it like any
+other character, and it is taken out again. A template may look at a text (`startswith`, `trim`,
+`length`), so a mark never touches a blank or a tag at an edge, and whoever uses marks compares what
+is left with a rendering that had none.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ class Marks:
         return _mark(len(self.places) - 1)
 
     def found(self, text: str) -> tuple[str, dict[MarkedPlace, int]]:
-        """Take the marks out of a rendering. Return it and the character at which each place begins.
+        """Take the marks out of a rendering. Return it and the character at which each place
+        begins.
 
-        A value that is written twice begins where it is first. A turn begins where it is last: a template may look
-        through all messages before it writes them.
+        A value that is written twice begins where it is first. A turn begins where it is last: a
+        template may look through all messages before it writes them.
         """
         pieces = _MARK.split(text)  # text, number, text, number, ..., text
         begins: dict[MarkedPlace, int] = {}
@@ -73,7 +76,9 @@ class TurnMarks:
 
 
 def marked_text(text: str, mark: str, start: int = 0) -> str:
-    """Put a mark before the first word of a text that is no blank and no tag, from `start` on; not in a blank text."""
+    """Put a mark before the first word of a text that is no blank and no tag, from `start` on; not
+    in a blank text.
+    """
     edge = _EDGE.match(text, start)
     at = edge.end() if edge else start
     if at == len(text):
@@ -84,7 +89,9 @@ def marked_text(text: str, mark: str, start: int = 0) -> str:
 
 
 def marked_value(value: Any, mark: str) -> Any:
-    """Put a mark into the first text of a value, looking through lists and objects; the value itself without one."""
+    """Put a mark into the first text of a value, looking through lists and objects; the value
+    itself without one.
+    """
     if isinstance(value, str):
         return marked_text(value, mark)
     if isinstance(value, list):

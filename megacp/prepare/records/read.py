@@ -1,9 +1,10 @@
 """Cuts the input files into units of work, and reads the records of any supported file.
 
-A unit depends only on the files and `unit_bytes`, never on who reads it. A plain JSONL file is cut into byte ranges,
-and a line belongs to the range in which it begins. A JSON array is cut between elements, and so are objects over many
-lines, one after another, as jq prints them. A compressed file or a container is one extent. A bad record becomes a
-`Refusal` with its file and line, and reading continues after it.
+A unit depends only on the files and `unit_bytes`, never on who reads it. A plain JSONL file is cut
+into byte ranges, and a line belongs to the range in which it begins. A JSON array is cut between
+elements, and so are objects over many lines, one after another, as jq prints them. A compressed
+file or a container is one extent. A bad record becomes a `Refusal` with its file and line, and
+reading continues after it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ _BLOCK = 1 << 20
 _FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"
 _READ_SUFFIXES = (".parquet", ".jsonl", ".json", ".gz", ".zst", ".tar")
 _PANDAS = "python -c \"import pandas; pandas.{read}('{path}').to_json('{stem}.jsonl', orient='records', lines=True)\""
-_DATASETS = "python -c \"import datasets; datasets.{read}('{path}'){part}.to_parquet('{stem}.parquet')\""
+_DATASETS = (
+    "python -c \"import datasets; datasets.{read}('{path}'){part}.to_parquet('{stem}.parquet')\""
+)
 _CONVERSIONS = {
     ".csv": _PANDAS.replace("{read}", "read_csv"),
     ".tsv": _PANDAS.replace("{read}", "read_table"),
@@ -77,7 +80,12 @@ class _Layout(NamedTuple):
 
 
 _ARRAY = _Layout(
-    "array", "[", ",", re.compile(r"\s*([\[,]?)\s*"), re.compile(r"\s*\[\s*\]\s*"), re.compile(r"\s*\]\s*")
+    "array",
+    "[",
+    ",",
+    re.compile(r"\s*([\[,]?)\s*"),
+    re.compile(r"\s*\[\s*\]\s*"),
+    re.compile(r"\s*\]\s*"),
 )
 _STREAM = _Layout("JSON", "", "", re.compile(r"\s*()"), re.compile(r"\s*"), re.compile(r"\s*"))
 """One object after another, each over as many lines as it likes."""
@@ -92,7 +100,10 @@ _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] =
 _COMPRESSED: dict[str, Callable[[str], Any]] = {
     ".gz": lambda path: gzip.open(open_input(path) if is_url(path) else path, "rb"),
     ".zst": lambda path: io.BufferedReader(
-        arrow_module("").CompressedInputStream(arrow_module("").PythonFile(open_input(path), mode="r"), "zstd"), 1 << 16
+        arrow_module("").CompressedInputStream(
+            arrow_module("").PythonFile(open_input(path), mode="r"), "zstd"
+        ),
+        1 << 16,
     ),
 }
 
@@ -102,7 +113,9 @@ _COMPRESSED: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class Extent:
-    """A byte range of one input file: the lines that begin in [start, stop); all of it when it cannot be cut."""
+    """A byte range of one input file: the lines that begin in [start, stop); all of it when it
+    cannot be cut.
+    """
 
     source: int
     """Index into the list of input files."""
@@ -119,19 +132,27 @@ class Unit:
     extents: tuple[Extent, ...]
 
     def __str__(self) -> str:
-        parts = [f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in self.extents]
+        parts = [
+            f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in self.extents
+        ]
         return f"unit {self.index}: {', '.join(parts)}"
 
 
 def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
-    """Cut input files into units of about `unit_bytes`: large plain files into ranges, small files grouped in order."""
+    """Cut input files into units of about `unit_bytes`: large plain files into ranges, small files
+    grouped in order.
+    """
     extents = []
     for source, path in enumerate(paths):
         size = size_of(place_of(path))
         count = -(-size // unit_bytes) if is_plain(path) else 1
         cuts = [size * i // count for i in range(count + 1)] if count else [0]
         if count > 1 and _layout(path) is not None:  # only reading tells where a value begins
-            begins = (item.offset for item in read_extent(Extent(source, path, 0, size)) if isinstance(item, Record))
+            begins = (
+                item.offset
+                for item in read_extent(Extent(source, path, 0, size))
+                if isinstance(item, Record)
+            )
             inner = [next((begin for begin in begins if begin >= cut), size) for cut in cuts[1:-1]]
             cuts = sorted({0, *inner, size})
         extents += [Extent(source, path, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -148,7 +169,9 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
 
 
 def is_plain(path: str) -> bool:
-    """Whether a file is uncompressed JSON, which byte ranges can cut and where an offset gives the line."""
+    """Whether a file is uncompressed JSON, which byte ranges can cut and where an offset gives the
+    line.
+    """
     return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS)
 
 
@@ -157,7 +180,9 @@ def _opened(path: str) -> Any:
 
 
 def _layout(path: str) -> _Layout | None:
-    """Return how the values of a file of JSON stand in it, as its beginning tells; None: a record each line."""
+    """Return how the values of a file of JSON stand in it, as its beginning tells; None: a record
+    each line.
+    """
     try:
         with _opened(path) as stream:
             data = stream.read(SAMPLED_BYTES)
@@ -180,13 +205,17 @@ def _layout(path: str) -> _Layout | None:
 
 
 def _is_line_of_messages(head: str) -> bool:
-    """Whether a text that begins with a list has the list's first element in its first line, and that is a message."""
+    """Whether a text that begins with a list has the list's first element in its first line, and
+    that is a message.
+    """
     value, lines = _first_value(head, 1)
     return lines == 0 and are_messages([value])
 
 
 def _first_value(text: str, at: int) -> tuple[Any, int]:
-    """Return the value of JSON from a place on and the newlines before its end; (None, 0) where none is whole."""
+    """Return the value of JSON from a place on and the newlines before its end; (None, 0) where
+    none is whole.
+    """
     begin = at + len(text[at:]) - len(text[at:].lstrip())
     try:
         value, end = json.JSONDecoder().raw_decode(text, begin)
@@ -230,10 +259,15 @@ def _folder_problem(path: str) -> str:
         return what
     folder = Path(path)
     stem = path.rstrip("/")
-    for name, part in (("dataset_dict.json", "['train']"), ("state.json", "")):  # of datasets' save_to_disk
+    for name, part in (
+        ("dataset_dict.json", "['train']"),
+        ("state.json", ""),
+    ):  # of datasets' save_to_disk
         if (folder / name).is_file():
             way = _DATASETS.format(read="load_from_disk", path=path, part=part, stem=stem)
-            return f"{path} is a directory that `save_to_disk` of datasets wrote. To convert it: {way}"
+            return (
+                f"{path} is a directory that `save_to_disk` of datasets wrote. To convert it: {way}"
+            )
     for pattern in ("*", "*/*"):  # a repository of the hub has its files in data/
         suffixes = {file.suffix for file in folder.glob(pattern) if file.suffix in _READ_SUFFIXES}
         for suffix in _READ_SUFFIXES:
@@ -243,7 +277,9 @@ def _folder_problem(path: str) -> str:
 
 
 def identity(path: str) -> list[Any]:
-    """Name, size, and what differs once the content does: what its store says of it, or a hash of both its edges."""
+    """Name, size, and what differs once the content does: what its store says of it, or a hash of
+    both its edges.
+    """
     place = place_of(path)
     size = size_of(place)
     if isinstance(place, Url) and (version := place.version()):
@@ -263,9 +299,9 @@ def read_extent(
 ) -> Iterator[Record | Refusal]:
     """The records of one extent of any supported file, in order, each bad one as a Refusal.
 
-    `media`: whether records of a tar may have images and videos beside them. `line` counts from the line in which the
-    extent begins, and `number` from its first record; `LinesBefore` and `records_before` have those before it. A file
-    that is cut short or damaged gives a last Refusal.
+    `media`: whether records of a tar may have images and videos beside them. `line` counts from the
+    line in which the extent begins, and `number` from its first record; `LinesBefore` and
+    `records_before` have those before it. A file that is cut short or damaged gives a last Refusal.
     """
     suffix = suffix_of(extent.path)
     if (container := _CONTAINERS.get(suffix)) is not None:
@@ -282,7 +318,9 @@ def read_extent(
 
 
 class LinesBefore:
-    """How many lines of a plain file end before an extent. Extents in order cost one pass over what is before them."""
+    """How many lines of a plain file end before an extent. Extents in order cost one pass over what
+    is before them.
+    """
 
     def __init__(self) -> None:
         self._path, self._offset, self._lines = "", 0, 0
@@ -324,13 +362,21 @@ def _read_lines(
             if len(content) > max_record_bytes and not data.endswith(b"\n"):
                 size += _skip_line(stream)
         except (EOFError, OSError, zlib.error) as error:
-            yield Refusal(path, line, offset, f"the compressed file is damaged or cut short from here on ({error})")
+            yield Refusal(
+                path,
+                line,
+                offset,
+                f"the compressed file is damaged or cut short from here on ({error})",
+            )
             return
         if not size:
             return
         if len(content) > max_record_bytes:
             yield Refusal(
-                path, line, offset, f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}"
+                path,
+                line,
+                offset,
+                f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}",
             )
         else:
             try:
@@ -343,9 +389,14 @@ def _read_lines(
 
 
 def _read_values(
-    layout: _Layout, extent: Extent, stream: io.BufferedReader, stop: int | None, max_record_bytes: int
+    layout: _Layout,
+    extent: Extent,
+    stream: io.BufferedReader,
+    stop: int | None,
+    max_record_bytes: int,
 ) -> Iterator[Record | Refusal]:
-    """The values of a file of JSON that begin in an extent, with only the current one and a block in memory.
+    """The values of a file of JSON that begin in an extent, with only the current one and a block
+    in memory.
 
     They are those of JSONL's reader. After a value that is no JSON nothing can be read.
     """
@@ -372,8 +423,16 @@ def _read_values(
                         text, at = text[at:] + block, 0
                         continue
                     line, offset = line + text.count("\n", at, begin), offset + begin - at
-                    limit = "" if fits else f", or a record has more than --max-record-bytes {max_record_bytes}"
-                    fault = json_fault(error) if isinstance(error, ValueError) else "it is nested too deeply"
+                    limit = (
+                        ""
+                        if fits
+                        else f", or a record has more than --max-record-bytes {max_record_bytes}"
+                    )
+                    fault = (
+                        json_fault(error)
+                        if isinstance(error, ValueError)
+                        else "it is nested too deeply"
+                    )
                     if end is None:
                         reason = f"the {layout.name} cannot be read on: {fault}{limit}"
                         yield Refusal(path, line, offset, reason, number)
@@ -385,13 +444,21 @@ def _read_values(
                 size, at, mark, is_first = len(element.encode()), until, layout.between, False
                 try:
                     if size > max_record_bytes:
-                        raise RecordError(f"a record of {size} bytes, above --max-record-bytes {max_record_bytes}")
+                        raise RecordError(
+                            f"a record of {size} bytes, above --max-record-bytes {max_record_bytes}"
+                        )
                     yield Record(line, offset, size, of_text(value, element), number=number)
                 except RecordError as error:
                     yield Refusal(path, line, offset, str(error), number)
                 line, offset, number = line + element.count("\n"), offset + size, number + 1
         except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-            yield Refusal(path, line, offset, f"the file is damaged or cut short from here on ({error})", number)
+            yield Refusal(
+                path,
+                line,
+                offset,
+                f"the file is damaged or cut short from here on ({error})",
+                number,
+            )
 
 
 def _skip_line(stream: IO[bytes]) -> int:

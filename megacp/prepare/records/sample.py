@@ -1,9 +1,10 @@
-"""A record of the input as a `Sample`: pieces of text with a loss weight each, after a shared prefix maybe branches.
+"""A record of the input as a `Sample`: pieces of text with a loss weight each, after a shared
+prefix maybe branches.
 
-Messages become `<|ROLE|>` newline CONTENT, with a newline between them, and the end-of-document token after an
-assistant's, which is learned with it. A branch sees what it continues, the record's text or another branch, and all
-before that. After an image, a learned branch begins with a newline that is not learned: no text token would predict its
-first word.
+Messages become `<|ROLE|>` newline CONTENT, with a newline between them, and the end-of-document
+token after an assistant's, which is learned with it. A branch sees what it continues, the record's
+text or another branch, and all before that. After an image, a learned branch begins with a newline
+that is not learned: no text token would predict its first word.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ RECORD_KEYS = ("weight", "branches")
 
 
 class _Said(NamedTuple):
-    """What a record says, or a branch: its loss weight there, its place, and the number of what it continues."""
+    """What a record says, or a branch: its loss weight there, its place, and the number of what it
+    continues.
+    """
 
     what: Said
     weight: float
@@ -50,17 +53,27 @@ class _Said(NamedTuple):
     parent: int
 
 
-def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: Template | None = None) -> Sample:
-    """A decoded record as a Sample; `template` writes its messages. RecordError says what is wrong with it."""
+def parse_record(
+    record: Any, rules: RecordRules = TEXT_RULES, template: Template | None = None
+) -> Sample:
+    """A decoded record as a Sample; `template` writes its messages. RecordError says what is wrong
+    with it.
+    """
     record = _object(record, rules)
     given = {key for key, value in record.items() if value is not None and value != []}
     given -= {rules.text_key, *rules.ignore_keys}
     if "rollouts" in given or given >= {"prompt", "completions"}:
-        made = _together(record, "rollouts" if "rollouts" in given else "completions", rules, template)
+        made = _together(
+            record, "rollouts" if "rollouts" in given else "completions", rules, template
+        )
     else:
         said, forms = _said_in(record, rules, template is not None)
         talks = any(isinstance(each.what, Talk) for each in said)
-        made = _templated(said, loaded(template), rules) if template is not None and talks else _plain(said, rules)
+        made = (
+            _templated(said, loaded(template), rules)
+            if template is not None and talks
+            else _plain(said, rules)
+        )
         made = replace(made, talks=talks, forms=forms)
     weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
@@ -68,7 +81,9 @@ def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: Templat
 
 
 def _object(record: Any, rules: RecordRules) -> dict[str, Any]:
-    """Return a record as an object with the keys that are read; a list of messages is a conversation."""
+    """Return a record as an object with the keys that are read; a list of messages is a
+    conversation.
+    """
     if are_messages(record):
         record = {TALKS[0]: record}
     if isinstance(record, dict):
@@ -79,11 +94,21 @@ def _object(record: Any, rules: RecordRules) -> dict[str, Any]:
     raise RecordError(f"a record must be a JSON object, found {described(record)}{hint}")
 
 
-def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Template | None) -> Sample:
-    """The rollouts at `key` of a record: wholes, of which a `DocumentMaker` makes the tree of what they share."""
-    rest, rollouts = {name: value for name, value in record.items() if name not in (key, "weight")}, record[key]
+def _together(
+    record: dict[str, Any], key: str, rules: RecordRules, template: Template | None
+) -> Sample:
+    """The rollouts at `key` of a record: wholes, of which a `DocumentMaker` makes the tree of what
+    they share.
+    """
+    rest, rollouts = (
+        {name: value for name, value in record.items() if name not in (key, "weight")},
+        record[key],
+    )
     if not rules.prefix_tree:
-        raise RecordError(f"`{key}` holds rollouts, and --prefix-tree (of a build) merges what they share into a tree")
+        raise RecordError(
+            f"`{key}` holds rollouts, and --prefix-tree (of a build) merges what they share into a "
+            "tree"
+        )
     if not isinstance(rollouts, list):
         raise RecordError(f"`{key}` must be a list of rollouts, found {described(rollouts)}")
     if other := [name for name in ("branches", "completion") if rest.get(name) is not None]:
@@ -97,7 +122,9 @@ def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Te
         try:
             found.append(parse_record(rollout, rules, template))
             if found[-1].branches:
-                raise RecordError("a rollout is one text or conversation, without branches or rollouts of its own")
+                raise RecordError(
+                    "a rollout is one text or conversation, without branches or rollouts of its own"
+                )
         except RecordError as error:
             raise RecordError(f"`{key}[{i}]`: {error}") from error
     parts, answers = [each.prefix for each in found], Counter[str]()
@@ -106,7 +133,9 @@ def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Te
     talks = any(each.talks for each in found)
     forms = frozenset[str]().union(*(each.forms for each in found))
     before = max(each.before_answers for each in found)
-    return Sample(parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, forms, answers, before)
+    return Sample(
+        parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, forms, answers, before
+    )
 
 
 def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart, ...]:
@@ -135,7 +164,9 @@ def _plain(said: Sequence[_Said], rules: RecordRules) -> Sample:
 
 
 def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...]:
-    """A part's pieces; one that `ends`: to the end of its document, or the header of the answer that it asks for."""
+    """A part's pieces; one that `ends`: to the end of its document, or the header of the answer
+    that it asks for.
+    """
     pieces = from_messages(said, rules) if isinstance(said, Talk) else said
     if not ends:
         return tuple(pieces)
@@ -147,18 +178,30 @@ def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...
 
 
 def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules) -> Sample:
-    """A record whose messages a template writes: each branch with all that it continues is a conversation."""
+    """A record whose messages a template writes: each branch with all that it continues is a
+    conversation.
+    """
     talks, written, parts = list[Talk](), list[WrittenTalk | None](), list[tuple[SamplePart, ...]]()
     answers, before_answers = Counter[str](), ""
     continued = {each.parent for each in said[1:]}
     for number, (talk, weight, where, parent) in enumerate(said):
         if not isinstance(talk, Talk):
-            what = f"`{where}` has no messages" if where else "a branch has messages and the record has none"
+            what = (
+                f"`{where}` has no messages"
+                if where
+                else "a branch has messages and the record has none"
+            )
             raise RecordError(f"{what}: a chat template writes whole conversations")
         if where and (talk.tools is not None or talk.variables):
-            raise RecordError(f"`{where}`: tools and variables of a template are those of the whole record")
+            raise RecordError(
+                f"`{where}`: tools and variables of a template are those of the whole record"
+            )
         before = talks[parent] if where else Talk([], (), talk.tools, _variables(talk, template))
-        talks.append(replace(before, messages=before.messages + talk.messages, paths=before.paths + talk.paths))
+        talks.append(
+            replace(
+                before, messages=before.messages + talk.messages, paths=before.paths + talk.paths
+            )
+        )
         if rules.asks and not where and len(said) > 1:  # each question is whole
             written.append(None)
             parts.append(())
@@ -170,11 +213,15 @@ def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules
         answers += whole.answers if shared is None else whole.answers - shared.answers
         before_answers = max(before_answers, whole.before_answers)
     parents = tuple(each.parent for each in said[1:])
-    return Sample(parts[0], tuple(parts[1:]), parents, answers=answers, before_answers=before_answers)
+    return Sample(
+        parts[0], tuple(parts[1:]), parents, answers=answers, before_answers=before_answers
+    )
 
 
 def _variables(talk: Talk, template: ChatTemplate) -> dict[str, Any]:
-    """Return the variables of a conversation without those that are empty and that its template does not read."""
+    """Return the variables of a conversation without those that are empty and that its template
+    does not read.
+    """
     found = {}
     for name, value in talk.variables.items():
         is_read = name in template.text
@@ -188,14 +235,21 @@ def _variables(talk: Talk, template: ChatTemplate) -> dict[str, Any]:
     return found
 
 
-def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> tuple[list[_Said], frozenset[str]]:
-    """What a record says and all its branches, after each those that continue it, and the forms of their answers."""
+def _said_in(
+    record: dict[str, Any], rules: RecordRules, has_template: bool
+) -> tuple[list[_Said], frozenset[str]]:
+    """What a record says and all its branches, after each those that continue it, and the forms of
+    their answers.
+    """
     found, waiting = list[_Said](), [(record, "", -1, 1.0)]
     forms = set[str]()
     while waiting:
         value, where, parent, weight = waiting.pop()
         if rules.asks and parent > 0:
-            raise RecordError(f"`{where}`: a branch of a branch cannot be asked; make a record of all it continues")
+            raise RecordError(
+                f"`{where}`: a branch of a branch cannot be asked; make a record of all it "
+                "continues"
+            )
         if isinstance(value, str):
             what, value = plain_text(value, where), {}
         elif not isinstance(value, dict):
@@ -210,6 +264,10 @@ def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> 
         found.append(_Said(what, weight, where, parent))
         at, branches = f"{where}.branches" if where else "branches", value.get("branches")
         if branches is not None and (not isinstance(branches, list) or not branches):
-            raise RecordError(f"`{at}` must be a list of at least one continuation, found {described(branches)}")
-        waiting += [(each, f"{at}[{i}]", len(found) - 1, weight) for i, each in enumerate(branches or ())][::-1]
+            raise RecordError(
+                f"`{at}` must be a list of at least one continuation, found {described(branches)}"
+            )
+        waiting += [
+            (each, f"{at}[{i}]", len(found) - 1, weight) for i, each in enumerate(branches or ())
+        ][::-1]
     return found, frozenset(forms)

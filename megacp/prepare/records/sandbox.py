@@ -1,7 +1,8 @@
 """Jinja as the transformers library sets it up, within bounds of time and memory.
 
-A chat template is a program that came with a download. It may loop for ever, ask for more memory than the machine has,
-or write text that is different in the next process. All three end with one message.
+A chat template is a program that came with a download. It may loop for ever, ask for more memory
+than the machine has, or write text that is different in the next process. All three end with one
+message.
 """
 
 from __future__ import annotations
@@ -26,25 +27,43 @@ BLOCK_BEGIN, BLOCK_END = "\ufdd0", "\ufdd1"
 LONGEST = 10.0
 """Seconds that one rendering may compute; a long conversation takes some thousandths."""
 MOST_MEMORY = 1 << 30
-"""Bytes that one rendering may add to the process; a record of 64 MiB takes about a quarter of them."""
+"""Bytes that one rendering may add to the process; a record of 64 MiB takes about a quarter of
+them.
+"""
 MOST_CHARACTERS = 1 << 27
 """Characters that a template may write, or make of a text by `*`."""
 MOST_BITS = 1 << 16
-"""Size of a whole number that a template may compute. No timer can interrupt the product of two longer ones."""
-TOKEN_VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Size of a whole number that a template may compute. No timer can interrupt the product of two
+longer ones.
+"""
+TOKEN_VARIABLES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 TURN = "_begins_turn"
-"""Name of the function that a template compiled with turns calls at the beginning of each turn of each loop."""
+"""Name of the function that a template compiled with turns calls at the beginning of each turn of
+each loop.
+"""
 _STATM = Path("/proc/self/statm")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}", re.IGNORECASE)
 """What Python writes of an object that has no text of its own."""
 
 
 class TemplateLimitError(ValueError):
-    """A template went beyond a bound. This is not a RecordError: the next record would meet the same bound."""
+    """A template went beyond a bound. This is not a RecordError: the next record would meet the
+    same bound.
+    """
 
 
 def _unwritten() -> str:
-    raise RecordError("it writes a function or an iterator, whose text is an address in memory and never the same")
+    raise RecordError(
+        "it writes a function or an iterator, whose text is an address in memory and never the same"
+    )
 
 
 class _Function:
@@ -106,7 +125,9 @@ def _as_lazy(filtering: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_chance(*values: Any, **named: Any) -> Any:
-    raise RecordError("it writes something random (`random` or `lipsum`), so no build could be repeated")
+    raise RecordError(
+        "it writes something random (`random` or `lipsum`), so no build could be repeated"
+    )
 
 
 def _raise(message: str) -> None:
@@ -130,8 +151,8 @@ def _heed_time() -> None:
 def bounded(what: str) -> Iterator[None]:
     """Run a template within the bounds. TemplateLimitError: `what` is beyond one.
 
-    Timers and the limit of a process's memory belong to the main thread; elsewhere only the sizes that the sandbox and
-    `rendered` count are bounded.
+    Timers and the limit of a process's memory belong to the main thread; elsewhere only the sizes
+    that the sandbox and `rendered` count are bounded.
     """
     problem = ""
     is_main = threading.current_thread() is threading.main_thread()
@@ -145,7 +166,9 @@ def bounded(what: str) -> Iterator[None]:
     except TimeoutError:
         problem = f"is not done after {LONGEST:g} s of computing"
     except MemoryError:
-        problem = f"needs more than {MOST_MEMORY >> 20:,} MiB of memory or {MOST_CHARACTERS:,} characters"
+        problem = (
+            f"needs more than {MOST_MEMORY >> 20:,} MiB of memory or {MOST_CHARACTERS:,} characters"
+        )
     finally:
         if is_main:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -155,7 +178,9 @@ def bounded(what: str) -> Iterator[None]:
 
 
 def _limit_memory(limits: tuple[int, int]) -> None:
-    """Bound what the process may map from now on; systems without /proc keep the limit that they have."""
+    """Bound what the process may map from now on; systems without /proc keep the limit that they
+    have.
+    """
     soft, hard = limits
     if not _STATM.exists():
         return
@@ -178,7 +203,9 @@ def rendered(template: Any, variables: dict[str, Any]) -> str:
 
 
 def refuse_addresses(text: str, template: str, given: Any) -> None:
-    """RecordError for the address of an object in a rendering that neither the template nor what it was given holds."""
+    """RecordError for the address of an object in a rendering that neither the template nor what it
+    was given holds.
+    """
     found = {match[0] for match in _ADDRESS.finditer(text)}
     if found:
         there = f"{template}{given!r}"
@@ -207,8 +234,8 @@ def _product(operator: str, left: Any, right: Any) -> None:
 def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
     """Compile a template in Jinja's sandbox as the library sets it up, but for the clock.
 
-    `turns`: it calls TURN with the value of each turn of its loops and writes what that returns. ValueError: `today` is
-    not a date. jinja2.TemplateError and others: the text is not a template.
+    `turns`: it calls TURN with the value of each turn of its loops and writes what that returns.
+    ValueError: `today` is not a date. jinja2.TemplateError and others: the text is not a template.
     """
     import jinja2.ext
     import jinja2.sandbox
@@ -227,11 +254,15 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
             return f"{BLOCK_BEGIN}{caller()}{BLOCK_END}"
 
     class Unnamed(jinja2.Undefined):
-        """Undefined, and refused where the library would write nothing in place of a token that ends an answer."""
+        """Undefined, and refused where the library would write nothing in place of a token that
+        ends an answer.
+        """
 
         def __str__(self) -> str:
             if self._undefined_name in TOKEN_VARIABLES:
-                raise RecordError(f"it writes {self._undefined_name}, which the tokenizer's files do not name")
+                raise RecordError(
+                    f"it writes {self._undefined_name}, which the tokenizer's files do not name"
+                )
             return super().__str__()
 
     class Cycler(jinja2.utils.Cycler):
@@ -257,7 +288,10 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
             return _as_function(super().getitem(_unwrapped(obj), argument))
 
     made = Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], undefined=Unnamed
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+        undefined=Unnamed,
     )
     for name, filtering in made.filters.items():
         made.filters[name] = _as_lazy(filtering)

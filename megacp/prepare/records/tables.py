@@ -1,9 +1,10 @@
 """Reads records from containers: Parquet, WebDataset tars.
 
-They are the `Record`s and `Refusal`s that JSONL gives. In a table a row is a record, columns are its keys, and what is
-null is absent. In a tar, members of one record follow each other and share their name up to the first dot of the last
-component: `.json` is the record, `.txt` its text, all others are images and videos that the record names. One beside a
-text or a caption that names none belongs to it.
+They are the `Record`s and `Refusal`s that JSONL gives. In a table a row is a record, columns are
+its keys, and what is null is absent. In a tar, members of one record follow each other and share
+their name up to the first dot of the last component: `.json` is the record, `.txt` its text, all
+others are images and videos that the record names. One beside a text or a caption that names none
+belongs to it.
 """
 
 from __future__ import annotations
@@ -40,16 +41,22 @@ def arrow_module(name: str) -> Any:
     try:
         return importlib.import_module(f"pyarrow.{name}" if name else "pyarrow")
     except ImportError as error:
-        raise ValueError("reading tables and .zst needs the package pyarrow: pip install 'megacp[data]'") from error
+        raise ValueError(
+            "reading tables and .zst needs the package pyarrow: pip install 'megacp[data]'"
+        ) from error
 
 
 def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
-    """Rows of a Parquet file as records: `line` is the row from 1, `offset` the row from 0, `size` about its bytes."""
+    """Rows of a Parquet file as records: `line` is the row from 1, `offset` the row from 0, `size`
+    about its bytes.
+    """
     parquet, row = arrow_module("parquet"), 0
     try:
         with parquet.ParquetFile(open_input(path) if is_url(path) else path) as file:
             columns = arrow_module("").struct(file.schema_arrow)
-            for found in (each for batch in file.iter_batches(batch_size=_ROWS) for each in batch.to_pylist()):
+            for found in (
+                each for batch in file.iter_batches(batch_size=_ROWS) for each in batch.to_pylist()
+            ):
                 try:
                     value = _value(found, columns)
                 except RecordError as error:
@@ -58,7 +65,9 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
                     continue
                 size = max(1, _size(value))
                 if size > max_record_bytes:
-                    reason = f"a row of {size} bytes, more than --max-record-bytes {max_record_bytes}"
+                    reason = (
+                        f"a row of {size} bytes, more than --max-record-bytes {max_record_bytes}"
+                    )
                     yield Refusal(path, row + 1, row, reason)
                 else:
                     yield Record(row + 1, row, size, value)
@@ -66,13 +75,22 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
     except UnreachableError:
         raise
     except (arrow_module("").ArrowException, OSError, UnicodeDecodeError) as error:
-        yield Refusal(path, row + 1, row, f"the Parquet file is damaged or cut short ({' '.join(str(error).split())})")
+        yield Refusal(
+            path,
+            row + 1,
+            row,
+            f"the Parquet file is damaged or cut short ({' '.join(str(error).split())})",
+        )
 
 
 def _value(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type, without null keys of objects, and what a text of JSON (`Json` of datasets) holds."""
+    """A value of an Arrow type, without null keys of objects, and what a text of JSON (`Json` of
+    datasets) holds.
+    """
     if isinstance(value, dict):
-        kinds = {field.name: field.type for field in kind}  # of two of one name the last, as in the value
+        kinds = {
+            field.name: field.type for field in kind
+        }  # of two of one name the last, as in the value
         return {key: _value(item, kinds[key]) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_value(item, getattr(kind, "value_type", kind)) for item in value]
@@ -93,9 +111,11 @@ def _size(value: Any) -> int:
 
 
 def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record | Refusal]:
-    """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
+    """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first
+    member begins.
 
-    Refusals: unsafe members, those of a record that stand apart, images unless `media`, no text, a cut archive.
+    Refusals: unsafe members, those of a record that stand apart, images unless `media`, no text, a
+    cut archive.
     """
     number, offset, found, seen = 1, 0, list[Record | Refusal](), dict[str, tuple[int, set[str]]]()
     try:
@@ -106,15 +126,24 @@ def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record |
                 parts = list(group)
                 offset, names = parts[0].offset, {member.name for member in parts}
                 before, others = seen.setdefault(key, (offset, set()))
-                if others.isdisjoint(names) and others:  # with a name again it is another record, as in webdataset
-                    reason = f"members of record {key!r} stand apart, at bytes {before} and {offset}: join them"
+                if (
+                    others.isdisjoint(names) and others
+                ):  # with a name again it is another record, as in webdataset
+                    reason = (
+                        f"members of record {key!r} stand apart, at bytes {before} and "
+                        f"{offset}: join them"
+                    )
                     found = [Refusal(path, number, offset, reason)]
                 else:
-                    found = [_tar_record(path, number, key, parts, archive, max_record_bytes, media)]
+                    found = [
+                        _tar_record(path, number, key, parts, archive, max_record_bytes, media)
+                    ]
                 others |= names
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAR_BLOCK))
-            if size < _TAR_BLOCK or any(file.read()):  # tarfile accepts an archive that is cut in a header
+            if size < _TAR_BLOCK or any(
+                file.read()
+            ):  # tarfile accepts an archive that is cut in a header
                 raise OSError("no end-of-archive block")
         yield from found
     except (tarfile.TarError, OSError, EOFError) as error:
@@ -142,7 +171,9 @@ def _tar_record(
     limit: int,
     media: bool,
 ) -> Record | Refusal:
-    """The record of some members: its JSON and texts by what follows their last dot, all others by whole name."""
+    """The record of some members: its JSON and texts by what follows their last dot, all others by
+    whole name.
+    """
     texts, others = dict[str, bytes](), dict[str, bytes]()
     size = sum(member.size for member in members)
     offset = members[0].offset
@@ -153,7 +184,9 @@ def _tar_record(
             is_double = extension in texts or member.name in others
             _refuse_member(member, key, is_double, is_text or media)
             if size > limit:
-                raise RecordError(f"its members have {size} bytes, more than --max-record-bytes {limit}")
+                raise RecordError(
+                    f"its members have {size} bytes, more than --max-record-bytes {limit}"
+                )
             content = _content(member, archive)
             if is_text:
                 texts[extension] = content
@@ -161,7 +194,9 @@ def _tar_record(
                 others[member.name] = content
         value = _value_of(texts, key)
     except UnicodeDecodeError as error:
-        return Refusal(path, number, offset, f"record {key!r}: not UTF-8 at byte {error.start + 1} of its text")
+        return Refusal(
+            path, number, offset, f"record {key!r}: not UTF-8 at byte {error.start + 1} of its text"
+        )
     except RecordError as error:
         return Refusal(path, number, offset, str(error))
     _name_image(value, others)
@@ -177,9 +212,13 @@ def _refuse_member(member: tarfile.TarInfo, key: str, is_double: bool, is_wanted
         raise RecordError(f"{what} is a link or a device, not a file")
     if is_double:
         same = f"members share their names up to the first dot, here {key!r}, as in webdataset"
-        raise RecordError(f"{what} is not the only .{_extension(member.name)} of its record: {same}")
+        raise RecordError(
+            f"{what} is not the only .{_extension(member.name)} of its record: {same}"
+        )
     if not is_wanted:
-        raise RecordError(f"{what} is no text: this build makes text datasets, images need the vision build")
+        raise RecordError(
+            f"{what} is no text: this build makes text datasets, images need the vision build"
+        )
 
 
 def _content(member: tarfile.TarInfo, archive: tarfile.TarFile) -> bytes:
@@ -192,7 +231,9 @@ def _content(member: tarfile.TarInfo, archive: tarfile.TarFile) -> bytes:
 
 
 def _value_of(texts: Mapping[str, bytes], key: str) -> Any:
-    """Return a record's JSON, with its text if that is a member of its own. Raises RecordError for two texts."""
+    """Return a record's JSON, with its text if that is a member of its own. Raises RecordError for
+    two texts.
+    """
     value: Any = decode_json(texts["json"]) if "json" in texts else {}
     for name in _TEXTS:
         if name not in texts:
@@ -206,7 +247,9 @@ def _value_of(texts: Mapping[str, bytes], key: str) -> Any:
 
 
 def _name_image(value: Any, others: Mapping[str, bytes]) -> None:
-    """Write into a record with a text where its only image or video is, unless it says so itself."""
+    """Write into a record with a text where its only image or video is, unless it says so
+    itself.
+    """
     seen = [(kind, name) for name in others for kind, of in _SEEN.items() if _extension(name) in of]
     says = isinstance(value, dict) and not {"text", "caption"}.isdisjoint(value)
     if says and len(seen) == 1 and value.keys().isdisjoint(_NAMING):

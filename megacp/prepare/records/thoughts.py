@@ -18,11 +18,17 @@ def message_words(message: dict[str, Any], key: str = "content", between: str = 
     """Join the texts of a value of a message."""
     value = message.get(key)
     parts = value if isinstance(value, list) else [{"text": value}]
-    return between.join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return between.join(
+        part["text"]
+        for part in parts
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+    )
 
 
 def thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The thought of an answer, by itself or before its words (the prompt may open it), and the answer without."""
+    """The thought of an answer, by itself or before its words (the prompt may open it), and the
+    answer without.
+    """
     given = {key: value for key, value in message.items() if key not in REASONING}
     thoughts = [str(message[key] or "") for key in message.keys() - given.keys()]
     content = message_words(message)
@@ -34,7 +40,9 @@ def thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _holds_thought(content: str) -> bool:
-    return THOUGHT_END in content and (content.lstrip().startswith(THOUGHT) or THOUGHT not in content)
+    return THOUGHT_END in content and (
+        content.lstrip().startswith(THOUGHT) or THOUGHT not in content
+    )
 
 
 def is_blank(value: Any) -> bool:
@@ -63,7 +71,9 @@ def marked_message(message: dict[str, Any], i: int, marks: Marks) -> dict[str, A
 
 
 def _marked_content(content: str, i: int, marks: Marks) -> str:
-    """A content that begins with a thought, with a mark in the thought and one in the words after it."""
+    """A content that begins with a thought, with a mark in the thought and one in the words after
+    it.
+    """
     end = content.rindex(THOUGHT_END)
     thought = content[:end]
     words = marked_text(content[end + len(THOUGHT_END) :], marks.new(i, WORDS))

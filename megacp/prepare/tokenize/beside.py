@@ -1,4 +1,5 @@
-"""What the files beside a tokenizer say of served texts: special tokens, the first token, the chat template.
+"""What the files beside a tokenizer say of served texts: special tokens, the first token, the chat
+template.
 
 They are read from files and never guessed, so that a model is served the tokens it was trained on.
 """
@@ -23,7 +24,9 @@ GENERATION_NAME = "generation_config.json"
 BESIDE_NAMES = (CONFIG_NAME, OLDER_NAME, ADDED_NAME, *TEMPLATE_NAMES, MODEL_NAME)
 """Files on which it depends, with a vocabulary, what the library makes of a folder."""
 _OURS = b"{#- megacp's messages."
-"""What a template begins with that the converter wrote: a build makes the same ids of the same messages."""
+"""What a template begins with that the converter wrote: a build makes the same ids of the same
+messages.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,15 @@ class Beside:
     chat_template: Path | None
     """The file with a chat template; None when there is none."""
     is_ours: bool = False
-    """Whether there is the template that the converter wrote, which stands for the house's own form."""
+    """Whether there is the template that the converter wrote, which stands for the house's own
+    form.
+    """
 
 
 def read_object(path: Path, limit: int = TEXT_LIMIT) -> dict[str, Any]:
-    """The object of a JSON file of at most `limit` bytes. ValueError names a file that holds none."""
+    """The object of a JSON file of at most `limit` bytes. ValueError names a file that holds
+    none.
+    """
     value = read_json(path, limit)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found a {type(value).__name__}")
@@ -49,7 +56,9 @@ def read_object(path: Path, limit: int = TEXT_LIMIT) -> dict[str, Any]:
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a token as a config names it, by itself or in an object; None when it names none."""
+    """The text of a token as a config names it, by itself or in an object; None when it names
+    none.
+    """
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -60,7 +69,10 @@ def read_beside(folder: Path) -> Beside:
     values = read_object(config) if config else {}
     for name in NAMED_TOKENS:
         if values.get(name) is not None and token_text(values[name]) is None:
-            raise ValueError(f"{config}: {name} is {values[name]!r:.80}, expected a text, an object with one, or null")
+            raise ValueError(
+                f"{config}: {name} is {values[name]!r:.80}, expected a text, an object with one, "
+                "or null"
+            )
     adds = values.get("add_bos_token")
     if adds is not None and not isinstance(adds, bool):
         raise ValueError(f"{config}: add_bos_token is {adds!r:.80}, expected true, false or null")
@@ -71,13 +83,21 @@ def read_beside(folder: Path) -> Beside:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """What the library takes for the tokenizer's settings: an older file counts where the config lists no tokens."""
+    """What the library takes for the tokenizer's settings: an older file counts where the config
+    lists no tokens.
+    """
     values, older = read_beside(folder).values, folder / OLDER_NAME
-    return {**values, **read_object(older)} if "added_tokens_decoder" not in values and older.is_file() else values
+    return (
+        {**values, **read_object(older)}
+        if "added_tokens_decoder" not in values and older.is_file()
+        else values
+    )
 
 
 def end_ids(folder: Path) -> list[int]:
-    """Return the ids at which generation stops, by the files of the model in a folder; none where none says it."""
+    """Return the ids at which generation stops, by the files of the model in a folder; none where
+    none says it.
+    """
     found: dict[int, None] = {}
     for name in (GENERATION_NAME, MODEL_NAME):
         path = folder / name
@@ -109,7 +129,9 @@ def _texts(value: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The special tokens that a tokenizer's files put around every text, by the post-processor of tokenizer.json."""
+    """The special tokens that a tokenizer's files put around every text, by the post-processor of
+    tokenizer.json.
+    """
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -140,10 +162,13 @@ def _without_ids(model: Any) -> list[str]:
 def surroundings_of(model: Any) -> Surroundings:
     """What a `tokenizers.Tokenizer` puts before and after the ids of a text.
 
-    Raises ValueError for a post-processor that writes a token without an id: encoding any text would panic.
+    Raises ValueError for a post-processor that writes a token without an id: encoding any text
+    would panic.
     """
     if unknown := _without_ids(model):
-        raise ValueError(f"its post_processor adds {', '.join(map(repr, unknown))}, of which it has no ids")
+        raise ValueError(
+            f"its post_processor adds {', '.join(map(repr, unknown))}, of which it has no ids"
+        )
     encoding = model.encode("a")
     mask = encoding.special_tokens_mask
     first = mask.index(0) if 0 in mask else len(mask)

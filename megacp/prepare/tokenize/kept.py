@@ -28,17 +28,21 @@ def kept_tokenizer(directory: StrPath | Url) -> str:
     if isinstance(kept, Path):
         folder = kept
     else:
-        # the settings next to a tokenizer are no part of its hash, so two datasets may have different ones
+        # the settings next to a tokenizer are no part of its hash, so two datasets may have
+        # different ones
         folder = fetched(kept, f"{manifest.tokenizer.sha256[:16]}-{manifest.fingerprint[:16]}")
     names = sorted(str(path) for path in folder.glob("*") if path.name != "tokenizer_config.json")
     names.sort(key=lambda name: name.endswith(".txt"))  # vocab.json before merges.txt
     if not names:
-        raise ValueError(f"{folder}: the {manifest.tokenizer.kind} tokenizer of this dataset is not there")
+        raise ValueError(
+            f"{folder}: the {manifest.tokenizer.kind} tokenizer of this dataset is not there"
+        )
     return ",".join(names)
 
 
 def own_tokenizer(folder: Path, sha256: str, data_path: DataPath | None) -> str | None:
-    """What --tokenizer would name for a run with checkpoints in `folder`: the files there, else those of its datasets.
+    """What --tokenizer would name for a run with checkpoints in `folder`: the files there, else
+    those of its datasets.
 
     None where none of them has this `sha256`.
     """
@@ -48,4 +52,6 @@ def own_tokenizer(folder: Path, sha256: str, data_path: DataPath | None) -> str 
     for dataset in named_folders(data_path):
         with contextlib.suppress(ValueError, OSError):  # it may lie on another machine
             named.append(kept_tokenizer(dataset))
-    return next((name for name in named if load_tokenizer(name, "reference").sha256 == sha256), None)
+    return next(
+        (name for name in named if load_tokenizer(name, "reference").sha256 == sha256), None
+    )

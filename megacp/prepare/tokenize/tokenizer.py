@@ -1,8 +1,9 @@
-"""Text to token ids and back: one interface over bytes, SentencePiece, tokenizer.json and GPT-2's files, all local.
+"""Text to token ids and back: one interface over bytes, SentencePiece, tokenizer.json and GPT-2's
+files, all local.
 
-The fast engine (gigatoken) is used only where its ids equal those of the kind's reference on a probe, when a tokenizer
-is loaded. Text with a symbol that the engine cuts otherwise, or a character newer than its Unicode tables may be, goes
-to the reference.
+The fast engine (gigatoken) is used only where its ids equal those of the kind's reference on a
+probe, when a tokenizer is loaded. Text with a symbol that the engine cuts otherwise, or a character
+newer than its Unicode tables may be, goes to the reference.
 """
 
 from __future__ import annotations
@@ -36,7 +37,16 @@ from megacp.storage.cache import kept_folder
 from megacp.storage.files import refuse_pointer, sha256_of_all
 from megacp.training.data.manifest import TokenizerInfo
 
-EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
+EOS_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|eot|>",
+    "<|im_end|>",
+    "[EOS]",
+)
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]")
 FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -60,11 +70,17 @@ PROBE = (
 
 @cache
 def _newer() -> np.ndarray:
-    """bool [code points]: letters, digits and spaces that `regex` knows and the older tables of Python do not."""
+    """bool [code points]: letters, digits and spaces that `regex` knows and the older tables of
+    Python do not.
+    """
     import regex
 
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode + 1)]))
-    newer = [ord(c) for c in regex.findall(r"[\p{L}\p{N}\s]", everything) if unicodedata.category(c) == "Cn"]
+    newer = [
+        ord(c)
+        for c in regex.findall(r"[\p{L}\p{N}\s]", everything)
+        if unicodedata.category(c) == "Cn"
+    ]
     table = np.zeros(sys.maxunicode + 1, dtype=bool)
     table[newer] = True
     return table
@@ -72,11 +88,15 @@ def _newer() -> np.ndarray:
 
 def _has_newer(text: str) -> bool:
     """Whether engines with Unicode tables of different age could split a text differently."""
-    return not text.isascii() and bool(_newer()[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")].any())
+    return not text.isascii() and bool(
+        _newer()[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")].any()
+    )
 
 
 class Tokenizer(abc.ABC):
-    """What every kind offers. Ids are 0 .. vocab_size - 1; eos_id, bos_id and pad_id are None where there is none."""
+    """What every kind offers. Ids are 0 .. vocab_size - 1; eos_id, bos_id and pad_id are None where
+    there is none.
+    """
 
     kind: str
     sha256: str
@@ -105,7 +125,9 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_reference(self, text: str) -> np.ndarray:
-        """Ids of one text by the kind's own implementation, integers [n]; no bos or eos is added."""
+        """Ids of one text by the kind's own implementation, integers [n]; no bos or eos is
+        added.
+        """
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -121,12 +143,17 @@ class Tokenizer(abc.ABC):
             if self._fast is None:
                 return [slow(text) for text in texts]
             fast = self._fast.encode
-            return [slow(text) if self._is_apart(text) or _has_newer(text) else fast(text) for text in texts]
+            return [
+                slow(text) if self._is_apart(text) or _has_newer(text) else fast(text)
+                for text in texts
+            ]
         except TypeError as error:  # the word of the packages for a lone surrogate
             raise ValueError(f"a text is not valid Unicode: {error}") from error
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text; None when there is none, or the kind's files do not name tokens by text."""
+        """The id of a token by its text; None when there is none, or the kind's files do not name
+        tokens by text.
+        """
         return None
 
     def info(self) -> TokenizerInfo:
@@ -135,20 +162,26 @@ class Tokenizer(abc.ABC):
         return TokenizerInfo(self.kind, self.sha256, self.vocab_size, *ids)
 
     def accelerate(self, engine: str, load: Callable[[Any], Any], symbols: Iterable[str]) -> None:
-        """Adopt `load(gigatoken module)` when the engine is installed, reads this tokenizer, and passes the probe.
+        """Adopt `load(gigatoken module)` when the engine is installed, reads this tokenizer, and
+        passes the probe.
 
-        `symbols` are texts that may be one token by themselves; those that the engine cuts otherwise are set apart.
+        `symbols` are texts that may be one token by themselves; those that the engine cuts
+        otherwise are set apart.
         """
         if engine != "auto" or importlib.util.find_spec("gigatoken") is None:
             return
         import gigatoken
 
         def differs(*texts: str) -> bool:
-            return any(not np.array_equal(fast.encode(text), self.encode_reference(text)) for text in texts)
+            return any(
+                not np.array_equal(fast.encode(text), self.encode_reference(text)) for text in texts
+            )
 
         try:
             fast = load(gigatoken).backend
-            if fast.vocab_size > self.vocab_size or differs(*(text for text in PROBE if not self._is_apart(text))):
+            if fast.vocab_size > self.vocab_size or differs(
+                *(text for text in PROBE if not self._is_apart(text))
+            ):
                 return
             cut = [s for s in symbols if differs(s, f"a{s}b", f" {s} {s}{s}\n{s}")]
         except Exception:  # whatever it cannot read or panics on: the reference is always right
@@ -195,18 +228,25 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(f"{path}: not a SentencePiece model (it is empty)")
         try:
             model = self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-            self.vocab_size, ids = model.vocab_size(), (model.eos_id(), model.bos_id(), model.pad_id())
+            self.vocab_size, ids = (
+                model.vocab_size(),
+                (model.eos_id(), model.bos_id(), model.pad_id()),
+            )
         except Exception as error:  # RuntimeError or a protobuf error, depending on the damage
             raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
         self.eos_id, self.bos_id, self.pad_id = (None if i < 0 else i for i in ids)
         self.own = frozenset(model.id_to_piece(i) for i in (model.unk_id(), *ids) if i >= 0)
         # "<s>" written in a text is plain text to SentencePiece and a special token to gigatoken
-        self._apart = tuple(model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i))
+        self._apart = tuple(
+            model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i)
+        )
         # the package does not say which pieces are user-defined symbols, but all have score 0
         kinds = (model.is_control, model.is_unknown, model.is_byte)
         plain = (i for i in range(self.vocab_size) if not any(kind(i) for kind in kinds))
         symbols = [model.id_to_piece(i) for i in plain if model.get_score(i) == 0.0]
-        self.accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path), symbols)
+        self.accelerate(
+            engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path), symbols
+        )
 
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]."""
@@ -218,14 +258,21 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class PackageTokenizer(Tokenizer):
-    """A model of the `tokenizers` package, made of a Hugging Face `tokenizer.json` or of GPT-2's two files.
+    """A model of the `tokenizers` package, made of a Hugging Face `tokenizer.json` or of GPT-2's
+    two files.
 
-    A `tokenizer_config.json` beside them says which token ends a document, where null is none, or `eod_token`. Where it
-    is silent, the first of EOS_NAMES that is special counts; the first and the padding token likewise.
+    A `tokenizer_config.json` beside them says which token ends a document, where null is none, or
+    `eod_token`. Where it is silent, the first of EOS_NAMES that is special counts; the first and
+    the padding token likewise.
     """
 
     def __init__(
-        self, kind: str, files: tuple[Path, ...], model: Any, special: Mapping[str, int], beside: Beside
+        self,
+        kind: str,
+        files: tuple[Path, ...],
+        model: Any,
+        special: Mapping[str, int],
+        beside: Beside,
     ) -> None:
         """`special`: the ids of tokens that no text makes by chance."""
         self.kind, self.files, self.model = kind, files, model
@@ -245,7 +292,9 @@ class PackageTokenizer(Tokenizer):
 
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]; special tokens written in a text are recognised, as the package does."""
-        (encoding,) = self.model.encode_batch_fast([text], add_special_tokens=False)  # without offsets
+        (encoding,) = self.model.encode_batch_fast(
+            [text], add_special_tokens=False
+        )  # without offsets
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -278,7 +327,9 @@ def _from_tokenizer_json(path: Path, engine: str, beside: Beside) -> Tokenizer:
 
 
 def _from_gpt2(vocabulary: Path, merges: Path, engine: str, beside: Beside) -> Tokenizer:
-    """GPT-2's byte-level BPE. Special tokens in a text stay plain text: those are special that no merge makes."""
+    """GPT-2's byte-level BPE. Special tokens in a text stay plain text: those are special that no
+    merge makes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     refuse_pointer(vocabulary)
@@ -286,10 +337,14 @@ def _from_gpt2(vocabulary: Path, merges: Path, engine: str, beside: Beside) -> T
     try:
         ids, pairs = models.BPE.read_file(str(vocabulary), str(merges))
         model = Tokenizer(models.BPE(vocab=ids, merges=pairs))
-    except Exception as error:  # no ids, a line of merges that is no pair, a half or a whole of one that is no token
+    # no ids, a line of merges that is no pair, a half or a whole of one that is no token
+    except Exception as error:
         raise ValueError(f"{vocabulary}, {merges}: no byte-level BPE ({error})") from error
     if missing := sorted({*pre_tokenizers.ByteLevel.alphabet()} - ids.keys()):
-        raise ValueError(f"{vocabulary}: no byte-level BPE, {len(missing)} bytes have no token, as {missing[0]!r}")
+        raise ValueError(
+            f"{vocabulary}: no byte-level BPE, {len(missing)} bytes have no token, as "
+            f"{missing[0]!r}"
+        )
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     apart = ids.keys() - {"".join(pair) for pair in pairs}
@@ -301,20 +356,28 @@ def _from_gpt2(vocabulary: Path, merges: Path, engine: str, beside: Beside) -> T
 
 
 def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
-    """A vocabulary with `tokens` beside it, by the tokenizer.json that the library makes of the folder."""
+    """A vocabulary with `tokens` beside it, by the tokenizer.json that the library makes of the
+    folder.
+    """
     begin = f"{folder}: {', '.join(sorted(tokens)[:3])} stand beside the vocabulary"
     try:
         release = importlib.metadata.version("transformers")
     except ImportError as error:
         raise ValueError(f"{begin}, which transformers reads: pip install 'megacp[hf]'") from error
-    given = [path for name in (*itertools.chain(*FILES), *BESIDE_NAMES) if (path := folder / name).is_file()]
+    given = [
+        path
+        for name in (*itertools.chain(*FILES), *BESIDE_NAMES)
+        if (path := folder / name).is_file()
+    ]
     given += sorted(folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"))
 
     def convert(made: Path) -> None:
         from transformers import AutoTokenizer
 
         try:
-            library = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            library = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
             library.save_pretrained(made)
         except Exception as error:  # files of a foreign folder may fail anywhere in it
             raise ValueError(f"{begin}, and transformers does not read them: {error}") from error
@@ -324,23 +387,32 @@ def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
 
 
 def load_tokenizer(
-    specification: str, engine: str = "auto", eod_token: str | None = None, prepend_bos: bool | None = None
+    specification: str,
+    engine: str = "auto",
+    eod_token: str | None = None,
+    prepend_bos: bool | None = None,
 ) -> Tokenizer:
     """Load what `--tokenizer` names. ValueError lists what is allowed; files are local, always.
 
-    engine: "auto" uses gigatoken where its ids are identical, "reference" never. eod_token: the token, by its text,
-    that ends a document, for files that do not say. prepend_bos: None = as the files say.
+    engine: "auto" uses gigatoken where its ids are identical, "reference" never. eod_token: the
+    token, by its text, that ends a document, for files that do not say. prepend_bos: None = as the
+    files say.
     """
     tokenizer = ByteTokenizer() if specification == "byte" else _from_files(specification, engine)
     if eod_token is not None:
         tokenizer.eos_id = tokenizer.token_id(eod_token)
         if tokenizer.eos_id is None:
-            raise ValueError(f"--eod-token {eod_token!r} is not in the vocabulary of --tokenizer {specification}")
+            raise ValueError(
+                f"--eod-token {eod_token!r} is not in the vocabulary of --tokenizer {specification}"
+            )
     first = tokenizer.surroundings.first(tokenizer.bos_id)
     if prepend_bos and first is None:
         first = next(iter(tokenizer.surroundings.before), tokenizer.bos_id)
         if first is None:
-            raise ValueError(f"--prepend-bos: --tokenizer {specification} does not say which token begins a document")
+            raise ValueError(
+                f"--prepend-bos: --tokenizer {specification} does not say which token begins a "
+                "document"
+            )
     tokenizer.begins_with = first if prepend_bos is not False else None
     return tokenizer
 
@@ -361,11 +433,15 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
     kind = tuple(path.suffix for path in paths)
     if kind not in ((".model",), (".json",), (".json", ".txt")):
         raise ValueError(
-            f"--tokenizer is {specification!r}, allowed are byte | FOLDER of a model | FILE.model (SentencePiece) | "
+            f"--tokenizer is {specification!r}, allowed are byte | FOLDER of a model | FILE.model "
+            "(SentencePiece) | "
             "tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2 byte-level BPE); nothing is downloaded"
         )
     if missing := [str(path) for path in paths if not path.is_file()]:
-        raise ValueError(f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is downloaded)")
+        raise ValueError(
+            f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is "
+            "downloaded)"
+        )
     beside = read_beside(paths[0].parent)
     tokenizer: Tokenizer
     if len(paths) == 2:

@@ -1,7 +1,9 @@
-"""Whole checkpoints: written by each rank alone, committed by all together, and the newest whole one loaded.
+"""Whole checkpoints: written by each rank alone, committed by all together, and the newest whole
+one loaded.
 
-A checkpoint appears by one rename after all ranks have written. Only the constructor of `PendingCheckpoint` and its
-`commit` talk to other ranks, on the caller's thread: files may be written while training goes on.
+A checkpoint appears by one rename after all ranks have written. Only the constructor of
+`PendingCheckpoint` and its `commit` talk to other ranks, on the caller's thread: files may be
+written while training goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,14 @@ from megacp.training.checkpoint.directory import (
     to_json,
 )
 from megacp.training.checkpoint.outcome import on_all_ranks, on_rank_0, reason_of, sharers
-from megacp.training.checkpoint.storage import INDEX_FILE, Payload, Stored, index_of, rank_file, write_boxes
+from megacp.training.checkpoint.storage import (
+    INDEX_FILE,
+    Payload,
+    Stored,
+    index_of,
+    rank_file,
+    write_boxes,
+)
 
 _log = logging.getLogger(__name__)
 _NAMED = 20
@@ -53,7 +63,9 @@ _REMOVED = "was removed while it was read, as --keep-last of a running job does:
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; raised on every rank with the reasons of the ranks that failed."""
+    """A checkpoint could not be written; raised on every rank with the reasons of the ranks that
+    failed.
+    """
 
 
 @dataclass(frozen=True)
@@ -68,14 +80,21 @@ class Contents:
 
 
 class PendingCheckpoint:
-    """A checkpoint between its begin, which is this constructor, and `commit`; both are collective over `world`.
+    """A checkpoint between its begin, which is this constructor, and `commit`; both are collective
+    over `world`.
 
-    `boxes` of all ranks together hold each element of each tensor once (`boxes.boxes_to_save`). `background` copies
-    them and writes on a thread; else `commit` writes. Saving a step that exists makes `step_0000100.2`.
+    `boxes` of all ranks together hold each element of each tensor once (`boxes.boxes_to_save`).
+    `background` copies them and writes on a thread; else `commit` writes. Saving a step that exists
+    makes `step_0000100.2`.
     """
 
     def __init__(
-        self, root: StrPath | Url, boxes: Sequence[TensorBox], contents: Contents, world: Axis, background: bool = False
+        self,
+        root: StrPath | Url,
+        boxes: Sequence[TensorBox],
+        contents: Contents,
+        world: Axis,
+        background: bool = False,
     ) -> None:
         self._root, self._contents, self._world = place_of(root), contents, world
         self.step = contents.step
@@ -85,17 +104,24 @@ class PendingCheckpoint:
         with self._explained():
             self._folder: Place = on_rank_0(world, self._begin, SaveError)
         held = [*boxes]
-        for number, box in enumerate(boxes if background else ()):  # values of their own, of a GPU in pinned memory
+        for number, box in enumerate(
+            boxes if background else ()
+        ):  # values of their own, of a GPU in pinned memory
             values, on_gpu = box.tensor.detach(), box.tensor.is_cuda
-            own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu).copy_(values, non_blocking=on_gpu)
+            own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu).copy_(
+                values, non_blocking=on_gpu
+            )
             held[number] = dataclasses.replace(box, tensor=own)
         self._boxes: Sequence[TensorBox] = held
         if background and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         if background:
-            # a thread begins with the first GPU as its own, where every rank would then hold a context
+            # a thread begins with the first GPU as its own, where every rank would then hold a
+            # context
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            threading.Thread(target=self._write, args=(device,), name="megacp save", daemon=True).start()
+            threading.Thread(
+                target=self._write, args=(device,), name="megacp save", daemon=True
+            ).start()
         self._background = background
 
     @property
@@ -111,20 +137,30 @@ class PendingCheckpoint:
     def commit(self, keep_last: int = 0) -> Place:
         """Wait for this rank's files, then commit those of all ranks; the checkpoint's directory.
 
-        `keep_last` > 0 removes older checkpoints beyond that many. Raises SaveError on every rank when anything failed
-        on any; committed checkpoints are untouched then.
+        `keep_last` > 0 removes older checkpoints beyond that many. Raises SaveError on every rank
+        when anything failed on any; committed checkpoints are untouched then.
         """
         try:
             with self._explained():
                 if not self._background:
                     self._write()
-                on_all_ranks(self._world, lambda: self._outcome.exception() and self._outcome.result(), SaveError)
+                on_all_ranks(
+                    self._world,
+                    lambda: self._outcome.exception() and self._outcome.result(),
+                    SaveError,
+                )
                 of_ranks = gather_to_first(self._outcome.result(), self._world)
-                final: Place = on_rank_0(self._world, lambda: self._complete(of_ranks or []), SaveError)
+                final: Place = on_rank_0(
+                    self._world, lambda: self._complete(of_ranks or []), SaveError
+                )
         except SaveError:
             if self._world.rank == 0:
-                with contextlib.suppress(OSError, ValueError):  # without a manifest it is no checkpoint
-                    shutil.rmtree(self._folder) if isinstance(self._folder, Path) else self._folder.remove_below()
+                with contextlib.suppress(
+                    OSError, ValueError
+                ):  # without a manifest it is no checkpoint
+                    shutil.rmtree(self._folder) if isinstance(
+                        self._folder, Path
+                    ) else self._folder.remove_below()
             raise
         self.notes = on_rank_0(self._world, lambda: point_and_prune(final, keep_last), SaveError)
         return final
@@ -134,13 +170,17 @@ class PendingCheckpoint:
         try:
             yield
         except SaveError as why:
-            raise SaveError(f"checkpoint of step {self.step} in {self._root} was not written: {why}") from why
+            raise SaveError(
+                f"checkpoint of step {self.step} in {self._root} was not written: {why}"
+            ) from why
 
     def _begin(self) -> Place:
         """Make the folder; rank 0 only."""
         to_json(self._manifest(0, {}))  # refuses an `extra` that is no JSON
         if isinstance(self._root, Url):
-            return self._free_name()  # nothing is renamed there: only the manifest makes it a checkpoint
+            return (
+                self._free_name()
+            )  # nothing is renamed there: only the manifest makes it a checkpoint
         folder = temporary(self._root / f"step_{self.step:07d}")
         folder.mkdir(parents=True)
         return folder
@@ -155,14 +195,23 @@ class PendingCheckpoint:
         self._boxes = ()
 
     def _complete(self, of_ranks: list[tuple[FileRecord, Stored]]) -> Place:
-        """Add index, config and manifest to what all ranks have written, and rename a local folder; rank 0 only."""
+        """Add index, config and manifest to what all ranks have written, and rename a local folder;
+        rank 0 only.
+        """
         records = {rank_file(rank): record for rank, (record, _) in enumerate(of_ranks)}
         index = index_of([stored for _, stored in of_ranks]).to_json()
-        for name, content in ((INDEX_FILE, index), (CONFIG_FILE, self._contents.config_yaml.encode())):
+        for name, content in (
+            (INDEX_FILE, index),
+            (CONFIG_FILE, self._contents.config_yaml.encode()),
+        ):
             write_content(self._folder / name, content)
             records[name] = FileRecord(len(content), hashlib.sha256(content).hexdigest())
-        serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
-        write_content(self._folder / MANIFEST_FILE, to_json(self._manifest(serial, records)).encode())
+        serial = (
+            max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
+        )
+        write_content(
+            self._folder / MANIFEST_FILE, to_json(self._manifest(serial, records)).encode()
+        )
         if isinstance(self._folder, Url):
             return self._folder
         final = self._free_name()
@@ -187,7 +236,9 @@ class LoadedCheckpoint:
     path: Place
     manifest: CheckpointManifest
     passed_over: tuple[str, ...]
-    """What was wrong with newer checkpoints that were not taken, one line per file; empty when the newest is whole."""
+    """What was wrong with newer checkpoints that were not taken, one line per file; empty when the
+    newest is whole.
+    """
     config_yaml: str
     """The resolved config it was saved with."""
     world: Axis
@@ -207,10 +258,12 @@ class LoadedCheckpoint:
         return Payload(self.path, self.manifest.files)
 
     def read(self, boxes: Sequence[TensorBox]) -> None:
-        """Fill the tensors of `boxes` (`boxes.boxes_to_load`), whatever grid wrote them. Collective over `world`.
+        """Fill the tensors of `boxes` (`boxes.boxes_to_load`), whatever grid wrote them. Collective
+        over `world`.
 
-        Raises ValueError on every rank, before anything is read. It names tensors that are missing, have another shape
-        or dtype, or are in the checkpoint but on no rank. A kind that no rank asks for may be left out.
+        Raises ValueError on every rank, before anything is read. It names tensors that are missing,
+        have another shape or dtype, or are in the checkpoint but on no rank. A kind that no rank
+        asks for may be left out.
         """
         opened: list[Payload] = []
 
@@ -218,7 +271,10 @@ class LoadedCheckpoint:
             with self.reading():
                 opened.append(self.payload())
             if problems := opened[0].problems(boxes):
-                raise ValueError(f"checkpoint {self.path} does not fit this run: {listed(problems, _NAMED, '; ')}")
+                raise ValueError(
+                    f"checkpoint {self.path} does not fit this run: "
+                    f"{listed(problems, _NAMED, '; ')}"
+                )
 
         def fill() -> None:
             with self.reading():
@@ -229,20 +285,28 @@ class LoadedCheckpoint:
         on_all_ranks(self.world, fill, ValueError)
 
     def _refuse_unused(self, stored: list[str], boxes: Sequence[TensorBox]) -> None:
-        """Raise when the run asks for a kind of tensor but no rank asks for some tensor of that kind."""
+        """Raise when the run asks for a kind of tensor but no rank asks for some tensor of that
+        kind.
+        """
         asked = {box.name for box in boxes}
         device = boxes[0].tensor.device if boxes else "cpu"
         marks = torch.tensor([name in asked for name in stored], dtype=torch.int32, device=device)
         found = all_reduce(marks, self.world, "max").tolist()
         wanted = {_kind(name) for name, mark in zip(stored, found, strict=True) if mark}
-        unused = [name for name, mark in zip(stored, found, strict=True) if not mark and _kind(name) in wanted]
+        unused = [
+            name
+            for name, mark in zip(stored, found, strict=True)
+            if not mark and _kind(name) in wanted
+        ]
         if unused:
             lines = [f"{name} is in the checkpoint but not in this model" for name in unused]
-            raise ValueError(f"checkpoint {self.path} does not fit this run: {listed(lines, _NAMED, '; ')}")
+            raise ValueError(
+                f"checkpoint {self.path} does not fit this run: {listed(lines, _NAMED, '; ')}"
+            )
 
     def whole_tensors(self, kind: str = "model") -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of a kind (`optimizer.exp_avg`), whole, by global name in sorted order, one at a time; no other
-        rank is needed.
+        """All tensors of a kind (`optimizer.exp_avg`), whole, by global name in sorted order, one
+        at a time; no other rank is needed.
         """
         with self.reading():
             payload = self.payload()
@@ -254,7 +318,9 @@ class LoadedCheckpoint:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn what goes wrong inside, where only this rank reads the payload, into a ValueError with one reason."""
+        """Turn what goes wrong inside, where only this rank reads the payload, into a ValueError
+        with one reason.
+        """
         try:
             yield
         except (OSError, ValueError) as error:
@@ -269,30 +335,44 @@ def _kind(name: str) -> str:
 
 
 def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -> LoadedCheckpoint:
-    """Choose and verify a checkpoint: `path` is a directory of checkpoints or one step directory. Collective.
+    """Choose and verify a checkpoint: `path` is a directory of checkpoints or one step directory.
+    Collective.
 
-    In a directory, `latest` is tried first, then the others from the newest on; what is passed over is logged and
-    listed in the result. A step directory is taken or refused. Every file is hashed by one of the ranks, and on each
-    machine unless all see one folder (`is_shared`). Raises ValueError on every rank that names the damaged files when
-    nothing whole is left.
+    In a directory, `latest` is tried first, then the others from the newest on; what is passed over
+    is logged and listed in the result. A step directory is taken or refused. Every file is hashed
+    by one of the ranks, and on each machine unless all see one folder (`is_shared`). Raises
+    ValueError on every rank that names the damaged files when nothing whole is left.
     """
     root = place_of(path)
     candidates: list[Place] = on_rank_0(world, lambda: _candidates(root), ValueError)
     if not candidates:
-        raise ValueError(f"--load {root}: there is no committed checkpoint (no step_* folder with a {MANIFEST_FILE})")
+        raise ValueError(
+            f"--load {root}: there is no committed checkpoint (no step_* folder with a "
+            f"{MANIFEST_FILE})"
+        )
     problems: list[str] = []
     for folder in candidates:
-        manifest, config, wrong = on_rank_0(world, lambda folder=folder: _opened(folder), ValueError)  # type: ignore[misc]
+        manifest, config, wrong = on_rank_0(world, partial(_opened, folder), ValueError)
         if manifest is not None:
             # the largest first, dealt out in turn: each rank hashes its share
             names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-            sharing = list(range(world.size)) if is_shared else sharers([folder / name for name in names], world)
+            sharing = (
+                list(range(world.size))
+                if is_shared
+                else sharers([folder / name for name in names], world)
+            )
             mine = names[sharing.index(world.rank) :: len(sharing)]
             found = on_all_ranks(world, lambda: damage(folder, manifest.files, mine), ValueError)  # noqa: B023
-            wrong = [f"rank {rank}: {line}" for rank, of_rank in enumerate(found) for line in of_rank]
+            wrong = [
+                f"rank {rank}: {line}" for rank, of_rank in enumerate(found) for line in of_rank
+            ]
             if not wrong:
                 for line in problems if world.rank == 0 else []:
-                    _log.warning("checkpoint passed over, %s is loaded instead: %s", folder, for_terminal(line))
+                    _log.warning(
+                        "checkpoint passed over, %s is loaded instead: %s",
+                        folder,
+                        for_terminal(line),
+                    )
                 return LoadedCheckpoint(folder, manifest, tuple(problems), config, world)
         if not on_rank_0(world, folder.is_dir, ValueError):
             wrong = [f"{folder} {_REMOVED}"]
@@ -301,7 +381,8 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
 
 
 def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
-    """The first step directory that would be loaded, its manifest and its config; None where there is none.
+    """The first step directory that would be loaded, its manifest and its config; None where there
+    is none.
 
     Only one rank reads it, and no tensors: `load_checkpoint` may yet pass over it.
     """
@@ -313,7 +394,9 @@ def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
 
 
 def _candidates(root: Place) -> list[Place]:
-    """What to try, in order. Damaged manifests come before older whole ones, so that they are reported."""
+    """What to try, in order. Damaged manifests come before older whole ones, so that they are
+    reported.
+    """
     if (root / MANIFEST_FILE).exists() or is_step_name(root.name):
         return [root] if root.is_dir() else []
     whole, damaged = step_folders(root)

@@ -1,12 +1,14 @@
-"""A directory of checkpoints: names and manifests, which are committed, `latest`, the lock of the run that writes.
+"""A directory of checkpoints: names and manifests, which are committed, `latest`, the lock of the
+run that writes.
 
-    DIRECTORY/latest                  name of the last committed checkpoint
-    DIRECTORY/step_0000100/           manifest.json, config.yaml, index.json, rank_00000.safetensors, ...
+    DIRECTORY/latest                  name of the last committed checkpoint DIRECTORY/step_0000100/
+    manifest.json, config.yaml, index.json, rank_00000.safetensors, ...
     DIRECTORY/step_0000100.tmp-*/     being written, being deleted, or left by a crash: never read
     DIRECTORY/lock                    held by the run that writes here
 
-A name without `.tmp-` was given by a rename of something complete. An object store has no rename: there a step is
-complete with its manifest, which is written last and removed first, and there is no lock.
+A name without `.tmp-` was given by a rename of something complete. An object store has no rename:
+there a step is complete with its manifest, which is written last and removed first, and there is no
+lock.
 """
 
 from __future__ import annotations
@@ -67,13 +69,19 @@ def checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def to_json(manifest: CheckpointManifest) -> str:
-    """The manifest as text, with its own checksum. TypeError or ValueError when `extra` is no JSON."""
+    """The manifest as text, with its own checksum. TypeError or ValueError when `extra` is no
+    JSON.
+    """
     content = json.loads(json.dumps({"format": FORMAT, **asdict(manifest)}, allow_nan=False))
-    return json.dumps({**content, "checksum": checksum_of(content)}, indent=1)  # no newline: each byte lost is seen
+    return json.dumps(
+        {**content, "checksum": checksum_of(content)}, indent=1
+    )  # no newline: each byte lost is seen
 
 
 def read_manifest(folder: Place) -> CheckpointManifest:
-    """Read and check `manifest.json`. Raises ValueError naming the file; UnreachableError: the store is not reached."""
+    """Read and check `manifest.json`. Raises ValueError naming the file; UnreachableError: the
+    store is not reached.
+    """
     path = folder / MANIFEST_FILE
     try:
         content = json.loads(read_content(path))
@@ -94,12 +102,16 @@ def read_manifest(folder: Place) -> CheckpointManifest:
 
 
 def damage(folder: Place, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint. Raises UnreachableError where the store is not reached."""
+    """What is wrong with these files of a checkpoint. Raises UnreachableError where the store is
+    not reached.
+    """
     problems = []
     for name in names:
         try:
             if digest_of(folder / name, records[name].size)[1] != records[name].sha256:
-                problems.append(f"{folder / name} is damaged: its sha256 is not the one in the manifest")
+                problems.append(
+                    f"{folder / name} is damaged: its sha256 is not the one in the manifest"
+                )
         except UnreachableError:
             raise
         except OSError as error:
@@ -120,7 +132,9 @@ def temporary(folder: Path) -> Path:
 
 
 def step_folders(directory: Place) -> tuple[list[Place], list[Place]]:
-    """Step directories with a whole manifest, newest first, and those whose manifest is missing or damaged."""
+    """Step directories with a whole manifest, newest first, and those whose manifest is missing or
+    damaged.
+    """
     serials: dict[Place, int] = {}
     damaged: list[Place] = []
     for folder in folders_in(directory):
@@ -135,18 +149,24 @@ def step_folders(directory: Place) -> tuple[list[Place], list[Place]]:
 
 
 def committed(directory: StrPath | Url) -> list[Place]:
-    """The committed step directories below `directory`, newest first; their payload is not verified."""
+    """The committed step directories below `directory`, newest first; their payload is not
+    verified.
+    """
     return step_folders(place_of(directory))[0]
 
 
 def holds_checkpoints(directory: StrPath | Url) -> bool:
-    """Whether checkpoints were ever committed here, whole or not: there are step directories, or `latest`.
+    """Whether checkpoints were ever committed here, whole or not: there are step directories, or
+    `latest`.
 
-    Where a store has no `latest`, none was: a step without a manifest is what the first save of a run has left.
+    Where a store has no `latest`, none was: a step without a manifest is what the first save of a
+    run has left.
     """
     root = place_of(directory)
     whole, damaged = step_folders(root)
-    return bool(whole) or (root / LATEST_FILE).exists() or (isinstance(root, Path) and bool(damaged))
+    return (
+        bool(whole) or (root / LATEST_FILE).exists() or (isinstance(root, Path) and bool(damaged))
+    )
 
 
 def latest_of(directory: Place) -> str | None:
@@ -161,13 +181,16 @@ def latest_of(directory: Place) -> str | None:
 
 
 def point_and_prune(final: Place, keep_last: int) -> list[str]:
-    """Let `latest` name the new checkpoint; when `keep_last` is above 0, remove all but that many of the newest.
+    """Let `latest` name the new checkpoint; when `keep_last` is above 0, remove all but that many
+    of the newest.
 
     Returns what could not be removed. OSError only when `latest` cannot be written.
     """
     latest, content = final.parent / LATEST_FILE, f"{final.name}\n".encode()
     latest.write(content) if isinstance(latest, Url) else files.write_atomically(latest, content)
-    older = [folder for folder in committed(final.parent) if folder != final] if keep_last > 0 else []
+    older = (
+        [folder for folder in committed(final.parent) if folder != final] if keep_last > 0 else []
+    )
     notes = []
     for folder in older[keep_last - 1 :]:
         try:  # so that no half of it is ever taken for one
@@ -190,16 +213,20 @@ def remove_leftovers(directory: Path | str) -> list[str]:
     """
     left = sorted(path for path in Path(directory).iterdir() if _TEMPORARY.fullmatch(path.name))
     for path in left:
-        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path, ignore_errors=True)
+        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(
+            path, ignore_errors=True
+        )
     return [f"removed {path}, left by a crash" for path in left]
 
 
 class DirectoryLock:
-    """A POSIX record lock on DIRECTORY/lock, held until `release` or the end of this process, kill -9 included.
+    """A POSIX record lock on DIRECTORY/lock, held until `release` or the end of this process, kill
+    -9 included.
 
-    A forked child does not keep it, as it would an `flock`. Between machines it acts where the file system has locks
-    (NFS with a lock daemon, GPFS, Lustre with `-o flock`); without any, `problem` says so and the run goes on.
-    Raises ValueError with host and process of the owner when another process holds it.
+    A forked child does not keep it, as it would an `flock`. Between machines it acts where the file
+    system has locks (NFS with a lock daemon, GPFS, Lustre with `-o flock`); without any, `problem`
+    says so and the run goes on. Raises ValueError with host and process of the owner when another
+    process holds it.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -215,10 +242,13 @@ class DirectoryLock:
         except BlockingIOError as taken:
             owner = files.read_regular(path).decode(errors="replace").strip()
             raise ValueError(
-                f"--save {directory} is in use by {owner or 'another run'}: choose another directory, or end that run"
+                f"--save {directory} is in use by {owner or 'another run'}: choose another "
+                "directory, or end that run"
             ) from taken
         except files.NoLocksError as error:
-            self.problem = f"{path} cannot be locked ({error.strerror}): a second run would not be noticed"
+            self.problem = (
+                f"{path} cannot be locked ({error.strerror}): a second run would not be noticed"
+            )
             return
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, self.owner.encode(), 0)

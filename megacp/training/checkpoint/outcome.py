@@ -1,4 +1,6 @@
-"""One action on all ranks: all succeed, or all raise the same error with the reasons of those that failed."""
+"""One action on all ranks: all succeed, or all raise the same error with the reasons of those that
+failed.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
 
 
 def _await_files(host: HostGroup, error: type[Exception]) -> None:
-    """Wait for ranks whose files take longer than the timeout of collectives; `error` says which rank did not come.
+    """Wait for ranks whose files take longer than the timeout of collectives; `error` says which
+    rank did not come.
 
-    The wait does not use the run's store, which may have gone with torchrun's agent while its ranks continue and save.
+    The wait does not use the run's store, which may have gone with torchrun's agent while its ranks
+    continue and save.
     """
     begun = time.monotonic()
     try:
@@ -54,8 +58,10 @@ def _await_files(host: HostGroup, error: type[Exception]) -> None:
         why = str(missed).partition("\n")[0]
         is_lost = time.monotonic() - begun < host.seconds
         raise error(
-            f"a {'rank was lost' if is_lost else 'rank, disk or network is slow'}: not all ranks have read or written "
-            f"their part of a checkpoint within {host.seconds:g} s (6 x --distributed-timeout-minutes): {why}"
+            f"a {'rank was lost' if is_lost else 'rank, disk or network is slow'}: not all ranks "
+            "have read or written "
+            f"their part of a checkpoint within {host.seconds:g} s (6 x "
+            f"--distributed-timeout-minutes): {why}"
         ) from missed
 
 
@@ -66,11 +72,13 @@ def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> 
 
 
 def sharers(files: Iterable[Place], world: Axis) -> list[int]:
-    """Return the ranks that see the same local files as this one, on the same machine; it is one of them.
+    """Return the ranks that see the same local files as this one, on the same machine; it is one of
+    them.
 
-    The files decide, not their folder: a container or a bind mount may put another file into a folder that two ranks
-    share, and copies of one folder on two disks may have equal numbers. A file's number with its size and times is
-    that of one file. Files in a store are the same for all.
+    The files decide, not their folder: a container or a bind mount may put another file into a
+    folder that two ranks share, and copies of one folder on two disks may have equal numbers. A
+    file's number with its size and times is that of one file. Files in a store are the same for
+    all.
     """
     local = sorted({file for file in files if isinstance(file, Path)})
     found: list[str] = []
@@ -84,21 +92,26 @@ def sharers(files: Iterable[Place], world: Axis) -> list[int]:
             found.append("missing")
             continue
         found.append(f"{one.st_dev} {one.st_ino} {one.st_size} {one.st_mtime_ns} {one.st_ctime_ns}")
-    own = hashlib.sha256("\n".join(found).encode()).hexdigest()  # a checkpoint has a file of each rank
+    own = hashlib.sha256(
+        "\n".join(found).encode()
+    ).hexdigest()  # a checkpoint has a file of each rank
     return [rank for rank, other in enumerate(gather_objects(own, world)) if other == own]
 
 
 def reason_of(error: BaseException) -> str:
     """Why something failed, in words.
 
-    An operating-system error below it is what counts: torch's archive writer turns a full disk into a RuntimeError that
-    says where in the archive it was.
+    An operating-system error below it is what counts: torch's archive writer turns a full disk into
+    a RuntimeError that says where in the archive it was.
     """
     cause: BaseException | None = error if isinstance(error, (OSError, RuntimeError)) else None
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:
             where = f" {cause.filename}" if cause.filename else ""
-            return f"{os.strerror(cause.errno)} ({errno.errorcode.get(cause.errno, cause.errno)}){where}"
+            return (
+                f"{os.strerror(cause.errno)} "
+                f"({errno.errorcode.get(cause.errno, cause.errno)}){where}"
+            )
         cause = cause.__cause__ or cause.__context__
     known = isinstance(error, (ValueError, RuntimeError)) and str(error)
     return str(error) if known else f"{type(error).__name__}: {error}"

@@ -1,7 +1,9 @@
-"""The tensors of a checkpoint: one safetensors file a rank, and one index of which box of which tensor lies where.
+"""The tensors of a checkpoint: one safetensors file a rank, and one index of which box of which
+tensor lies where.
 
-A rank writes its own boxes and reads the bytes it needs, and talks to no other rank in between. Header and positions of
-every file follow from the index. Files are read, not mapped: a mapped file that is cut ends the process.
+A rank writes its own boxes and reads the bytes it needs, and talks to no other rank in between.
+Header and positions of every file follow from the index. Files are read, not mapped: a mapped file
+that is cut ends the process.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ STORED_DTYPES = {
 """The dtypes of checkpoints by their names in the format."""
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _PART = 64 << 20
-"""Bytes that are written at a time: a tensor that is mapped from a file is then never in memory as a whole."""
+"""Bytes that are written at a time: a tensor that is mapped from a file is then never in memory as
+a whole.
+"""
 _SECONDS = 10.0
-"""Seconds to wait for a folder that another machine has just made: network file systems show it late."""
+"""Seconds to wait for a folder that another machine has just made: network file systems show it
+late.
+"""
 
 
 def rank_file(rank: int) -> str:
@@ -45,9 +51,11 @@ def rank_file(rank: int) -> str:
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
-    """The first bytes of a safetensors file with these tensors (name, dtype, shape); their values follow in this order.
+    """The first bytes of a safetensors file with these tensors (name, dtype, shape); their values
+    follow in this order.
 
-    Give the widest dtypes first: the format wants no gaps, and that order keeps every tensor aligned.
+    Give the widest dtypes first: the format wants no gaps, and that order keeps every tensor
+    aligned.
     """
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -103,11 +111,16 @@ class Index:
     files: Mapping[str, Sequence[StoredBox]]
 
     def header(self, file: str) -> bytes:
-        """The bytes that this file must begin with: a box has its tensor's name, and its ranges unless it is whole."""
+        """The bytes that this file must begin with: a box has its tensor's name, and its ranges
+        unless it is whole.
+        """
         entries = []
         for box in self.files[file]:
             shape, dtype = self.tensors[box.name]
-            ranges = (f"{begin}:{begin + extent}" for begin, extent in zip(box.offsets, box.extents, strict=True))
+            ranges = (
+                f"{begin}:{begin + extent}"
+                for begin, extent in zip(box.offsets, box.extents, strict=True)
+            )
             name = box.name if box.extents == shape else f"{box.name}[{', '.join(ranges)}]"
             entries.append((name, dtype, box.extents))
         return header(entries)
@@ -122,7 +135,10 @@ class Index:
 
     def to_json(self) -> bytes:
         """The index as text."""
-        tensors = {name: {"dtype": _NAMES[dtype], "shape": shape} for name, (shape, dtype) in self.tensors.items()}
+        tensors = {
+            name: {"dtype": _NAMES[dtype], "shape": shape}
+            for name, (shape, dtype) in self.tensors.items()
+        }
         return json.dumps({"tensors": tensors, "files": self.files}, separators=(",", ":")).encode()
 
 
@@ -131,10 +147,17 @@ Stored = list[tuple[StoredBox, GlobalTensor]]
 
 
 def write_boxes(folder: Place, rank: int, boxes: Sequence[TensorBox]) -> tuple[FileRecord, Stored]:
-    """Write the file of a rank into a folder that all ranks share; what it holds. Talks to no other rank."""
-    filled = sorted((box for box in boxes if box.tensor.numel()), key=lambda box: -box.tensor.dtype.itemsize)
+    """Write the file of a rank into a folder that all ranks share; what it holds. Talks to no other
+    rank.
+    """
+    filled = sorted(
+        (box for box in boxes if box.tensor.numel()), key=lambda box: -box.tensor.dtype.itemsize
+    )
     stored: Stored = [
-        (StoredBox(box.name, box.offsets, tuple(box.tensor.shape)), GlobalTensor(box.global_shape, box.tensor.dtype))
+        (
+            StoredBox(box.name, box.offsets, tuple(box.tensor.shape)),
+            GlobalTensor(box.global_shape, box.tensor.dtype),
+        )
         for box in filled
     ]
 
@@ -148,7 +171,8 @@ def write_boxes(folder: Place, rank: int, boxes: Sequence[TensorBox]) -> tuple[F
 
 
 def index_of(of_ranks: Sequence[Stored]) -> Index:
-    """The index of the files of all ranks. ValueError unless the boxes of every tensor make it up, each element once.
+    """The index of the files of all ranks. ValueError unless the boxes of every tensor make it up,
+    each element once.
 
     A wrong `counted` would write a copy twice, or a parameter on no rank.
     """
@@ -164,11 +188,15 @@ def index_of(of_ranks: Sequence[Stored]) -> Index:
     wrong |= {box.name for box, count in boxes.items() if count > 1}
     if wrong:
         raise ValueError(f"the boxes of {listed(sorted(wrong), 20)} are not each element once")
-    return Index(tensors, {rank_file(rank): [box for box, _ in stored] for rank, stored in enumerate(of_ranks)})
+    return Index(
+        tensors,
+        {rank_file(rank): [box for box, _ in stored] for rank, stored in enumerate(of_ranks)},
+    )
 
 
 class Payload:
-    """Written tensors, opened for reading; `files` are their files as the manifest states them, already hashed.
+    """Written tensors, opened for reading; `files` are their files as the manifest states them,
+    already hashed.
 
     Raises ValueError when the index is damaged or refers to a file that `files` does not name.
     """
@@ -184,13 +212,20 @@ class Payload:
                 for name, value in content["tensors"].items()
             }
             boxes = {
-                file: [StoredBox(name, tuple(offsets), tuple(extents)) for name, offsets, extents in of_file]
+                file: [
+                    StoredBox(name, tuple(offsets), tuple(extents))
+                    for name, offsets, extents in of_file
+                ]
                 for file, of_file in content["files"].items()
             }
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{folder / INDEX_FILE} is damaged: it is no index: {error}") from error
+            raise ValueError(
+                f"{folder / INDEX_FILE} is damaged: it is no index: {error}"
+            ) from error
         if unknown := set(boxes) - set(files):
-            raise ValueError(f"{folder / INDEX_FILE} refers to files outside the manifest: {sorted(unknown)[:3]}")
+            raise ValueError(
+                f"{folder / INDEX_FILE} refers to files outside the manifest: {sorted(unknown)[:3]}"
+            )
         self._index = Index(tensors, boxes)
         self._header = functools.cache(self._index.header)  # the converter reads tensor by tensor
         self._positions: dict[str, list[Position]] = defaultdict(list)
@@ -203,7 +238,9 @@ class Payload:
         return self._index.tensors
 
     def problems(self, boxes: Iterable[TensorBox]) -> list[str]:
-        """Why these boxes cannot be read, one line per tensor: missing, another shape, another dtype."""
+        """Why these boxes cannot be read, one line per tensor: missing, another shape, another
+        dtype.
+        """
         found: dict[str, str] = {}
         for box in boxes:
             stored, asked = self.tensors.get(box.name), (tuple(box.global_shape), box.tensor.dtype)
@@ -215,23 +252,33 @@ class Payload:
         return list(found.values())
 
     def read(self, boxes: Iterable[TensorBox]) -> None:
-        """Fill the boxes' tensors from the files that hold a part of them. `problems` must be empty.
+        """Fill the boxes' tensors from the files that hold a part of them. `problems` must be
+        empty.
 
-        Raises ValueError when a file does not hold what the index says, OSError when it cannot be opened.
+        Raises ValueError when a file does not hold what the index says, OSError when it cannot be
+        opened.
         """
         reads: dict[str, list[_Read]] = defaultdict(list)
         for box in boxes:
             found = 0
             for position in self._positions[box.name] if box.tensor.numel() else []:
                 stored = position.box
-                low = tuple(map(max, stored.offsets, box.offsets))  # the first of the elements that both have
-                ends = zip(stored.offsets, stored.extents, box.offsets, box.tensor.shape, strict=True)
-                extents = tuple(min(a + n, b + m) - begin for (a, n, b, m), begin in zip(ends, low, strict=True))
+                low = tuple(
+                    map(max, stored.offsets, box.offsets)
+                )  # the first of the elements that both have
+                ends = zip(
+                    stored.offsets, stored.extents, box.offsets, box.tensor.shape, strict=True
+                )
+                extents = tuple(
+                    min(a + n, b + m) - begin for (a, n, b, m), begin in zip(ends, low, strict=True)
+                )
                 if all(extent > 0 for extent in extents):
                     reads[position.file].append(_Read(position, box, low, extents))
                     found += math.prod(extents)
             if found != box.tensor.numel():
-                raise ValueError(f"the checkpoint index does not cover {box.name}: {found} elements found")
+                raise ValueError(
+                    f"the checkpoint index does not cover {box.name}: {found} elements found"
+                )
         for file, of_file in sorted(reads.items()):
             path, expected = self._folder / file, self._header(file)
             with open_stream(path, self._records[file].size) as stream:
@@ -259,14 +306,21 @@ class _Read(NamedTuple):
 
 
 def _fill(stream: BufferedReader, begin: int, read: _Read, path: Place) -> None:
-    """Read the bytes from the first shared element to the last, and copy those elements to where they are wanted."""
+    """Read the bytes from the first shared element to the last, and copy those elements to where
+    they are wanted.
+    """
     (_, start, stored), wanted = read.position, read.wanted
     target = wanted.tensor.detach()
-    for dim, (offset, low, extent) in enumerate(zip(wanted.offsets, read.offsets, read.extents, strict=True)):
+    for dim, (offset, low, extent) in enumerate(
+        zip(wanted.offsets, read.offsets, read.extents, strict=True)
+    ):
         target = target.narrow(dim, low - offset, extent)
     # row-major strides of the stored box; the shared elements lie in [first, first + count) of it
     strides = [math.prod(stored.extents[dim + 1 :]) for dim in range(len(stored.extents))]
-    first = sum((low - offset) * s for low, offset, s in zip(read.offsets, stored.offsets, strides, strict=True))
+    first = sum(
+        (low - offset) * s
+        for low, offset, s in zip(read.offsets, stored.offsets, strides, strict=True)
+    )
     count = 1 + sum((extent - 1) * s for extent, s in zip(read.extents, strides, strict=True))
     # without gaps between them in the file, the values need no memory of their own
     direct = count == target.numel() and target.is_contiguous() and target.device.type == "cpu"

@@ -1,11 +1,13 @@
-"""The images of a row: spans and bounds for all ranks, from tables alone; pixels for the rank that encodes them.
+"""The images of a row: spans and bounds for all ranks, from tables alone; pixels for the rank that
+encodes them.
 
-The boundary table says which rank encodes which image, so no rank sends pixels to another. A rank that encodes nothing
-(another pipeline stage, more ranks than units) decodes nothing.
+The boundary table says which rank encodes which image, so no rank sends pixels to another. A rank
+that encodes nothing (another pipeline stage, more ranks than units) decodes nothing.
 
-A bad image: `fail` ends the run and names the record. `skip` drops the whole document, on all ranks alike, though
-one rank alone has seen the fault. That rank reports it (`VisionInputs.bad_documents`), the ranks exchange their reports
-before a step, and each clears the same documents (`training/loop/images.py`).
+A bad image: `fail` ends the run and names the record. `skip` drops the whole document, on all ranks
+alike, though one rank alone has seen the fault. That rank reports it
+(`VisionInputs.bad_documents`), the ranks exchange their reports before a step, and each clears the
+same documents (`training/loop/images.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from megacp.training.data.vision.rules import ImageError, Pixels
 
 
 class Decoder(Protocol):
-    """Encoded bytes to pixels; called from several threads at once. ImageError says what is wrong with the bytes.
+    """Encoded bytes to pixels; called from several threads at once. ImageError says what is wrong
+    with the bytes.
 
-    `patch_shape`: patches of a crop, numbers of a patch. `image`: all crops of an image. `video`: those of some units
-    of a video, whose numbers rise.
+    `patch_shape`: patches of a crop, numbers of a patch. `image`: all crops of an image. `video`:
+    those of some units of a video, whose numbers rise.
     """
 
     @property
@@ -71,11 +74,17 @@ class RowUnits:
     """int64 [u, 2], as of a pack; None where no pack has some."""
 
 
-def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: np.ndarray) -> RowUnits:
-    """Units of packs with `num_segments` segments each, where segment s of the row begins at index `begin[s]`."""
+def row_units(
+    images: Sequence[PackImages], num_segments: Sequence[int], begin: np.ndarray
+) -> RowUnits:
+    """Units of packs with `num_segments` segments each, where segment s of the row begins at index
+    `begin[s]`.
+    """
     pack = np.repeat(np.arange(len(images)), [len(one.units) for one in images])
     table = np.concatenate([one.units for one in images])
-    table["segment"] += (np.cumsum(num_segments) - num_segments)[pack]  # segments of the packs before
+    table["segment"] += (np.cumsum(num_segments) - num_segments)[
+        pack
+    ]  # segments of the packs before
     cumulative = dict[str, np.ndarray]()
     for name in ("image_stop", "pooled_stop"):
         totals = np.array([int(one.units[name][-1]) if len(one.units) else 0 for one in images])
@@ -95,29 +104,36 @@ def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: 
 def vision_inputs(
     units: RowUnits, tokens: np.ndarray, feature_ids: tuple[int, ...], packs: Sequence[Pack] = ()
 ) -> VisionInputs:
-    """What all ranks know of the images of a row of `tokens [T]`: no pixels, and no boundary table yet.
+    """What all ranks know of the images of a row of `tokens [T]`: no pixels, and no boundary table
+    yet.
 
-    ValueError names the document that has other image-patch tokens than features, with `packs` its record too.
+    ValueError names the document that has other image-patch tokens than features, with `packs` its
+    record too.
     """
     in_row = np.flatnonzero(np.isin(tokens, feature_ids))  # image-patch tokens
     # [segments]: image-patch tokens of each, and the features that its units make
-    held = np.bincount(np.searchsorted(units.begin, in_row, side="right") - 1, minlength=len(units.begin))
+    held = np.bincount(
+        np.searchsorted(units.begin, in_row, side="right") - 1, minlength=len(units.begin)
+    )
     pooled = np.diff(units.cum_pooled, prepend=0)
     features = np.bincount(units.table["segment"], pooled, len(units.begin)).astype(np.int64)
     for segment in np.flatnonzero(held != features).tolist():
         where = f"{_record(packs, segment)}, " if packs else ""
         ids = ", ".join(map(str, feature_ids))
-        counts = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
+        counts = (
+            f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
+        )
         raise ValueError(f"{where}document {segment} of its row: {counts}")
     patches, pooling = np.zeros((0, 0, 0), np.float32), np.zeros((0, 1), np.int64)
     return VisionInputs(units.cum_crops, units.cum_pooled, in_row, None, patches, pooling)
 
 
 def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
-    """int32 [length]: image tokens (markers included) that see each other in both directions share a number above 0.
+    """int32 [length]: image tokens (markers included) that see each other in both directions share
+    a number above 0.
 
-    "example": all of a source document, or of one of its branches; "image": each image or frame by itself; "causal":
-    none.
+    "example": all of a source document, or of one of its branches; "image": each image or frame by
+    itself; "causal": none.
     """
     span = np.zeros(length, np.int32)
     if image_attention != "causal":
@@ -125,18 +141,26 @@ def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
         parts = np.stack([units.table["segment"], units.table["branch"]])
         together = np.unique(parts, axis=1, return_inverse=True)[1].reshape(-1)
         number = {"example": together, "image": np.arange(len(units.first))}[image_attention]
-        for first, count, value in zip(units.first, units.table["num_tokens"], number + 1, strict=True):
+        for first, count, value in zip(
+            units.first, units.table["num_tokens"], number + 1, strict=True
+        ):
             span[first : first + count] = value
     return span
 
 
 def with_images(
-    batch: PackedBatch, packs: Sequence[Pack], begin: np.ndarray, image_attention: str, loading: ImageLoading | None
+    batch: PackedBatch,
+    packs: Sequence[Pack],
+    begin: np.ndarray,
+    image_attention: str,
+    loading: ImageLoading | None,
 ) -> PackedBatch:
-    """The row of `packs` with the spans and bounds of its images, and the pixels that `loading` asks for.
+    """The row of `packs` with the spans and bounds of its images, and the pixels that `loading`
+    asks for.
 
-    Segment s begins at index `begin[s]`; without images it is the row itself. ValueError names the record whose
-    image-patch tokens are not as many as its features, and that of a bad image when the policy is `fail`.
+    Segment s begins at index `begin[s]`; without images it is the row itself. ValueError names the
+    record whose image-patch tokens are not as many as its features, and that of a bad image when
+    the policy is `fail`.
     """
     images = [pack.images for pack in packs if pack.images is not None]
     if not images:
@@ -151,20 +175,26 @@ def with_images(
 
 
 def position_axes(batch: PackedBatch, grids: np.ndarray, vision: VisionInputs) -> np.ndarray:
-    """int64 [T, 3], as `PackedBatch` says, for units of `grids [u, 2]`: along the paths of trees too.
+    """int64 [T, 3], as `PackedBatch` says, for units of `grids [u, 2]`: along the paths of trees
+    too.
 
-    An image's tokens begin where the text before it ends; rows and columns count on from there, time does not.
+    An image's tokens begin where the text before it ends; rows and columns count on from there,
+    time does not.
     """
     rows, stops = vision.feature_rows, vision.cum_token_pooling_bounds
     step = (batch.leave > 0).astype(np.int64)  # [T]: how far a token moves what stands behind it
     step[rows] = 0
     step[rows[stops - 1]] = grids.max(1)  # the last token of an image, for all of it
-    ended = np.cumsum(np.bincount(batch.leave, step, len(batch) + 1))[:-1].astype(np.int64)  # in parts that end before
+    ended = np.cumsum(np.bincount(batch.leave, step, len(batch) + 1))[:-1].astype(
+        np.int64
+    )  # in parts that end before
     position = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
     axes = np.repeat(position[:, None], 3, axis=1)
     pooled = np.diff(stops, prepend=0)  # [u]: tokens of each image
     columns = np.repeat(grids[:, 1], pooled)  # of the image of each of its tokens
-    within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)  # index in its image, row by row
+    within = np.arange(len(rows)) - np.repeat(
+        stops - pooled, pooled
+    )  # index in its image, row by row
     axes[rows, 1] += within // columns
     axes[rows, 2] += within % columns
     return axes
@@ -176,16 +206,32 @@ def _record(packs: Sequence[Pack], segment: int) -> str:
 
 
 def _with_pixels(
-    vision: VisionInputs, document: np.ndarray, packs: Sequence[Pack], units: RowUnits, loading: ImageLoading
+    vision: VisionInputs,
+    document: np.ndarray,
+    packs: Sequence[Pack],
+    units: RowUnits,
+    loading: ImageLoading,
 ) -> VisionInputs:
-    """The images of a row with their boundary table for `cp_size` ranks and the pixels that this rank encodes."""
+    """The images of a row with their boundary table for `cp_size` ranks and the pixels that this
+    rank encodes.
+    """
     images = [pack.images for pack in packs if pack.images is not None]
     shape = loading.decoder.patch_shape
     table = units.table
     bounds = units.cum_crops, units.cum_pooled
     # a row of several packs has other bounds than each of them
-    stored = images[0].boundaries.get(loading.cp_size) if len(images) == 1 and loading.strategy == "stored" else None
-    strategy = loading.strategy if loading.strategy == REPLICATE else "computed" if stored is None else "stored"
+    stored = (
+        images[0].boundaries.get(loading.cp_size)
+        if len(images) == 1 and loading.strategy == "stored"
+        else None
+    )
+    strategy = (
+        loading.strategy
+        if loading.strategy == REPLICATE
+        else "computed"
+        if stored is None
+        else "stored"
+    )
     rank, ranks = (0, 1) if strategy == REPLICATE else (loading.cp_rank, loading.cp_size)
     boundaries = compute_image_shard_boundaries(*bounds, ranks) if stored is None else stored
     mine = list(units_of(boundaries, units.cum_crops, rank)) if loading.decodes else []
@@ -194,8 +240,14 @@ def _with_pixels(
     bad: dict[int, str] = {}
 
     def file(unit: int) -> tuple[int, ...]:
-        """Frames of one video stand together, and their file is read once; an image that is named twice stays two."""
-        return int(units.pack[unit]), int(table["item"][unit]), -1 if table["frame"][unit] >= 0 else unit
+        """Frames of one video stand together, and their file is read once; an image that is named
+        twice stays two.
+        """
+        return (
+            int(units.pack[unit]),
+            int(table["item"][unit]),
+            -1 if table["frame"][unit] >= 0 else unit,
+        )
 
     for _, group in itertools.groupby(mine, file):
         item = list(group)
@@ -204,20 +256,33 @@ def _with_pixels(
         crops, pooled = sizes[item].sum(0).tolist()
         try:
             data = images[int(units.pack[first])].read(int(table["item"][first]))
-            pixels = loading.decoder.video(data, frames) if frames[0] >= 0 else loading.decoder.image(data)
+            pixels = (
+                loading.decoder.video(data, frames)
+                if frames[0] >= 0
+                else loading.decoder.image(data)
+            )
             expected = (crops, *shape), pooled
             if (sized := (pixels[0].shape, len(pixels[1]))) != expected:
-                raise ImageError(f"it decodes to patches and pooled tokens {sized}, the dataset has {expected}")
+                raise ImageError(
+                    f"it decodes to patches and pooled tokens {sized}, the dataset has {expected}"
+                )
             found.append(pixels)
         except ImageError as error:
             what = "video" if frames[0] >= 0 else "image"
-            reason = f"{_record(packs, int(table['segment'][first]))}: {what} {table['item'][first]}: {error}"
+            reason = (
+                f"{_record(packs, int(table['segment'][first]))}: {what} "
+                f"{table['item'][first]}: {error}"
+            )
             if loading.on_bad_image == "fail":
-                raise ValueError(f"{reason} (--on-bad-image skip leaves such documents out)") from None
+                raise ValueError(
+                    f"{reason} (--on-bad-image skip leaves such documents out)"
+                ) from None
             bad.setdefault(int(document[units.first[first]]), reason)
             # a stand-in: its features are finite, and no token sees them
             window = 1 if units.grids is None else crops // pooled
-            found.append((np.zeros((crops, *shape), np.float32), np.zeros((pooled, window), np.int64)))
+            found.append(
+                (np.zeros((crops, *shape), np.float32), np.zeros((pooled, window), np.int64))
+            )
     patches, pooling = joined(found, shape)
     return dataclasses.replace(
         vision,
@@ -231,8 +296,12 @@ def _with_pixels(
 
 
 def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:
-    """Pixels of several items as one: windows filled up with -1, indices counted from the first item's patches."""
-    patches = np.concatenate([np.zeros((0, *patch_shape), np.float32), *(pixels for pixels, _ in found)])
+    """Pixels of several items as one: windows filled up with -1, indices counted from the first
+    item's patches.
+    """
+    patches = np.concatenate(
+        [np.zeros((0, *patch_shape), np.float32), *(pixels for pixels, _ in found)]
+    )
     window = max((pooling.shape[1] for _, pooling in found), default=1)  # patches of the largest
     rows = [np.zeros((0, window), np.int64)]
     before = 0

@@ -1,9 +1,11 @@
-"""The loader: which packs each data-parallel rank reads in each step, read and prepared ahead in threads.
+"""The loader: which packs each data-parallel rank reads in each step, read and prepared ahead in
+threads.
 
-A step is a function of dataset, seed, samples consumed, dp rank and dp size. So a run resumes from one integer, on any
-number of ranks, and sees every sample exactly once. The samples of a step are the same set for every dp size:
-microbatch j of rank r holds the step's samples from (j * dp_size + r) * m on.
-Ranks that differ only in tp, cp or pp read the same packs and compare `PackedBatch.fingerprint()`.
+A step is a function of dataset, seed, samples consumed, dp rank and dp size. So a run resumes from
+one integer, on any number of ranks, and sees every sample exactly once. The samples of a step are
+the same set for every dp size: microbatch j of rank r holds the step's samples from (j * dp_size +
+r) * m on. Ranks that differ only in tp, cp or pp read the same packs and compare
+`PackedBatch.fingerprint()`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from megacp.training.data.reader import Pack
 
 
 class PackSource(Protocol):
-    """What the loader reads from: a PackedDataset, a PackBlend, or anything else with numbered packs.
+    """What the loader reads from: a PackedDataset, a PackBlend, or anything else with numbered
+    packs.
 
     `pack`: pack `i`, 0 <= i < len; called from the loader's threads.
     """
@@ -59,24 +62,39 @@ class LoaderOptions:
 
 
 def _batches(
-    source: PackSource, chosen: np.ndarray, options: LoaderOptions, data_rank: DataRank, images: ImageLoading | None
+    source: PackSource,
+    chosen: np.ndarray,
+    options: LoaderOptions,
+    data_rank: DataRank,
+    images: ImageLoading | None,
 ) -> list[PackedBatch]:
-    """This rank's microbatches of a step's packs [global_batch_size]. -1 is none: pack 0, all of it as padding."""
+    """This rank's microbatches of a step's packs [global_batch_size]. -1 is none: pack 0, all of it
+    as padding.
+    """
     # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
     mine = chosen.reshape(-1, data_rank.size, options.micro_batch_size)[:, data_rank.index]
     batches = []
     for numbers in mine.tolist():
         present = [i for i in numbers if i >= 0]
-        packs = [source.pack(i) for i in present or [0]]  # ranks run in lockstep: none has an empty microbatch
+        packs = [
+            source.pack(i) for i in present or [0]
+        ]  # ranks run in lockstep: none has an empty microbatch
         batch = collate(packs, options.attention_mask, options.image_attention, images)
-        batches.append(batch if present else batch.without_documents(np.unique(batch.document).tolist()))
+        batches.append(
+            batch if present else batch.without_documents(np.unique(batch.document).tolist())
+        )
     return batches
 
 
 def step_batches(
-    source: PackSource, options: LoaderOptions, data_rank: DataRank, consumed: int, images: ImageLoading | None = None
+    source: PackSource,
+    options: LoaderOptions,
+    data_rank: DataRank,
+    consumed: int,
+    images: ImageLoading | None = None,
 ) -> list[PackedBatch]:
-    """The microbatches of one rank for the step that begins after `consumed` samples; a pure function.
+    """The microbatches of one rank for the step that begins after `consumed` samples; a pure
+    function.
 
     Without `images` no pixels are decoded.
     """
@@ -90,7 +108,9 @@ def step_batches(
 
 
 class PackedLoader:
-    """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a context manager."""
+    """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a
+    context manager.
+    """
 
     def __init__(
         self,
@@ -101,19 +121,25 @@ class PackedLoader:
         images: ImageLoading | None = None,
         prepare: Callable[[PackedBatch], Any] = lambda batch: batch,
     ) -> None:
-        """`consumed_samples`, any number >= 0, is the state to resume from; it need not be a multiple of the batch.
+        """`consumed_samples`, any number >= 0, is the state to resume from; it need not be a
+        multiple of the batch.
 
-        `images`: what this rank decodes; None decodes nothing. `prepare` is called in the threads once for each batch.
+        `images`: what this rank decodes; None decodes nothing. `prepare` is called in the threads
+        once for each batch.
         """
         self._options = options
         self._prepare = prepare
         self._closed = threading.Event()
-        self._read = functools.partial(step_batches, source, options, data_rank or DataRank(), images=images)
+        self._read = functools.partial(
+            step_batches, source, options, data_rank or DataRank(), images=images
+        )
         self._requested = consumed_samples  # where the next step to read begins
         self.consumed_samples = consumed_samples
         """Samples in the steps handed out so far, over all ranks: the loader's whole state."""
         self._pending: deque[Future[list[Any]]] = deque()
-        self._pool = ThreadPoolExecutor(options.num_threads, "pack-loader") if options.num_threads else None
+        self._pool = (
+            ThreadPoolExecutor(options.num_threads, "pack-loader") if options.num_threads else None
+        )
         self._request_ahead()
 
     def _request_ahead(self) -> None:
@@ -124,15 +150,19 @@ class PackedLoader:
     def _make(self, consumed: int) -> list[Any]:
         made = []
         for batch in self._read(consumed):
-            if self._closed.is_set():  # a run that ends waits for one plan, not for those of all steps ahead
+            if (
+                self._closed.is_set()
+            ):  # a run that ends waits for one plan, not for those of all steps ahead
                 raise RuntimeError("the loader is closed")
             made.append(self._prepare(batch))
         return made
 
     def next_step(self) -> list[Any]:
-        """What `prepare` made of this rank's microbatches of the next step; without it, the microbatches themselves.
+        """What `prepare` made of this rank's microbatches of the next step; without it, the
+        microbatches themselves.
 
-        An error met while reading ahead is raised here, in the step it belongs to, and again at every further call.
+        An error met while reading ahead is raised here, in the step it belongs to, and again at
+        every further call.
         """
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
@@ -142,7 +172,9 @@ class PackedLoader:
             made = self._pending[0].result()  # an error stays in front, and is met again
             self._pending.popleft()
             self._request_ahead()
-        self.consumed_samples = min(self.consumed_samples + self._options.global_batch_size, self._options.end)
+        self.consumed_samples = min(
+            self.consumed_samples + self._options.global_batch_size, self._options.end
+        )
         return made
 
     def close(self) -> None:
@@ -160,12 +192,17 @@ class PackedLoader:
 
 
 def validation_steps(
-    source: PackSource, options: LoaderOptions, data_rank: DataRank, num_steps: int, images: ImageLoading | None = None
+    source: PackSource,
+    options: LoaderOptions,
+    data_rank: DataRank,
+    num_steps: int,
+    images: ImageLoading | None = None,
 ) -> Iterator[list[PackedBatch]]:
-    """The first num_steps x global_batch_size packs in stored order, each once: the same for every evaluation.
+    """The first num_steps x global_batch_size packs in stored order, each once: the same for every
+    evaluation.
 
-    Ends early when the dataset does, or the first one of a blend. Its last step may be short of packs. Every rank still
-    gets the same number of microbatches, since ranks run in lockstep.
+    Ends early when the dataset does, or the first one of a blend. Its last step may be short of
+    packs. Every rank still gets the same number of microbatches, since ranks run in lockstep.
     """
     size = options.global_batch_size
     for start in range(0, num_steps * size, size):

@@ -1,7 +1,8 @@
 """`manifest.json`: what a packed dataset is, and the exact files it consists of.
 
-It is written last, atomically, so a directory with a manifest is a finished dataset. Its text is canonical and holds a
-checksum: equal datasets have equal manifests, and a damaged or edited one is refused.
+It is written last, atomically, so a directory with a manifest is a finished dataset. Its text is
+canonical and holds a checksum: equal datasets have equal manifests, and a damaged or edited one is
+refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ FEATURE_TOKENS = ("image_patch", "video_patch")
 THOUGHTS = ("empty_thoughts", "real_thoughts", "no_thoughts")
 """Counts of learned answers by what they stand behind, where a chat template knows of thoughts."""
 _THOUGHT = "<think>"
-"""Begins an empty thought that the template writes; where a prompt opens a thought, only its end is left to write."""
+"""Begins an empty thought that the template writes; where a prompt opens a thought, only its end is
+left to write.
+"""
 ANSWER_FORMS = {
     "chat_template": "as the chat template writes them",
     "messages": "as messages in megacp's own form, <|ROLE|> and a newline before each",
@@ -75,9 +78,17 @@ class ShardEntry:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> ShardEntry:
-        """The inverse of `dataclasses.asdict`. ValueError for a name that leads out of the dataset."""
-        entry = ShardEntry(**{**values, "files": tuple(FileEntry(**file) for file in values["files"])})
-        if bad := [name for name in (entry.name, *(f.name for f in entry.files)) if not PLAIN_NAME.fullmatch(name)]:
+        """The inverse of `dataclasses.asdict`. ValueError for a name that leads out of the
+        dataset.
+        """
+        entry = ShardEntry(
+            **{**values, "files": tuple(FileEntry(**file) for file in values["files"])}
+        )
+        if bad := [
+            name
+            for name in (entry.name, *(f.name for f in entry.files))
+            if not PLAIN_NAME.fullmatch(name)
+        ]:
             raise ValueError(f"`shards` names {bad[0]!r}, which is no plain name")
         return entry
 
@@ -87,7 +98,9 @@ class DatasetManifest:
     """The whole of manifest.json; counts follow from the shards."""
 
     config_fingerprint: str
-    """Hash of all that decides the bytes (inputs, tokenizer, lengths, rules); a build with another one is refused."""
+    """Hash of all that decides the bytes (inputs, tokenizer, lengths, rules); a build with another
+    one is refused.
+    """
     tokenizer: TokenizerInfo
     seq_length: int
     pad_multiple: int
@@ -101,11 +114,17 @@ class DatasetManifest:
     """CP degrees the dataset was planned for; an image dataset has a shards_cp{P}.npy for each."""
     format_version: int = FORMAT_VERSION
     chat_template: dict[str, Any] | None = None
-    """What wrote messages ("": the house's own form), and counts by THOUGHTS; None = no messages, and not written."""
+    """What wrote messages ("": the house's own form), and counts by THOUGHTS; None = no messages,
+    and not written.
+    """
     document_end: dict[str, int | None] | None = None
-    """`{"token": id}` that every document ends with, or `{"token": null}`; None = not known, and then not written."""
+    """`{"token": id}` that every document ends with, or `{"token": null}`; None = not known, and
+    then not written.
+    """
     answer_forms: dict[str, int] | None = None
-    """Records by the form in which their answers are learned, of ANSWER_FORMS; None = no answers, and not written."""
+    """Records by the form in which their answers are learned, of ANSWER_FORMS; None = no answers,
+    and not written.
+    """
 
     @property
     def num_token_ids(self) -> int:
@@ -121,7 +140,9 @@ class DatasetManifest:
 
     @property
     def ends_with(self) -> int | None:
-        """The id that ends every document; None = none. A dataset that does not say has its tokenizer's."""
+        """The id that ends every document; None = none. A dataset that does not say has its
+        tokenizer's.
+        """
         return self.tokenizer.eos_id if self.document_end is None else self.document_end["token"]
 
     num_packs = property(lambda self: sum(shard.num_packs for shard in self.shards))
@@ -136,12 +157,15 @@ class DatasetManifest:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex of all fields in canonical JSON: equal for byte-identical datasets, wherever they lie."""
+        """sha256 in hex of all fields in canonical JSON: equal for byte-identical datasets,
+        wherever they lie.
+        """
         return _checksum(self._fields())
 
     def _fields(self) -> dict[str, Any]:
         own = dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
-        # a field that is not known is left out, so datasets that were built before it existed keep their checksum
+        # a field that is not known is left out, so datasets that were built before it existed keep
+        # their checksum
         if own["tokenizer"]["begins_with"] is None:
             del own["tokenizer"]["begins_with"]
         for name in ("chat_template", "document_end", "answer_forms"):
@@ -150,8 +174,13 @@ class DatasetManifest:
         return own
 
     def write(self, directory: str | os.PathLike[str]) -> None:
-        """Write DIRECTORY/manifest.json atomically: canonical JSON, with the derived counts for human readers."""
-        text = json.dumps({**self._fields(), "checksum": self.fingerprint}, indent=1, sort_keys=True) + "\n"
+        """Write DIRECTORY/manifest.json atomically: canonical JSON, with the derived counts for
+        human readers.
+        """
+        text = (
+            json.dumps({**self._fields(), "checksum": self.fingerprint}, indent=1, sort_keys=True)
+            + "\n"
+        )
         files.write_atomically(Path(directory) / MANIFEST_NAME, text.encode())
 
     @staticmethod
@@ -161,10 +190,16 @@ class DatasetManifest:
         try:
             own = files.parse_json(read_content(path, 1 << 30))
             if (version := own["format_version"]) != FORMAT_VERSION:
-                raise ValueError(f"format_version {version!r}, this program reads {FORMAT_VERSION}: build it again")
+                raise ValueError(
+                    f"format_version {version!r}, this program reads {FORMAT_VERSION}: build it "
+                    "again"
+                )
             stated = own.pop("checksum", None)
             if stated != (found := _checksum(own)):  # it stands for the types of all fields
-                raise ValueError(f"its checksum is {found}, it was written with {stated}: copy it, or build it again")
+                raise ValueError(
+                    f"its checksum is {found}, it was written with {stated}: copy it, or build it "
+                    "again"
+                )
             for name in _DERIVED:
                 del own[name]
             own["tokenizer"] = TokenizerInfo(**own["tokenizer"])
@@ -173,10 +208,16 @@ class DatasetManifest:
             return DatasetManifest(**own)
         except (FileNotFoundError, NotADirectoryError) as error:
             if Path(str(directory)).is_file():
-                way = f"tools/preprocess_data.py build --input {directory} --output DIR ... makes one of records"
-                raise ValueError(f"{directory}: is a file, a dataset's folder is needed; {way}") from error
+                way = (
+                    f"tools/preprocess_data.py build --input {directory} --output DIR ... makes "
+                    "one of records"
+                )
+                raise ValueError(
+                    f"{directory}: is a file, a dataset's folder is needed; {way}"
+                ) from error
             raise ValueError(
-                f"{path}: no such file; a finished dataset has one (was the build, or the upload, interrupted?)"
+                f"{path}: no such file; a finished dataset has one (was the build, or the upload, "
+                "interrupted?)"
             ) from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
@@ -190,8 +231,9 @@ _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 def thoughts_told(chat_template: dict[str, Any] | None) -> str:
     """Say how many answers of a manifest, or a blend, are learned after which thought.
 
-    Empty where thoughts play no part: no answer has one, and no prompt of the template opens one. Where a prompt opens
-    a thought, an answer without one is learned after the rest of an empty thought.
+    Empty where thoughts play no part: no answer has one, and no prompt of the template opens one.
+    Where a prompt opens a thought, an answer without one is learned after the rest of an empty
+    thought.
     """
     kept = chat_template or {}
     counts = [kept.get(name, 0) for name in THOUGHTS]
@@ -204,7 +246,9 @@ def thoughts_told(chat_template: dict[str, Any] | None) -> str:
 
 
 def answers_told(forms: dict[str, int] | None) -> str:
-    """Say in one line in which form the answers of a manifest, a blend or a run are learned; empty without any."""
+    """Say in one line in which form the answers of a manifest, a blend or a run are learned; empty
+    without any.
+    """
     told = []
     for form, words in ANSWER_FORMS.items():
         if count := (forms or {}).get(form, 0):

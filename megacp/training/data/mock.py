@@ -1,9 +1,9 @@
 """Random packs without a dataset: for `megacp.train` without `--data-path`, and for parity checks.
 
-Pack `i` is a function of (seed, i) and goes through the same `collate` as a stored pack, so what is proven on mock rows
-holds for real ones. Tokens are a random walk over the vocabulary (three steps in four go to the next id): a loss that
-does not fall on mock packs is a fault. The "encoded bytes" of its images are the numbers from which the mock decoder
-draws pixels.
+Pack `i` is a function of (seed, i) and goes through the same `collate` as a stored pack, so what is
+proven on mock rows holds for real ones. Tokens are a random walk over the vocabulary (three steps
+in four go to the next id): a loss that does not fall on mock packs is a fault. The "encoded bytes"
+of its images are the numbers from which the mock decoder draws pixels.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from megacp.training.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.training.data.vision.rules import Pixels
 
 MASKS = ("causal", "packed", "branches", "tree", "image", "mixed")
-"""What a mock row's mask is made of: one document; several; several with branches, with branches of branches, with
-image spans, with branches and spans."""
-_ITEM = struct.Struct("<5q")  # seed, pack, item, crops (frames of a video), pooled tokens of the image or a frame
+"""What a mock row's mask is made of: one document; several; several with branches, with branches of
+branches, with image spans, with branches and spans."""
+_ITEM = struct.Struct(
+    "<5q"
+)  # seed, pack, item, crops (frames of a video), pooled tokens of the image or a frame
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class MockImages:
     patches_per_crop: int
     patch_dim: int
     image_patch: int
-    """Token id of a pooled feature, above the ids of text; the id after it stands before and after each image."""
+    """Token id of a pooled feature, above the ids of text; the id after it stands before and after
+    each image.
+    """
     attention: str = "example"
     """--image-attention."""
 
@@ -56,7 +60,9 @@ class MockRules:
     mask: str = "packed"
     """One of `MASKS`."""
     ragged: bool = False
-    """Packs of different lengths with padding inside and random weights, many 0; else full packs, all weights 1."""
+    """Packs of different lengths with padding inside and random weights, many 0; else full packs,
+    all weights 1.
+    """
     seed: int = 0
     images: MockImages | None = None
     """Images in the packs of the masks `image` and `mixed`; None draws spans without images."""
@@ -84,13 +90,15 @@ class MockRules:
                 starts = np.sort(rng.choice(np.arange(1, length), chosen, replace=False)).tolist()
                 ends = [*starts[1:], length]
                 tree[:] = [(0, starts[0], length), *zip(starts, ends, ends, strict=True)]
-        runs = [  # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
+        # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
+        runs = [
             (segment, branch, start, stop)
             for segment, tree in enumerate(trees)
             for branch, (start, stop, _) in enumerate(tree)
         ]
         branches = np.array(
-            [(start, stop - start, leave) for tree in trees for start, stop, leave in tree[1:]], BRANCH_DTYPE
+            [(start, stop - start, leave) for tree in trees for start, stop, leave in tree[1:]],
+            BRANCH_DTYPE,
         )
         segments = np.zeros(count, SEGMENT_DTYPE)
         segments["true_length"], segments["padded_length"] = true, padded
@@ -103,11 +111,15 @@ class MockRules:
         tokens = np.cumsum(steps) % words
         weights, images = None, None
         if self.ragged:  # three in ten are 0
-            weights = (rng.uniform(0.25, 1.0, num_tokens) * (rng.random(num_tokens) < 0.7)).astype(np.float32)
+            weights = (rng.uniform(0.25, 1.0, num_tokens) * (rng.random(num_tokens) < 0.7)).astype(
+                np.float32
+            )
         if self.images is not None and self.mask in ("image", "mixed"):
             images = _with_images(tokens, runs, np.cumsum(true) - true, self.images, self.seed, i)
             read_only = tokens >= words  # tokens of images are not predicted
-            weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
+            weights = np.where(
+                read_only, 0, np.ones(num_tokens) if weights is None else weights
+            ).astype(np.float32)
         return Pack(i, tokens, weights, segments, branches if len(branches) else None, images)
 
 
@@ -119,7 +131,11 @@ TREE_DEPTH = 4
 
 def _nodes(rng: np.random.Generator, start: int, stop: int, depth: int) -> list[_Node]:
     """A random tree over tokens start..stop, in the order of its tokens."""
-    own = stop if depth == 0 or stop - start < 2 or rng.random() < 0.3 else int(rng.integers(start + 1, stop))
+    own = (
+        stop
+        if depth == 0 or stop - start < 2 or rng.random() < 0.3
+        else int(rng.integers(start + 1, stop))
+    )
     found = [(start, own, stop)]
     while own < stop:
         end = int(rng.integers(own + 1, stop + 1))
@@ -128,14 +144,21 @@ def _nodes(rng: np.random.Generator, start: int, stop: int, depth: int) -> list[
     return found
 
 
-def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading | None = None) -> PackedBatch:
-    """One microbatch of the mock packs `numbers`, collated like stored ones, with spans where the mask has them.
+def mock_batch(
+    numbers: Sequence[int], rules: MockRules, loading: ImageLoading | None = None
+) -> PackedBatch:
+    """One microbatch of the mock packs `numbers`, collated like stored ones, with spans where the
+    mask has them.
 
     `loading` decodes the images of one rank.
     """
     packs = [rules.pack(i) for i in numbers]
     if rules.images is not None or rules.mask not in ("image", "mixed"):
-        return collate(packs, image_attention=rules.images.attention if rules.images else "example", loading=loading)
+        return collate(
+            packs,
+            image_attention=rules.images.attention if rules.images else "example",
+            loading=loading,
+        )
     batch = collate(packs)
     rng = np.random.default_rng([rules.seed, *numbers, len(numbers)])
     return dataclasses.replace(batch, span=_spans(rng, batch.document, batch.leave))
@@ -146,7 +169,9 @@ def _spans(rng: np.random.Generator, document: np.ndarray, leave: np.ndarray) ->
     span = np.zeros(len(document), np.int32)
     change = np.flatnonzero(np.diff(document) | np.diff(leave)) + 1
     bounds = np.concatenate(([0], change, [len(document)]))
-    for number, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True), 1):
+    for number, (start, stop) in enumerate(
+        zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True), 1
+    ):
         if document[start] < 0 or stop - start < 2 or rng.random() < 0.3:
             continue
         first, last = np.sort(rng.choice(np.arange(start, stop + 1), 2, replace=False)).tolist()
@@ -162,7 +187,8 @@ def _with_images(
     seed: int,
     pack: int,
 ) -> PackImages:
-    """Overwrite stretches of `tokens` with images and return their tables; two runs in three get some, while room is.
+    """Overwrite stretches of `tokens` with images and return their tables; two runs in three get
+    some, while room is.
 
     `runs`: as in `MockRules.pack`, where segment s begins at token `before[s]` of the pack.
     """
@@ -191,7 +217,18 @@ def _with_images(
                 tokens[first + 1 : first + 1 + pooled] = images.image_patch
                 crops_so_far += number
                 pooled_so_far += pooled
-                rows.append((segment, len(items), at, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
+                rows.append(
+                    (
+                        segment,
+                        len(items),
+                        at,
+                        pooled + 2,
+                        crops_so_far,
+                        pooled_so_far,
+                        frame,
+                        branch,
+                    )
+                )
                 grids += [grid] if images.has_grids else []
                 at += pooled + 2
             items.append(_ITEM.pack(seed, pack, len(items), crops, pooled))
@@ -219,14 +256,19 @@ class MockDecoder:
         """Some frames; each is the same whatever others are asked for."""
         seed, pack, item, crops, pooled = _ITEM.unpack(data)
         crops = crops if self.patch_shape[0] == 1 else 1
-        return joined([self._drawn([seed, pack, item, frame], crops, pooled) for frame in frames], self.patch_shape)
+        return joined(
+            [self._drawn([seed, pack, item, frame], crops, pooled) for frame in frames],
+            self.patch_shape,
+        )
 
     def _drawn(self, seed: Sequence[int], crops: int, pooled: int) -> Pixels:
         rng = np.random.default_rng(seed)
         patches = rng.standard_normal((crops, *self.patch_shape), np.float32)
         if self.patch_shape[0] == 1:
             return patches, np.arange(crops).reshape(pooled, 4)
-        windows = rng.integers(0, crops * self.patch_shape[0], (pooled, 4))  # each pools four patches, some outside
+        windows = rng.integers(
+            0, crops * self.patch_shape[0], (pooled, 4)
+        )  # each pools four patches, some outside
         outside = rng.random(windows.shape) < 0.2
         outside[:, 0] = False  # a window has at least one patch
         return patches, np.where(outside, -1, windows)

@@ -1,8 +1,10 @@
-"""The order of samples: a function of the seed and the number of samples before, endless over epochs.
+"""The order of samples: a function of the seed and the number of samples before, endless over
+epochs.
 
-Any position of any epoch costs O(1) time and memory, so a resumed run jumps to its own. A Feistel network permutes the
-numbers 0 .. 4^h - 1 whatever its round function; results outside the dataset are sent through again ("cycle walking").
-Numpy's permutation costs 8 bytes a pack in every process, and its stream may change between versions.
+Any position of any epoch costs O(1) time and memory, so a resumed run jumps to its own. A Feistel
+network permutes the numbers 0 .. 4^h - 1 whatever its round function; results outside the dataset
+are sent through again ("cycle walking"). Numpy's permutation costs 8 bytes a pack in every process,
+and its stream may change between versions.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ _ROUNDS = 8
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of uint64 that avalanches."""
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of uint64 that
+    avalanches.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = values ^ (values >> np.uint64(31))
@@ -23,8 +27,12 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def permuted(positions: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
-    """The sample at each of `positions` (int64, 0..length-1) of one epoch's permutation of 0..length-1, int64."""
-    half = np.uint64(max(1, -(-(length - 1).bit_length() // 2)))  # bits of each half; 4^half >= length
+    """The sample at each of `positions` (int64, 0..length-1) of one epoch's permutation of
+    0..length-1, int64.
+    """
+    half = np.uint64(
+        max(1, -(-(length - 1).bit_length() // 2))
+    )  # bits of each half; 4^half >= length
     mask = np.uint64((1 << int(half)) - 1)
     digest = hashlib.blake2b(f"{seed} {epoch} {length}".encode(), digest_size=8 * _ROUNDS).digest()
     keys = np.frombuffer(digest, "<u8")
@@ -42,7 +50,8 @@ def permuted(positions: np.ndarray, length: int, seed: int, epoch: int) -> np.nd
 
 
 def samples(start: int, count: int, length: int, seed: int) -> np.ndarray:
-    """Samples number `start` .. `start + count - 1` of the endless order over `length` samples, int64 [count].
+    """Samples number `start` .. `start + count - 1` of the endless order over `length` samples,
+    int64 [count].
 
     Epoch e is the positions e*length .. (e+1)*length - 1 and holds each sample once.
     """

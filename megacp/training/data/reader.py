@@ -1,11 +1,11 @@
 """Reads a packed dataset: what training opens, on this machine's disk or at a URL.
 
-A dataset opens only if all files have the manifest's sizes, and all tables its hashes: damage found at the first use of
-a shard would be found hours into a run. A random pack is one read of a bin at a known offset, compared with its
-checksum. `tables` and `manifest` describe the files.
+A dataset opens only if all files have the manifest's sizes, and all tables its hashes: damage found
+at the first use of a shard would be found hours into a run. A random pack is one read of a bin at a
+known offset, compared with its checksum. `tables` and `manifest` describe the files.
 
-Of a dataset at a URL the tables are kept as files of this machine, each under its sha256, for all ranks of it. So are
-bins that fit the cache; others are read by packs.
+Of a dataset at a URL the tables are kept as files of this machine, each under its sha256, for all
+ranks of it. So are bins that fit the cache; others are read by packs.
 """
 
 from __future__ import annotations
@@ -53,20 +53,28 @@ class PackImages:
     """The images of one pack, as stored."""
 
     units: np.ndarray
-    """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for plain text."""
+    """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for
+    plain text.
+    """
     boundaries: Mapping[int, np.ndarray]
     """BOUNDARY_DTYPE [P] by CP degree P, for the degrees that were planned."""
     read: Callable[[int], bytes]
-    """Encoded bytes of an item (an image or a video) by its number in the units; called from any thread."""
+    """Encoded bytes of an item (an image or a video) by its number in the units; called from any
+    thread.
+    """
     feature_ids: tuple[int, ...]
     """Token ids that stand where a pooled feature goes."""
     grids: np.ndarray | None = None
-    """int64 [u, 2], rows and columns of the pooled tokens of each unit, where the dataset states them."""
+    """int64 [u, 2], rows and columns of the pooled tokens of each unit, where the dataset states
+    them.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """One pack as stored: true tokens of its segments, one after the other; `collate` adds the padding."""
+    """One pack as stored: true tokens of its segments, one after the other; `collate` adds the
+    padding.
+    """
 
     index: int
     tokens: np.ndarray
@@ -90,10 +98,16 @@ class Pack:
 
 
 class Shard:
-    """One open shard: its readers and tables; tables that it does not have are empty. Packs count within it."""
+    """One open shard: its readers and tables; tables that it does not have are empty. Packs count
+    within it.
+    """
 
     def __init__(
-        self, directory: Place, entry: ShardEntry, manifest: DatasetManifest, open_file: OpenFile = StoredFile
+        self,
+        directory: Place,
+        entry: ShardEntry,
+        manifest: DatasetManifest,
+        open_file: OpenFile = StoredFile,
     ) -> None:
         """ValueError lists the files that are missing or not as stated."""
         opened = dict[str, StoredFile]()
@@ -108,13 +122,25 @@ class Shard:
         try:
             self.tokens = IndexedReader(opened["tokens.idx"], opened["tokens.bin"])
             self.weights, self.images = (
-                IndexedReader(opened[f"{name}.idx"], opened[f"{name}.bin"]) if f"{name}.bin" in opened else None
+                IndexedReader(opened[f"{name}.idx"], opened[f"{name}.bin"])
+                if f"{name}.bin" in opened
+                else None
                 for name in ("weights", "images")
             )
         except KeyError as error:
             raise ValueError(f"{directory}: the manifest does not list {error}") from error
-        self.packs, self.segments, self.branches, self.units, self.grids, self.checksums, self.image_checksums = (
-            tables.table_of(opened[f"{name}.npy"], dtype) if f"{name}.npy" in opened else np.zeros(0, dtype)
+        (
+            self.packs,
+            self.segments,
+            self.branches,
+            self.units,
+            self.grids,
+            self.checksums,
+            self.image_checksums,
+        ) = (
+            tables.table_of(opened[f"{name}.npy"], dtype)
+            if f"{name}.npy" in opened
+            else np.zeros(0, dtype)
             for name, dtype in _TABLES.items()
         )
         self.boundaries = {
@@ -123,7 +149,9 @@ class Shard:
             if f"shards_cp{degree}.npy" in opened
         }
         if not len(self.packs) == len(self.checksums) == entry.num_packs:
-            raise ValueError(f"{directory}: {len(self.packs)} packs, the manifest says {entry.num_packs}")
+            raise ValueError(
+                f"{directory}: {len(self.packs)} packs, the manifest says {entry.num_packs}"
+            )
 
     def token_ids(self, number: int) -> np.ndarray:
         """All token ids of a pack. ValueError: not those that were built."""
@@ -134,12 +162,19 @@ class Shard:
         return None if self.weights is None else self._values(self.weights, "weights", number)
 
     def _values(self, reader: IndexedReader, column: str, number: int) -> np.ndarray:
-        start, count = int(self.packs["first_segment"][number]), int(self.packs["num_segments"][number])
-        data = _sound(reader, start, start + count, int(self.checksums[column][number]), f"its pack {number}")
+        start, count = (
+            int(self.packs["first_segment"][number]),
+            int(self.packs["num_segments"][number]),
+        )
+        data = _sound(
+            reader, start, start + count, int(self.checksums[column][number]), f"its pack {number}"
+        )
         return np.frombuffer(data, reader.dtype)
 
     def item(self, number: int) -> bytes:
-        """Encoded bytes of an image or a video. ImageError when damaged, so that `--on-bad-image` decides."""
+        """Encoded bytes of an image or a video. ImageError when damaged, so that `--on-bad-image`
+        decides.
+        """
         assert self.images is not None
         try:
             built = int(self.image_checksums["data"][number])
@@ -154,31 +189,43 @@ class Shard:
         units = self.units[own].copy()
         grids = None
         if len(self.grids):  # [u, 2]
-            grids = np.stack([self.grids[own][name] for name in ("rows", "columns")], 1).astype(np.int64)
+            grids = np.stack([self.grids[own][name] for name in ("rows", "columns")], 1).astype(
+                np.int64
+            )
         units["segment"] -= int(row["first_segment"])  # of the shard -> of the pack
-        boundaries = {degree: np.asarray(table[number]) for degree, table in self.boundaries.items()}
+        boundaries = {
+            degree: np.asarray(table[number]) for degree, table in self.boundaries.items()
+        }
         return PackImages(units, boundaries, self.item, feature_ids, grids)
 
 
 def _sound(reader: IndexedReader, start: int, stop: int, built: int, name: str) -> bytes:
-    """The bytes of sequences `start..stop`; ValueError where their checksum is not the one they were built with."""
+    """The bytes of sequences `start..stop`; ValueError where their checksum is not the one they
+    were built with.
+    """
     data = reader.stored(start, stop)
     if (found := crc32(data)) != built:
         raise ValueError(
-            f"{reader.bin.path}: {name} has the checksum {found:08x}, it was built with {built:08x}: the file was "
+            f"{reader.bin.path}: {name} has the checksum {found:08x}, it was built with "
+            f"{built:08x}: the file was "
             "damaged or replaced since; `verify` lists all that is wrong, a sound copy of the file repairs it"
         )
     return data
 
 
 class PackedDataset:
-    """A finished dataset directory, open for reading. Pack numbers run over the shards in the manifest's order.
+    """A finished dataset directory, open for reading. Pack numbers run over the shards in the
+    manifest's order.
 
-    At most `open_shards` of them are open at a time: 3 descriptors each, and tables of about 60 bytes a segment.
+    At most `open_shards` of them are open at a time: 3 descriptors each, and tables of about 60
+    bytes a segment.
     """
 
     def __init__(
-        self, directory: files.StrPath | Url, cache: DataCache | None = None, open_shards: int = OPEN_SHARDS
+        self,
+        directory: files.StrPath | Url,
+        cache: DataCache | None = None,
+        open_shards: int = OPEN_SHARDS,
     ) -> None:
         """Open manifest.json and look at every shard. ValueError lists all that is wrong with them.
 
@@ -186,7 +233,9 @@ class PackedDataset:
         """
         self.directory = root = place_of(directory)
         self.manifest = manifest = DatasetManifest.read(directory)
-        open_file = (cache or DataCache()).opener(root, manifest) if isinstance(root, Url) else StoredFile
+        open_file = (
+            (cache or DataCache()).opener(root, manifest) if isinstance(root, Url) else StoredFile
+        )
         self._stops = list(accumulate(entry.num_packs for entry in manifest.shards))
 
         def opened(number: int) -> Shard:
@@ -194,9 +243,13 @@ class PackedDataset:
             return Shard(root / entry.name, entry, manifest, open_file)
 
         self.shard: Callable[[int], Shard] = functools.lru_cache(open_shards)(opened)
-        """An open shard by its number; the one that was not used for longest is let go when there are too many."""
+        """An open shard by its number; the one that was not used for longest is let go when there
+        are too many.
+        """
         self.fingerprint = manifest.fingerprint
-        """Hash of the sizes and hashes of all files. A file that differs from them is refused when it is read."""
+        """Hash of the sizes and hashes of all files. A file that differs from them is refused when
+        it is read.
+        """
         with ThreadPoolExecutor(16) as pool:
             if reasons := list(filter(None, pool.map(self._look, range(len(manifest.shards))))):
                 raise ValueError(listed(reasons, 20, "; "))
@@ -216,7 +269,8 @@ class PackedDataset:
     def pack(self, i: int) -> Pack:
         """Pack `i`, 0 <= i < len (IndexError otherwise), from any thread; its arrays are read-only.
 
-        ValueError: the files are not as they were when the dataset was opened, or not as they were built.
+        ValueError: the files are not as they were when the dataset was opened, or not as they were
+        built.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"pack {i} of {self.directory}, which has {len(self)}")
@@ -270,8 +324,15 @@ class DataCache:
         return folder / sha256
 
     def opener(self, root: Url, manifest: DatasetManifest) -> OpenFile:
-        """What opens the files of a dataset. Each is compared with the size that the store states."""
-        bins = sum(file.size for shard in manifest.shards for file in shard.files if file.name.endswith(".bin"))
+        """What opens the files of a dataset. Each is compared with the size that the store
+        states.
+        """
+        bins = sum(
+            file.size
+            for shard in manifest.shards
+            for file in shard.files
+            if file.name.endswith(".bin")
+        )
         copied = bins <= self._free  # all bins of a dataset or none
         self._free -= bins if copied else 0
         sizes = root.sizes_below() if root.lists else None  # one request instead of one a file

@@ -1,9 +1,10 @@
 """The step's denominator of the weighted loss: sum first, divide once.
 
-The number of loss tokens of the whole step, over dp and all microbatches, is known before the first forward. The loss
-of a microbatch is its weighted sum over that number, and every reduction after it is a plain sum. A mean per rank
-averaged over ranks would weigh tokens by where they happen to lie: with the last 3 of 8 tokens counted, it turns a
-gradient of 7.00 into 6.75 at cp 2 while the logged loss looks right.
+The number of loss tokens of the whole step, over dp and all microbatches, is known before the first
+forward. The loss of a microbatch is its weighted sum over that number, and every reduction after it
+is a plain sum. A mean per rank averaged over ranks would weigh tokens by where they happen to lie:
+with the last 3 of 8 tokens counted, it turns a gradient of 7.00 into 6.75 at cp 2 while the logged
+loss looks right.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _FINGERPRINT_BITS = 48
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reports before a step, besides its packs; or the reports of all of them, summed or highest."""
+    """What one rank reports before a step, besides its packs; or the reports of all of them, summed
+    or highest.
+    """
 
     stop_reason: int = 0
     """A number of `stopping.REASONS`, 0 to go on."""
@@ -35,7 +38,9 @@ class RankReport:
     data_wait: float = 0.0
     """Seconds it waited for its packs."""
     save_state: int = 0
-    """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `SAVE_FAILED`)."""
+    """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`,
+    `SAVE_FAILED`).
+    """
     image_documents: int = 0
     """Documents with images in its packs; reported by one rank of each replica."""
 
@@ -52,7 +57,9 @@ class StepAgreement:
     tokens: int
     """Tokens of the step, padding left out."""
     report: RankReport
-    """The reports of all ranks: FLOPs and documents with images are summed, of all else the highest counts."""
+    """The reports of all ranks: FLOPs and documents with images are summed, of all else the highest
+    counts.
+    """
 
     @property
     def denominator(self) -> float:
@@ -61,16 +68,23 @@ class StepAgreement:
 
 
 def agree_on_step(
-    batches: Sequence[PackedBatch], grid: ProcessGrid, report: RankReport | None = None, *, replica: int | None = None
+    batches: Sequence[PackedBatch],
+    grid: ProcessGrid,
+    report: RankReport | None = None,
+    *,
+    replica: int | None = None,
 ) -> StepAgreement:
-    """One all-gather over the world: loss denominator, equality of the packs of ranks that read the same, reports.
+    """One all-gather over the world: loss denominator, equality of the packs of ranks that read the
+    same, reports.
 
-    `replica` names the ranks that read the same packs (default: those of one dp rank). Raises ValueError on every rank
-    when the ranks of one replica read different packs.
+    `replica` names the ranks that read the same packs (default: those of one dp rank). Raises
+    ValueError on every rank when the ranks of one replica read different packs.
     """
     fingerprint = 0
     for batch in batches:
-        fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (1 << _FINGERPRINT_BITS)  # exact in float64
+        fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (
+            1 << _FINGERPRINT_BITS
+        )  # exact in float64
     weights = sum(batch.weight_sum for batch in batches)
     tokens = sum(batch.real_tokens for batch in batches)
     own = dataclasses.astuple(report or RankReport())
@@ -83,8 +97,10 @@ def agree_on_step(
         expected = float(table[leader, 1])
         if fingerprint != expected:
             raise ValueError(
-                f"ranks {leader} and {rank} of replica {int(number)} read different packs (fingerprints "
-                f"{int(expected):012x} and {int(fingerprint):012x}); do all machines see the same --data-path?"
+                f"ranks {leader} and {rank} of replica {int(number)} read different packs "
+                "(fingerprints "
+                f"{int(expected):012x} and {int(fingerprint):012x}); do all machines see the same "
+                "--data-path?"
             )
     first = list(leaders.values())
     weight, total = table[first, 2:4].sum(0).tolist()

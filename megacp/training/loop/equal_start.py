@@ -1,11 +1,11 @@
 """What every rank states before the run depends on it, and how a difference is reported.
 
-Statements are compared in the run's store before any process group of the grid exists. Another grid, size or timeout on
-one rank is then a message and not a hang.
+Statements are compared in the run's store before any process group of the grid exists. Another
+grid, size or timeout on one rank is then a message and not a hang.
 
-Only the flags in MAY_DIFFER may differ. They say where a machine keeps its copy of the packs and of a Hugging Face
-folder, whose fingerprints are compared instead, and how many threads read packs. All other flags act on the result, on
-files or on when ranks meet.
+Only the flags in MAY_DIFFER may differ. They say where a machine keeps its copy of the packs and of
+a Hugging Face folder, whose fingerprints are compared instead, and how many threads read packs. All
+other flags act on the result, on files or on when ranks meet.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class AlikeError(ValueError):
 
 def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str, str]:
     """Everything that must be equal on all ranks, by the name that a message gives it."""
-    values = {flag(name): json.dumps(value) for name, value in flatten(config).items() if name not in MAY_DIFFER}
+    values = {
+        flag(name): json.dumps(value)
+        for name, value in flatten(config).items()
+        if name not in MAY_DIFFER
+    }
     valid = getattr(sources.valid, "fingerprint", "none")
     return values | {
         "the fingerprint of --data-path": sources.fingerprint,
@@ -52,8 +56,12 @@ def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str
     }
 
 
-def require_equal_start(rendezvous: Rendezvous, stated: dict[str, str] | None, problem: str = "") -> None:
-    """Return when all ranks state the same and none has a `problem`; else raise AlikeError on every rank."""
+def require_equal_start(
+    rendezvous: Rendezvous, stated: dict[str, str] | None, problem: str = ""
+) -> None:
+    """Return when all ranks state the same and none has a `problem`; else raise AlikeError on every
+    rank.
+    """
     mine = json.dumps({"host": rendezvous.host, "stated": stated or {}, "problem": problem})
     verdict = rendezvous.decided_by_rank_0("start", mine, _differences)
     if verdict:
@@ -70,7 +78,9 @@ def _differences(values: list[str]) -> str:
     if problems:
         if len(problems) == 1 and len(*problems.values()) == len(reports):
             return next(iter(problems))
-        return "\n".join(f"{_ranks_and_hosts(ranks, reports)}: {text}" for text, ranks in problems.items())
+        return "\n".join(
+            f"{_ranks_and_hosts(ranks, reports)}: {text}" for text, ranks in problems.items()
+        )
     lines = []
     for name in dict.fromkeys(name for one in reports for name in one["stated"]):
         groups: dict[str, list[int]] = {}
@@ -78,9 +88,16 @@ def _differences(values: list[str]) -> str:
             groups.setdefault(one["stated"].get(name, "absent"), []).append(rank)
         if len(groups) > 1:
             usual, *others = sorted(groups, key=lambda value: -len(groups[value]))
-            odd = ", ".join(f"{value} on {_ranks_and_hosts(groups[value], reports)}" for value in others)
-            lines.append(f"  - {name}: {odd}; {usual} on {_ranks_and_hosts(groups[usual], reports)}")
-    head = f"the {len(reports)} ranks of this run were not started alike; give all of them the same flags and software:"
+            odd = ", ".join(
+                f"{value} on {_ranks_and_hosts(groups[value], reports)}" for value in others
+            )
+            lines.append(
+                f"  - {name}: {odd}; {usual} on {_ranks_and_hosts(groups[usual], reports)}"
+            )
+    head = (
+        f"the {len(reports)} ranks of this run were not started alike; give all of them the "
+        "same flags and software:"
+    )
     return "\n".join([head, *lines]) if lines else ""
 
 

@@ -1,17 +1,18 @@
-"""The anomaly check: whether the numbers of a step are sound, one decision a step, before its update.
+"""The anomaly check: whether the numbers of a step are sound, one decision a step, before its
+update.
 
-The decision follows from numbers that all ranks hold and from a state in every checkpoint. So all ranks decide alike,
-and a resumed run decides like an uninterrupted one. The rules, in this order:
+The decision follows from numbers that all ranks hold and from a state in every checkpoint. So all
+ranks decide alike, and a resumed run decides like an uninterrupted one. The rules, in this order:
 
 * Images of too many documents could not be decoded: the run ends.
 * A step that learns from no token, or whose loss or gradient is not finite, is skipped.
-* A loss or gradient norm far above its running median is logged, the next only far above the one logged, or once the
-  median is half or twice what it was.
+* A loss or gradient norm far above its running median is logged, the next only far above the one
+  logged, or once the median is half or twice what it was.
 * Too many skipped steps in a row end the run.
 
-Packs are named after a finding, by all ranks together: a good step pays nothing. A loss belongs to its microbatch, so
-the packs of that microbatch are named. A gradient is a sum over ranks: all packs of the step are named. Weights are
-checked before they are saved and after they are read.
+Packs are named after a finding, by all ranks together: a good step pays nothing. A loss belongs to
+its microbatch, so the packs of that microbatch are named. A gradient is a sum over ranks: all packs
+of the step are named. Weights are checked before they are saved and after they are read.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ from megacp.engine.step.decision import Decision, finite_only
 from megacp.storage.wording import listed
 
 IMAGE_DOCUMENTS = 16
-"""Documents with images after which their bad share is judged: of fewer, one bad image would be too large a share."""
+"""Documents with images after which their bad share is judged: of fewer, one bad image would be too
+large a share.
+"""
 MOST_LEFT_OUT = 0.5
 """The largest share of documents with images that may be left out."""
 LOSS_SPIKE, NORM_SPIKE = 3.0, 10.0
 """A loss or gradient norm above so many times the running median is a spike."""
 MAX_SKIPPED_STEPS = 10
-"""Steps in a row without an update (not finite, refused, nothing to learn) that end a run, which then saves nothing."""
+"""Steps in a row without an update (not finite, refused, nothing to learn) that end a run, which
+then saves nothing.
+"""
 _WINDOW = 64
 """Updates of the running median."""
 KNOWN_UPDATES = 8
@@ -45,7 +50,9 @@ KNOWN_UPDATES = 8
 
 
 class AnomalyError(Exception):
-    """The run may not go on, for the reason it says; raised on all ranks alike. Nothing is saved after it."""
+    """The run may not go on, for the reason it says; raised on all ranks alike. Nothing is saved
+    after it.
+    """
 
 
 @dataclass(frozen=True)
@@ -65,13 +72,17 @@ class StepNumbers:
 
 
 class Health:
-    """The rules over the steps of one run. `state` is what `Health.state` gave; None for a fresh run."""
+    """The rules over the steps of one run. `state` is what `Health.state` gave; None for a fresh
+    run.
+    """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         state = {**_FRESH, **(state or {})}
         self._losses = deque(map(float, state["losses"]), _WINDOW)
         self._norms = deque(map(float, state["grad_norms"]), _WINDOW)
-        self._logged: dict[str, list[float]] = dict(state["told"])  # of the last spike: the value and the median
+        self._logged: dict[str, list[float]] = dict(
+            state["told"]
+        )  # of the last spike: the value and the median
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
         """Steps without an update since the last one with an update."""
         self._image_documents: int = state["image_documents"]
@@ -108,7 +119,10 @@ class Health:
     def _on_numbers(self, numbers: StepNumbers) -> Decision:
         if numbers.weight == 0.0:
             why = "no token of the step has a loss weight"
-            return Decision(update=False, findings=(why + (", bad images left out" if numbers.left_out else ""),))
+            return Decision(
+                update=False,
+                findings=(why + (", bad images left out" if numbers.left_out else ""),),
+            )
         decision = finite_only(numbers.loss, numbers.grad_norm)
         if not decision.finite:
             return decision
@@ -129,10 +143,15 @@ class Health:
         if value <= factor * last and 0.5 * median < usual < 2.0 * median:
             return ""
         self._logged[name] = [value, usual]
-        return f"the {name} {value:.4g} is {value / usual:.3g} times the median {usual:.4g} of {len(before)} updates"
+        return (
+            f"the {name} {value:.4g} is {value / usual:.3g} times the median {usual:.4g} of "
+            f"{len(before)} updates"
+        )
 
     def _bad_images(self, numbers: StepNumbers) -> str:
-        """Why too many documents lost their images; empty when they did not, or too few were read to say."""
+        """Why too many documents lost their images; empty when they did not, or too few were read
+        to say.
+        """
         self._image_documents += numbers.image_documents
         self._left_out += numbers.left_out
         if self._image_documents < IMAGE_DOCUMENTS:
@@ -141,7 +160,10 @@ class Health:
         self._image_documents = self._left_out = 0  # the next ones are counted anew
         if left_out <= MOST_LEFT_OUT * seen:
             return ""
-        return f"{left_out} of the last {seen} documents with images were left out: an image could not be decoded"
+        return (
+            f"{left_out} of the last {seen} documents with images were left out: an image could "
+            "not be decoded"
+        )
 
 
 _FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "told": {}}
@@ -152,8 +174,12 @@ _MOST_TENSORS = 4
 
 
 def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:
-    """Which tensors hold a number that is not finite, in words equal on all ranks; empty when none does. Collective."""
-    ends = [torch.stack(box.tensor.detach().aminmax()) for box in boxes if box.tensor.numel()]  # NaN goes through
+    """Which tensors hold a number that is not finite, in words equal on all ranks; empty when none
+    does. Collective.
+    """
+    ends = [
+        torch.stack(box.tensor.detach().aminmax()) for box in boxes if box.tensor.numel()
+    ]  # NaN goes through
     finite = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
     names = [box.name for box in boxes if box.tensor.numel()]
     bad = sorted({name for name, sound in zip(names, finite, strict=True) if not sound})

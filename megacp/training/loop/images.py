@@ -1,8 +1,9 @@
-"""What the images of a run need besides the model: which rank decodes what, and agreement about bad ones.
+"""What the images of a run need besides the model: which rank decodes what, and agreement about bad
+ones.
 
-With `--on-bad-image skip` all ranks that hold a row leave the same documents out. Each rank reports before a step what
-it could not decode, and all clear the union of the reports: packs, weights and masks stay equal. One small all-reduce a
-step says whether there is a report at all.
+With `--on-bad-image skip` all ranks that hold a row leave the same documents out. Each rank reports
+before a step what it could not decode, and all clear the union of the reports: packs, weights and
+masks stay equal. One small all-reduce a step says whether there is a report at all.
 """
 
 from __future__ import annotations
@@ -28,13 +29,20 @@ def mock_images(config: RunConfig) -> MockImages | None:
         return None
     # two rows that only the embedding has, else the last two
     first = min(config.model.vocab_size, config.model.embedding_rows - 2)
-    return MockImages(vision.crop_patches, vision.patch_dim, first, attention=config.data.image_attention)
+    return MockImages(
+        vision.crop_patches, vision.patch_dim, first, attention=config.data.image_attention
+    )
 
 
 def image_loading(
-    config: RunConfig, grid: ProcessGrid, rows: Rows, decoder: Decoder | None, strategy: str = "stored"
+    config: RunConfig,
+    grid: ProcessGrid,
+    rows: Rows,
+    decoder: Decoder | None,
+    strategy: str = "stored",
 ) -> ImageLoading | None:
-    """What this rank decodes: the images that it encodes, on the first pipeline stage; None without a decoder.
+    """What this rank decodes: the images that it encodes, on the first pipeline stage; None without
+    a decoder.
 
     `strategy`: the first way to try of dealing images to ranks, see `ImageLoading`.
     """
@@ -46,23 +54,28 @@ def image_loading(
         rows.axis.size,
         decodes=grid.pp.rank == 0,
         on_bad_image=config.data.on_bad_image,
-        strategy=strategy if config.parallel.vision_shards == "contiguous" else config.parallel.vision_shards,
+        strategy=strategy
+        if config.parallel.vision_shards == "contiguous"
+        else config.parallel.vision_shards,
     )
 
 
 def image_documents(batches: Sequence[PackedBatch]) -> int:
     """Documents of these rows that hold images."""
-    features = [(batch.document, batch.vision.feature_rows) for batch in batches if batch.vision is not None]
+    features = [
+        (batch.document, batch.vision.feature_rows) for batch in batches if batch.vision is not None
+    ]
     return sum(len(np.unique(document[rows])) for document, rows in features if len(rows))
 
 
 def without_bad_images(
     batches: Sequence[PackedBatch], grid: ProcessGrid, replica: int
 ) -> tuple[list[PackedBatch], list[str]]:
-    """The step's microbatches less the documents of which some rank of this replica could not decode an image.
+    """The step's microbatches less the documents of which some rank of this replica could not
+    decode an image.
 
-    `replica` names the ranks that read the same packs. Every rank of the world calls it together. Also returns why, one
-    line for each document left out anywhere, the same on every rank.
+    `replica` names the ranks that read the same packs. Every rank of the world calls it together.
+    Also returns why, one line for each document left out anywhere, the same on every rank.
     """
     reports = [
         (replica, number, document, reason)
@@ -75,7 +88,11 @@ def without_bad_images(
     everything = sorted(set(sum(gather_objects(reports, grid.world), [])))
     left = []
     for number, batch in enumerate(batches):
-        mine = [document for of, where, document, _ in everything if (of, where) == (replica, number)]
+        mine = [
+            document for of, where, document, _ in everything if (of, where) == (replica, number)
+        ]
         left.append(batch.without_documents(mine) if mine else batch)
-    first_reasons = {report[:3]: report[3] for report in reversed(everything)}  # one for each document
+    first_reasons = {
+        report[:3]: report[3] for report in reversed(everything)
+    }  # one for each document
     return left, [first_reasons[document] for document in sorted(first_reasons)]

@@ -1,9 +1,10 @@
-"""The checkpoints of one run: the directory it owns, what is being written there, and when that is committed.
+"""The checkpoints of one run: the directory it owns, what is being written there, and when that is
+committed.
 
-A save in the background is committed at a step boundary: the exchange before the step (`agree_on_step`) has then
-reported to all ranks that all have written. An error of any rank ends the run there. Weights that hold NaN end the run.
-Weights without an update since the last checkpoint are not written again. Nothing is removed while updates are being
-skipped.
+A save in the background is committed at a step boundary: the exchange before the step
+(`agree_on_step`) has then reported to all ranks that all have written. An error of any rank ends
+the run there. Weights that hold NaN end the run. Weights without an update since the last
+checkpoint are not written again. Nothing is removed while updates are being skipped.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ def _require_lock(directory: str, owner: str, rank: int) -> None:
     if rank == 0:  # which would lose a POSIX lock by closing its file once more
         return
     try:
-        found = seen(lambda: read_regular(Path(directory, LOCK_FILE)), _LATE_SECONDS).decode(errors="replace")
+        found = seen(lambda: read_regular(Path(directory, LOCK_FILE)), _LATE_SECONDS).decode(
+            errors="replace"
+        )
     except OSError:
         found = ""
     if found != owner:
         raise ValueError(
-            f"--save {directory} is not one directory for all machines: the lock of {owner}, rank 0, is not there"
+            f"--save {directory} is not one directory for all machines: the lock of {owner}, rank "
+            "0, is not there"
         )
 
 
@@ -56,9 +60,12 @@ class Saver:
         self._step: int | None = None
         self._updates: int | None = None
         self.newest: Place | None = None
-        """The last checkpoint that this run has written or was resumed from; its weights are finite."""
+        """The last checkpoint that this run has written or was resumed from; its weights are
+        finite.
+        """
         self.keeps_all = False
-        """Whether old checkpoints stay, whatever --keep-last says: the run has just skipped a step."""
+        """Whether old checkpoints stay, whatever --keep-last says: the run has just skipped a step.
+        """
         self.notes: list[str] = []
         """What there is to say about the directory at the start."""
         if (save := config.checkpoint.save) is not None:
@@ -69,14 +76,18 @@ class Saver:
     def _enter(self, directory: str) -> tuple[list[str], str]:
         """What there is to say, and what stands in the lock, if there is one."""
         if is_url(directory):
-            return [f"{directory} cannot be locked: a second run that saves there would not be noticed"], ""
+            return [
+                f"{directory} cannot be locked: a second run that saves there would not be noticed"
+            ], ""
         self._lock = DirectoryLock(directory)
         if self._lock.problem:
             return [self._lock.problem], ""
         return remove_leftovers(directory), self._lock.owner
 
     def resumed(self, step: int, updates: int, path: Place) -> None:
-        """The run starts from this checkpoint; where it lies in --save, its step and its weights need no saving."""
+        """The run starts from this checkpoint; where it lies in --save, its step and its weights
+        need no saving.
+        """
         self.newest = path
         save = self._config.checkpoint.save
         if save is not None and path.resolve().parent == place_of(save).resolve():
@@ -90,12 +101,18 @@ class Saver:
         return WRITING if self._pending.writing else SAVE_FAILED if self._pending.failed else DONE
 
     def settle(self, of_all: int, say: Callable[[str], None]) -> None:
-        """Commit what is pending, given the highest `save_state`; SaveError on all ranks when it failed on any."""
+        """Commit what is pending, given the highest `save_state`; SaveError on all ranks when it
+        failed on any.
+        """
         if of_all != WRITING:
             self.finish(say)
 
-    def save(self, model: ParallelModel, state: RunState, say: Callable[[str], None], reason: str) -> None:
-        """Save the state after `state.step`, in the background with --async-save; waits for an earlier one first."""
+    def save(
+        self, model: ParallelModel, state: RunState, say: Callable[[str], None], reason: str
+    ) -> None:
+        """Save the state after `state.step`, in the background with --async-save; waits for an
+        earlier one first.
+        """
         step = state.step
         if self._config.checkpoint.save is None:
             say(f"{reason} after step {step}; no --save, so nothing was written")
@@ -106,7 +123,10 @@ class Saver:
             return
         updates = model.optimizer.updates
         if self._updates == updates:
-            say(f"{reason} after step {step}: no update since step {self._step}, whose checkpoint is {self.newest}")
+            say(
+                f"{reason} after step {step}: no update since step {self._step}, whose checkpoint "
+                f"is {self.newest}"
+            )
             return
         if damaged := damaged_tensors(saved_boxes(model), self._world):
             raise AnomalyError(f"the weights after step {step} are not finite: {damaged}")

@@ -1,4 +1,5 @@
-"""The packs of a run: opens the datasets, takes from them what the config leaves open, refuses what does not fit.
+"""The packs of a run: opens the datasets, takes from them what the config leaves open, refuses what
+does not fit.
 
 All of it happens before any process group exists, from manifests alone.
 """
@@ -39,7 +40,9 @@ class Sources:
     train: PackSource
     valid: PackSource | None
     fingerprint: str
-    """Hash of the training data: equal on all ranks; a checkpoint keeps it, and a resumed run must have the same."""
+    """Hash of the training data: equal on all ranks; a checkpoint keeps it, and a resumed run must
+    have the same.
+    """
     tokenizer_sha256: str = ""
     """Hash of the tokenizer of the training data; empty for mock packs."""
     decoder: Decoder | None = None
@@ -55,17 +58,25 @@ class Sources:
 
     @property
     def document_start(self) -> dict[str, Any] | None:
-        """The token that begins every training document, as a checkpoint keeps it; None for mock packs."""
-        return next(({"token": one.manifest.tokenizer.begins_with} for one in _members(self.train)), None)
+        """The token that begins every training document, as a checkpoint keeps it; None for mock
+        packs.
+        """
+        return next(
+            ({"token": one.manifest.tokenizer.begins_with} for one in _members(self.train)), None
+        )
 
     @property
     def document_end(self) -> dict[str, int | None] | None:
-        """The token that ends every training document, as a checkpoint keeps it; None for mock packs."""
+        """The token that ends every training document, as a checkpoint keeps it; None for mock
+        packs.
+        """
         return next(({"token": one.manifest.ends_with} for one in _members(self.train)), None)
 
     @property
     def chat_template(self) -> dict[str, Any] | None:
-        """The template that wrote the messages of the training data, as a checkpoint keeps it; counts add up."""
+        """The template that wrote the messages of the training data, as a checkpoint keeps it;
+        counts add up.
+        """
         found = dict[str, Any]()
         for one in _members(self.train):
             for name, value in (one.manifest.chat_template or {}).items():
@@ -74,7 +85,9 @@ class Sources:
 
     @property
     def answer_forms(self) -> dict[str, int] | None:
-        """The forms in which the training data's answers are learned, as in the manifests; counts add up."""
+        """The forms in which the training data's answers are learned, as in the manifests; counts
+        add up.
+        """
         found = dict[str, int]()
         for one in _members(self.train):
             for form, count in (one.manifest.answer_forms or {}).items():
@@ -90,14 +103,18 @@ def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
 
 
 def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
-    """The config with its vocabulary resolved, and the packs. Raises ValueError with all reasons at once."""
+    """The config with its vocabulary resolved, and the packs. Raises ValueError with all reasons at
+    once.
+    """
     if config.data.data_path is None:
         config = config if config.model.vocab_size else with_values(config, {"vocab_size": 256})
         images = mock_images(config)
         mask = "packed" if images is None else "image"
         mock = MockRules(config.model.vocab_size, config.data.seq_length, mask, images=images)
         known = f"mock/{config.model.vocab_size}/{config.data.seq_length}{'/images' if images is not None else ''}"
-        return config, Sources(mock, None, known, decoder=MockDecoder(images) if images is not None else None)
+        return config, Sources(
+            mock, None, known, decoder=MockDecoder(images) if images is not None else None
+        )
     train, valid = _open_datasets(config.data)
     first = _members(train)[0].manifest
     if config.model.vocab_size == 0:
@@ -107,13 +124,21 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         for dataset in _members(source):
             reasons += _misfits(flag, str(dataset.directory), dataset, config)
     both = {"--data-path": _members(train), "--valid-data-path": _members(valid)}
-    names, manifests = zip(*((flag, one.manifest) for flag, of in both.items() for one in of), strict=True)
+    names, manifests = zip(
+        *((flag, one.manifest) for flag, of in both.items() for one in of), strict=True
+    )
     contradicting = contradictions(names, manifests) if valid is not None else []
-    reasons += [text for text in contradicting if "--seq-length" not in text and "--pad-multiple" not in text]
+    reasons += [
+        text
+        for text in contradicting
+        if "--seq-length" not in text and "--pad-multiple" not in text
+    ]
     rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
     values = next((one for one in rules if one is not None), None)
     if values is not None and importlib.util.find_spec("PIL") is None:
-        reasons.append("the dataset holds images, which need the package pillow: pip install 'megacp[data]'")
+        reasons.append(
+            "the dataset holds images, which need the package pillow: pip install 'megacp[data]'"
+        )
     if reasons:
         raise ValueError("\n".join(reasons))
     decoder = RulesDecoder(rules_from_dict(values)) if values is not None else None
@@ -121,7 +146,9 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
 
 
 def whole_run(training: TrainingConfig, packs: int, step: int, consumed: int) -> tuple[int, int]:
-    """Last step and last sample of a run over so many packs that has taken `consumed` samples in `step` steps."""
+    """Last step and last sample of a run over so many packs that has taken `consumed` samples in
+    `step` steps.
+    """
     if training.train_epochs is None:
         return training.train_iters, ENDLESS
     end = round(training.train_epochs * packs)
@@ -132,11 +159,13 @@ _FEW_UPDATES = 20
 """Fewer change a model little, whatever its data."""
 
 
-def with_stored_length(config: RunConfig, given: Collection[str], flags: Collection[str]) -> tuple[RunConfig, str]:
-    """The config with the row length of --data-path where no flag in `given` says it, with --train-epochs in steps, and
-    a note, also of a new run that is short or warms up for most of its steps; both as they were where there is no such
-    dataset, which is reported later. ValueError for no step, and for a length that `flags` of the command line, or else
-    files, say twice.
+def with_stored_length(
+    config: RunConfig, given: Collection[str], flags: Collection[str]
+) -> tuple[RunConfig, str]:
+    """The config with the row length of --data-path where no flag in `given` says it, with
+    --train-epochs in steps, and a note, also of a new run that is short or warms up for most of its
+    steps; both as they were where there is no such dataset, which is reported later. ValueError for
+    no step, and for a length that `flags` of the command line, or else files, say twice.
     """
     try:
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
@@ -144,7 +173,11 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
         manifests = []
     training = config.training
     found = dict[str, Value]()  # flags that the dataset says
-    if manifests and "seq_length" not in given and manifests[0].seq_length != config.data.seq_length:
+    if (
+        manifests
+        and "seq_length" not in given
+        and manifests[0].seq_length != config.data.seq_length
+    ):
         found["seq_length"] = manifests[0].seq_length
     epochs = training.train_epochs
     lengths = {"train_epochs", "train_iters"}
@@ -159,7 +192,9 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
         packs = sum(one.num_packs for one in manifests)
         found["train_iters"] = steps = whole_run(training, packs, *progress(config))[0]
         if steps == 0:
-            raise ValueError(f"--train-epochs {epochs:g} of the {packs} packs of --data-path is none: raise it")
+            raise ValueError(
+                f"--train-epochs {epochs:g} of the {packs} packs of --data-path is none: raise it"
+            )
     flags_found = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
     notes = [f"{flags_found}, as --data-path was packed"] if found else []
     config = with_values(config, found)
@@ -175,12 +210,17 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
     return config, "\n".join(notes)
 
 
-def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:
+def _open_datasets(
+    data: DataConfig,
+) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:
     """The training and the validation packs. ValueError says what is wrong with both."""
     opened: list[PackedDataset | PackBlend | None] = []
     reasons: list[str] = []
     cache = DataCache()
-    for flag, path in (("--data-path", data.data_path), ("--valid-data-path", data.valid_data_path)):
+    for flag, path in (
+        ("--data-path", data.data_path),
+        ("--valid-data-path", data.valid_data_path),
+    ):
         try:
             opened.append(_opened(flag, path, cache) if path else None)
         except ValueError as error:
@@ -193,7 +233,9 @@ def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedD
 
 
 def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | PackBlend:
-    """The packs of one flag. ValueError says what is wrong with each dataset, then what they do not agree in."""
+    """The packs of one flag. ValueError says what is wrong with each dataset, then what they do not
+    agree in.
+    """
     parts = weighted_folders(flag, path)
     datasets, reasons = [], []
     for part in parts:
@@ -201,7 +243,11 @@ def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | Pack
             datasets.append(PackedDataset(part.folder, cache, max(1, OPEN_SHARDS // len(parts))))
         except ValueError as error:
             reasons.append(f"{flag} {part.folder}: {error}")
-    reasons += [f"{flag} {one.directory} holds no packs" for one in datasets if len(parts) > 1 and not len(one)]
+    reasons += [
+        f"{flag} {one.directory} holds no packs"
+        for one in datasets
+        if len(parts) > 1 and not len(one)
+    ]
     if reasons:
         raise ValueError("\n".join(reasons))
     if len(datasets) == 1:
@@ -209,7 +255,9 @@ def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | Pack
     try:
         return PackBlend(datasets, [part.weight for part in parts])
     except ValueError as error:
-        raise ValueError("\n".join(f"{flag}: {line}" for line in str(error).splitlines())) from error
+        raise ValueError(
+            "\n".join(f"{flag}: {line}" for line in str(error).splitlines())
+        ) from error
 
 
 def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) -> list[str]:
@@ -225,21 +273,28 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
     elif manifest.num_token_ids > config.model.embedding_rows:
         missing = manifest.num_token_ids - config.model.vocab_size
         reasons.append(
-            f"{flag} {path} has image tokens up to id {manifest.num_token_ids - 1}, the embedding has "
-            f"{config.model.embedding_rows} rows: give --additional-vocab-size of at least {missing}"
+            f"{flag} {path} has image tokens up to id {manifest.num_token_ids - 1}, the embedding "
+            "has "
+            f"{config.model.embedding_rows} rows: give --additional-vocab-size of at least "
+            f"{missing}"
         )
     if manifest.image_rules is not None:
-        reasons += image_misfits(f"{flag} {path}", rules_from_dict(manifest.image_rules), config.vision)
+        reasons += image_misfits(
+            f"{flag} {path}", rules_from_dict(manifest.image_rules), config.vision
+        )
     if manifest.seq_length != config.data.seq_length:
         reasons.append(
             f"{flag} {path} was packed for rows of {manifest.seq_length} tokens, "
-            f"--seq-length is {config.data.seq_length}; set --seq-length {manifest.seq_length} or build it again"
+            f"--seq-length is {config.data.seq_length}; set --seq-length {manifest.seq_length} or "
+            "build it again"
         )
     return reasons + _filled_otherwise(f"{flag} {path}", manifest.pad_multiple, config.parallel)
 
 
 def _filled_otherwise(where: str, filled: int, parallel: ParallelConfig) -> list[str]:
-    """Why documents that were filled up to multiples of `filled` tokens do not fit the layout; empty if they do."""
+    """Why documents that were filled up to multiples of `filled` tokens do not fit the layout;
+    empty if they do.
+    """
     cp = parallel.context_parallel_size
     if parallel.chooses_layout or cp == 1 or filled == 1:
         return []
@@ -249,7 +304,8 @@ def _filled_otherwise(where: str, filled: int, parallel: ParallelConfig) -> list
         return []
     return [
         f"{where} has documents padded to multiples of {filled}, --cp-layout {layout.name} at "
-        f"--context-parallel-size {cp} needs multiples of {multiple}: build it with --pad-multiple {multiple} (or 1, "
+        f"--context-parallel-size {cp} needs multiples of {multiple}: build it with --pad-multiple "
+        f"{multiple} (or 1, "
         f"then the layout fills up), or choose --cp-layout {BALANCED.name}"
     ]
 
@@ -259,7 +315,10 @@ def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[
     if vision.vision_num_layers == 0:
         return [f"{where} holds images, but the model has no vision tower: set --vision-num-layers"]
     if rules.family != vision.vision_family:
-        return [f"{where} was built with --vision-family {rules.family}, the model's tower is {vision.vision_family}'s"]
+        return [
+            f"{where} was built with --vision-family {rules.family}, the model's tower is "
+            f"{vision.vision_family}'s"
+        ]
     misfit = rules.misfit(vision)
     return [] if misfit is None else [f"{where} {misfit} or build the dataset again"]
 
@@ -285,5 +344,7 @@ def first_rows(config: RunConfig, sources: Sources) -> list[PackedBatch]:
     The same on every rank of every grid, also when a run is resumed.
     """
     packs = config.training.micro_batch_size
-    options = dataclasses.replace(loader_options(config, packs), global_batch_size=_FIRST_ROWS * packs)
+    options = dataclasses.replace(
+        loader_options(config, packs), global_batch_size=_FIRST_ROWS * packs
+    )
     return step_batches(sources.train, options, DataRank(), consumed=0)

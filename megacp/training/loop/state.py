@@ -1,7 +1,9 @@
-"""Saving and resuming a run: parameters, optimizer state, and the few numbers that say how far it is.
+"""Saving and resuming a run: parameters, optimizer state, and the few numbers that say how far it
+is.
 
-Dropout and data order are functions of seed, step and samples consumed, so no generator state is kept. On the same grid
-of CPU ranks a resumed run repeats an uninterrupted one bit for bit; on GPUs cuDNN's attention backward has no order.
+Dropout and data order are functions of seed, step and samples consumed, so no generator state is
+kept. On the same grid of CPU ranks a resumed run repeats an uninterrupted one bit for bit; on GPUs
+cuDNN's attention backward has no order.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from megacp.engine.models.init import Drawn
 from megacp.engine.step.step import ParallelModel
 from megacp.engine.tensor_parallel.lora import is_of_a_pair
 from megacp.storage.place import Place
-from megacp.training.checkpoint.commit import Contents, LoadedCheckpoint, PendingCheckpoint, load_checkpoint
+from megacp.training.checkpoint.commit import (
+    Contents,
+    LoadedCheckpoint,
+    PendingCheckpoint,
+    load_checkpoint,
+)
 from megacp.training.checkpoint.directory import holds_checkpoints
 from megacp.training.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.training.checkpoint.weights import Weights, bare_name, fill, require_one_model
@@ -38,15 +45,25 @@ class RunState:
     seed: int = 0
     tokenizer_sha256: str = ""
     image_rules: dict[str, Any] | None = None
-    """Rules by which images became tokens: with them a checkpoint can be asked about images without its dataset."""
+    """Rules by which images became tokens: with them a checkpoint can be asked about images without
+    its dataset.
+    """
     document_start: dict[str, Any] | None = None
-    """`{"token": id}` that every document of the training data begins with, or `{"token": null}`; None: not known."""
+    """`{"token": id}` that every document of the training data begins with, or `{"token": null}`;
+    None: not known.
+    """
     document_end: dict[str, Any] | None = None
-    """`{"token": id}` that every document of the training data ends with, or `{"token": null}`; None: not known."""
+    """`{"token": id}` that every document of the training data ends with, or `{"token": null}`;
+    None: not known.
+    """
     chat_template: dict[str, Any] | None = None
-    """The templates that wrote the messages of the training data, by name; None: the house's own form, or not known."""
+    """The templates that wrote the messages of the training data, by name; None: the house's own
+    form, or not known.
+    """
     answer_forms: dict[str, int] | None = None
-    """The forms in which answers of the training data were learned, as in its manifest; None: not known."""
+    """The forms in which answers of the training data were learned, as in its manifest; None: not
+    known.
+    """
     base: str | None = None
     """The --load-hf that its weights come from, also after it was resumed."""
     health: dict[str, Any] | None = None
@@ -88,7 +105,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint said: how far the run is, where that stands, and which flags are not what they were."""
+    """What a checkpoint said: how far the run is, where that stands, and which flags are not what
+    they were.
+    """
 
     state: RunState
     path: Place
@@ -103,10 +122,11 @@ _OF_THE_RUN = set(
 
 
 def starting_point(config: RunConfig, world: Axis) -> Start:
-    """What the flags and the directory of --save together say; rank 0 looks. Collective over `world`.
+    """What the flags and the directory of --save together say; rank 0 looks. Collective over
+    `world`.
 
-    With --auto-resume a directory that ever held a checkpoint is resumed from, and `load` refuses it when none is
-    whole: starting again at step 0 needs a directory without a trace of one.
+    With --auto-resume a directory that ever held a checkpoint is resumed from, and `load` refuses
+    it when none is whole: starting again at step 0 needs a directory without a trace of one.
     """
     checkpoint = config.checkpoint
     if not checkpoint.auto_resume:
@@ -114,14 +134,22 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
     assert checkpoint.save is not None
     if on_rank_0(world, lambda: holds_checkpoints(str(checkpoint.save)), ValueError):
         return Start(checkpoint.save)
-    named = [f"{name} {value}" for name, value in (("--load", checkpoint.load), ("--load-hf", checkpoint.load_hf))]
+    named = [
+        f"{name} {value}"
+        for name, value in (("--load", checkpoint.load), ("--load-hf", checkpoint.load_hf))
+    ]
     origin = next((text for text in named if not text.endswith("None")), "step 0, from scratch")
-    note = f"--auto-resume: {checkpoint.save} holds no checkpoint at all, this run starts from {origin}"
+    note = (
+        f"--auto-resume: {checkpoint.save} holds no checkpoint at all, this run starts from "
+        f"{origin}"
+    )
     return Start(checkpoint.load, checkpoint.finetune, note)
 
 
 def drawn_at(start: Start, weights: Weights | None) -> Drawn:
-    """Which tensors begin with their initial values: all but those that are read at the start, or of --load-hf."""
+    """Which tensors begin with their initial values: all but those that are read at the start, or
+    of --load-hf.
+    """
     if start.path is not None:
         return is_of_a_pair if start.weights_only else lambda name: False
     return lambda name: weights is None or name in weights.known_rows
@@ -133,7 +161,9 @@ def saved_boxes(model: ParallelModel) -> list[TensorBox]:
     return boxes_to_save(held, model.optimizer.state_slices(), model.parameters.counts)
 
 
-def begin_save(model: ParallelModel, state: RunState, config: RunConfig, background: bool) -> PendingCheckpoint:
+def begin_save(
+    model: ParallelModel, state: RunState, config: RunConfig, background: bool
+) -> PendingCheckpoint:
     """Begin a checkpoint of the run below `--save`; `commit` ends it. Collective over all ranks."""
     assert config.checkpoint.save is not None
     grid = model.grid
@@ -148,30 +178,43 @@ def begin_save(model: ParallelModel, state: RunState, config: RunConfig, backgro
     )
 
 
-def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start | None = None) -> Resumed:
-    """Fill the model from `start` (default: `--load`), saved by any grid. Collective over all ranks.
+def load(
+    model: ParallelModel, state: RunState, config: RunConfig, start: Start | None = None
+) -> Resumed:
+    """Fill the model from `start` (default: `--load`), saved by any grid. Collective over all
+    ranks.
 
-    `state` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of another model, of other
-    data or another seed: the run would be another one, or repeat some samples and miss others, without saying so.
-    A start from weights only may meet any data and need no optimizer state.
+    `state` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of
+    another model, of other data or another seed: the run would be another one, or repeat some
+    samples and miss others, without saying so. A start from weights only may meet any data and need
+    no optimizer state.
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     assert start.path is not None
     # --save is one directory for all machines: `saving.Saver` has found its lock on each
-    loaded = load_checkpoint(start.path, model.grid.world, is_shared=start.path == config.checkpoint.save)
+    loaded = load_checkpoint(
+        start.path, model.grid.world, is_shared=start.path == config.checkpoint.save
+    )
     stored = stored_config(loaded)
     before, now = flatten(stored), flatten(config)
     was = stored_state(loaded)
     reasons = list[str]()
     if not start.weights_only and not {"updates", "data_fingerprint"} <= set(loaded.extra):
-        reasons = [f"{loaded.path} holds weights without the state of a run: start from them by --finetune"]
+        reasons = [
+            f"{loaded.path} holds weights without the state of a run: start from them by --finetune"
+        ]
     elif not start.weights_only:
         path = config.data.data_path
         what = "other datasets or weights" if isinstance(path, tuple) else "another dataset"
         if was.data_fingerprint != state.data_fingerprint:
-            reasons.append(f"{loaded.path} was trained on {what} than --data-path {shown_path(path)}")
+            reasons.append(
+                f"{loaded.path} was trained on {what} than --data-path {shown_path(path)}"
+            )
         if was.seed != state.seed:
-            reasons.append(f"{loaded.path} was trained with --seed {was.seed}, this run has --seed {state.seed}")
+            reasons.append(
+                f"{loaded.path} was trained with --seed {was.seed}, this run has --seed "
+                f"{state.seed}"
+            )
     function = other_function(stored, config, start.weights_only)
     reasons += [misfit(loaded.path, name, before[name], now[name]) for name in function]
     if reasons:
@@ -182,7 +225,9 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
         loaded.read([box for box in boxes if not (fresh_pairs and is_of_a_pair(bare_name(box)))])
         model.parameters.loaded(masters=False)
         model.optimizer.reset_masters()
-        state = dataclasses.replace(state, base=was.base, image_rules=state.image_rules or was.image_rules)
+        state = dataclasses.replace(
+            state, base=was.base, image_rules=state.image_rules or was.image_rules
+        )
         return Resumed(state, loaded.path, other_meaning(loaded, state))
     loaded.read(_cleared(model, None) + boxes_to_load([], model.optimizer.state_slices()))
     model.parameters.loaded(masters=True)
@@ -191,12 +236,16 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
     decays = config.training.lr_decay_iters is None and config.training.lr_decay_style != "constant"
     usual = _OF_THE_RUN - {"train_iters"} if decays else _OF_THE_RUN
     differing = [name for name in now if now[name] != before[name] and name not in usual]
-    changed = tuple(f"{flag(name)} {words_of(now[name])} (was {words_of(before[name])})" for name in differing)
+    changed = tuple(
+        f"{flag(name)} {words_of(now[name])} (was {words_of(before[name])})" for name in differing
+    )
     return Resumed(stored_state(loaded), loaded.path, changed)
 
 
 def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Resumed:
-    """Fill the model as `load` does with only the weights of a checkpoint. Collective over all ranks."""
+    """Fill the model as `load` does with only the weights of a checkpoint. Collective over all
+    ranks.
+    """
     require_one_model(weights.files, model.grid.world)
     boxes = _cleared(model, lambda name: name in weights.known_rows)
 
@@ -215,9 +264,13 @@ def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Res
 
 
 def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[TensorBox]:
-    """The boxes of all weights, zero but for those of names that are `new`: they have their initial values."""
+    """The boxes of all weights, zero but for those of names that are `new`: they have their initial
+    values.
+    """
     held = boxes_to_load(model.parameters.parameters_held(), {}) if new else []
-    initial = {(box.name, box.offsets): box.tensor.clone() for box in held if new and new(bare_name(box))}
+    initial = {
+        (box.name, box.offsets): box.tensor.clone() for box in held if new and new(bare_name(box))
+    }
     model.optimizer.clear()
     boxes = boxes_to_load([*model.parameters.parameters_to_load(), *model.balance.slices()], {})
     for box in boxes:
@@ -237,7 +290,9 @@ def first_token(state: RunState, by_files: int | None) -> int | None:
 
     `by_files`: what the tokenizer's own files say, for weights that were not trained here.
     """
-    if not (state.tokenizer_sha256 and state.data_fingerprint):  # an import has its tokenizer's and no data's
+    if not (
+        state.tokenizer_sha256 and state.data_fingerprint
+    ):  # an import has its tokenizer's and no data's
         return by_files
     return (state.document_start or {}).get("token")
 
@@ -245,7 +300,8 @@ def first_token(state: RunState, by_files: int | None) -> int | None:
 def last_token(state: RunState, by_files: int | None) -> int | None:
     """The token id that ended the documents of training; None is none.
 
-    `by_files`: that of the tokenizer's own files, for weights whose training is not known to have ended them otherwise.
+    `by_files`: that of the tokenizer's own files, for weights whose training is not known to have
+    ended them otherwise.
     """
     return by_files if state.document_end is None else state.document_end.get("token")
 
@@ -254,7 +310,13 @@ def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:
     """What tokens and images meant to the run that made the weights and do not mean to this one."""
     stored = stored_state(loaded)
     notes = []
-    for name in ("tokenizer_sha256", "document_start", "document_end", "chat_template", "image_rules"):
+    for name in (
+        "tokenizer_sha256",
+        "document_start",
+        "document_end",
+        "chat_template",
+        "image_rules",
+    ):
         was, now = getattr(stored, name), getattr(state, name)
         if not was or not now or was == now:  # equal, or not known on one side
             continue
@@ -262,6 +324,14 @@ def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:
             note = "messages of the data are written by another chat template than before"
             notes += [note] * (was["default"] != now["default"])
             continue
-        pairs = {key: (was[key], now[key]) for key in was if key in now} if isinstance(was, dict) else {"": (was, now)}
-        notes += [f"{name} {key}: now {b}, was {a}".replace(" :", ":") for key, (a, b) in pairs.items() if a != b]
+        pairs = (
+            {key: (was[key], now[key]) for key in was if key in now}
+            if isinstance(was, dict)
+            else {"": (was, now)}
+        )
+        notes += [
+            f"{name} {key}: now {b}, was {a}".replace(" :", ":")
+            for key, (a, b) in pairs.items()
+            if a != b
+        ]
     return tuple(notes)

@@ -1,7 +1,7 @@
 """When a run stops before its last step: on a signal, or after --exit-duration.
 
-A signal only sets a reason on its rank. The ranks exchange reasons before each step (`agree_on_step`), so all of them
-stop at the same step.
+A signal only sets a reason on its rank. The ranks exchange reasons before each step
+(`agree_on_step`), so all of them stop at the same step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ REASONS = {1: "stopped on request", 2: "stopped after --exit-duration"}
 
 
 class StopSignal:
-    """Remembers SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP until the next step boundary, and when `minutes` are over.
+    """Remembers SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP until the next step boundary, and when
+    `minutes` are over.
 
-    A second Ctrl-C ends the run at once; within two seconds it counts as the first, since a terminal and torchrun may
-    both pass one on. A SIGHUP that the starter of the process has ignored (nohup) stays ignored.
+    A second Ctrl-C ends the run at once; within two seconds it counts as the first, since a
+    terminal and torchrun may both pass one on. A SIGHUP that the starter of the process has ignored
+    (nohup) stays ignored.
     """
 
     def __init__(self, minutes: float | None = None) -> None:

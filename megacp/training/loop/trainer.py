@@ -1,6 +1,8 @@
-"""The training loop: packs in, steps, lines out, validation, checkpoints, and an orderly end when asked to stop.
+"""The training loop: packs in, steps, lines out, validation, checkpoints, and an orderly end when
+asked to stop.
 
-Every decision that all ranks must take alike (stop, save, validate, skip) follows from numbers that all ranks hold.
+Every decision that all ranks must take alike (stop, save, validate, skip) follows from numbers that
+all ranks hold.
 """
 
 from __future__ import annotations
@@ -27,10 +29,24 @@ from megacp.training.data.loader import PackedLoader, validation_steps
 from megacp.training.loop.denominator import RankReport, StepAgreement, agree_on_step
 from megacp.training.loop.health import AnomalyError, Health, StepNumbers, damaged_tensors
 from megacp.training.loop.images import image_documents, image_loading, without_bad_images
-from megacp.training.loop.reporting import blend_figures, breakdown, open_log, opening_lines, row_flops
+from megacp.training.loop.reporting import (
+    blend_figures,
+    breakdown,
+    open_log,
+    opening_lines,
+    row_flops,
+)
 from megacp.training.loop.saving import Saver
 from megacp.training.loop.sources import Sources, first_rows, loader_options, whole_run
-from megacp.training.loop.state import Resumed, drawn_at, fresh_state, load, load_weights, saved_boxes, starting_point
+from megacp.training.loop.state import (
+    Resumed,
+    drawn_at,
+    fresh_state,
+    load,
+    load_weights,
+    saved_boxes,
+    starting_point,
+)
 from megacp.training.loop.stopping import REASONS, StopSignal
 from megacp.training.monitor.flops import cuda_peak, peak_bytes
 from megacp.training.monitor.log import StepRecord
@@ -39,14 +55,16 @@ from megacp.training.start.launch import report_failure
 from megacp.training.start.status import FAILED, STOPPED
 
 STEPS_BETWEEN_TRIMS = 10
-"""Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a
-step."""
+"""Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small
+run grows by MiB a step."""
 
 
 class Trainer:
     """One rank of a run. `config` is resolved and checked; `weights` are those of --load-hf."""
 
-    def __init__(self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None = None
+    ) -> None:
         self.stop = StopSignal(config.training.exit_duration)
         self.saver = Saver(config, grid.world)
         try:
@@ -56,7 +74,9 @@ class Trainer:
             self.stop.release()
             raise
 
-    def _begin(self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None) -> None:
+    def _begin(
+        self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None
+    ) -> None:
         """Build the model, fill it from where the run starts, and open the log.
 
         ValueError on all ranks when what was read is not finite on any.
@@ -79,7 +99,10 @@ class Trainer:
             if not start.weights_only:
                 self.saver.resumed(self.state.step, self.model.optimizer.updates, resumed.path)
             if damaged := damaged_tensors(saved_boxes(self.model), grid.world):
-                message = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
+                message = (
+                    f"{resumed.path} holds numbers that are not finite: {damaged}; --load an "
+                    "older checkpoint"
+                )
                 raise ValueError(message)
         # of a checkpoint: it may be an older one than was counted with before
         done = self.state.step, self.state.consumed_samples
@@ -95,7 +118,9 @@ class Trainer:
         for line in (*lines, *self.saver.notes):
             self.log.say(line)
         self.images = image_loading(config, grid, self.rows, sources.decoder)
-        self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0  # counts what all of it share
+        self.leads_replica = (
+            grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
+        )  # counts what all of it share
         one = cuda_peak(grid.device, config.training.dtype) if grid.device.type == "cuda" else None
         self.peak_flops = one * grid.world.size if one is not None else None
 
@@ -145,7 +170,9 @@ class Trainer:
         return 0
 
     def train_step(self, loader: PackedLoader) -> int:
-        """One step, from packs to the log, and 0; a number of REASONS, with nothing done, when some rank is to stop."""
+        """One step, from packs to the log, and 0; a number of REASONS, with nothing done, when some
+        rank is to stop.
+        """
         step = self.state.step + 1
         if self.trace:
             self.trace.before(step)
@@ -155,16 +182,22 @@ class Trainer:
                 planned: list[PlannedRow] = loader.next_step()
                 read = [row.batch for row in planned]
                 batches, left_out = self._sound(read, step)
-            with self.timers.measure("plan"):  # a batch that lost a document has another mask than the one planned
+            with self.timers.measure(
+                "plan"
+            ):  # a batch that lost a document has another mask than the one planned
                 pairs = zip(planned, batches, strict=True)
                 rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
             with self.timers.phase("agreement"):
                 report = self._rank_report(read, rows)
-                agreed = agree_on_step(batches, self.grid, report, replica=self.rows.data_rank.index)
+                agreed = agree_on_step(
+                    batches, self.grid, report, replica=self.rows.data_rank.index
+                )
             self.saver.settle(agreed.report.save_state, self.log.say)
             if agreed.report.stop_reason:
                 return agreed.report.stop_reason
-            numbers = StepNumbers(step, math.nan, 0.0, agreed.weight, agreed.report.image_documents, left_out)
+            numbers = StepNumbers(
+                step, math.nan, 0.0, agreed.weight, agreed.report.image_documents, left_out
+            )
 
             def check(loss: float, norm: float) -> Decision:
                 return self.health.check(dataclasses.replace(numbers, loss=loss, grad_norm=norm))
@@ -175,7 +208,9 @@ class Trainer:
                 lr = learning_rate(step, self.config.training)
                 result = StepResult(math.nan, 0.0, lr, check(math.nan, 0.0))
         before = self.state.consumed_samples
-        self.state = dataclasses.replace(self.state, step=step, consumed_samples=loader.consumed_samples)
+        self.state = dataclasses.replace(
+            self.state, step=step, consumed_samples=loader.consumed_samples
+        )
         self._report(result, agreed, before)
         if self.trace and self.trace.is_over(step):
             self._end_trace()
@@ -186,7 +221,11 @@ class Trainer:
     def _plan(self, batch: PackedBatch) -> PlannedRow:
         """What the loader's threads make of a microbatch ahead of its step."""
         row = self.model.plan(batch)
-        return dataclasses.replace(row, flops=row_flops(row, self.config)) if self.leads_replica else row
+        return (
+            dataclasses.replace(row, flops=row_flops(row, self.config))
+            if self.leads_replica
+            else row
+        )
 
     def _rank_report(self, read: Sequence[PackedBatch], rows: Sequence[PlannedRow]) -> RankReport:
         counts_images = self.leads_replica and self.config.data.on_bad_image == "skip"
@@ -200,7 +239,9 @@ class Trainer:
         )
 
     def _sound(self, batches: list[PackedBatch], step: int) -> tuple[list[PackedBatch], int]:
-        """What was read without the documents of which some rank could not decode an image, and their number."""
+        """What was read without the documents of which some rank could not decode an image, and
+        their number.
+        """
         if self.images is None or self.images.on_bad_image != "skip":
             return batches, 0
         batches, reasons = without_bad_images(batches, self.grid, self.rows.data_rank.index)
@@ -209,16 +250,22 @@ class Trainer:
         return batches, len(reasons)
 
     def _report(self, result: StepResult, agreed: StepAgreement, before: int) -> None:
-        """All that is said of a step that began after `before` samples; AnomalyError when the run ends with it."""
+        """All that is said of a step that began after `before` samples; AnomalyError when the run
+        ends with it.
+        """
         step, consumed = self.state.step, self.state.consumed_samples
         decision = result.decision
         taken = self.timers.take()  # seconds by phase; the timers begin again
         for line in self.model.backend.warnings():
             self.log.say(line)
         if decision.findings:
-            what = "; ".join(decision.findings) + ("" if decision.update else ", all ranks skipped the update")
+            what = "; ".join(decision.findings) + (
+                "" if decision.update else ", all ranks skipped the update"
+            )
             self.log.note(step, what + (f"; {result.suspects}" if result.suspects else ""))
-        self.saver.keeps_all = not decision.update  # an older checkpoint may be what the run needs next
+        self.saver.keeps_all = (
+            not decision.update
+        )  # an older checkpoint may be what the run needs next
         seconds = taken["step"]
         left = self.config.training.train_iters - step  # steps to come
         self.log.step(
@@ -239,7 +286,9 @@ class Trainer:
             )
         )
         if isinstance(self.sources.train, PackBlend):
-            self.log.figures("blend", step, *blend_figures(self.sources.train, before, consumed, left == 0))
+            self.log.figures(
+                "blend", step, *blend_figures(self.sources.train, before, consumed, left == 0)
+            )
         if self.timers.detailed:
             found = breakdown(taken, self.grid.world, self.grid.device)
             self.log.figures("timing", step, found.line(step), found.figures())
@@ -251,7 +300,9 @@ class Trainer:
         options = loader_options(self.config, self.rows.packs)
         count = self.config.training.eval_iters
         total, weight = 0.0, 0.0
-        for read in validation_steps(self.sources.valid, options, self.rows.data_rank, count, self.images):
+        for read in validation_steps(
+            self.sources.valid, options, self.rows.data_rank, count, self.images
+        ):
             batches, _ = self._sound(read, self.state.step)
             agreed = agree_on_step(batches, self.grid, replica=self.rows.data_rank.index)
             total += self.model.evaluate(batches, agreed.denominator) * agreed.denominator
@@ -267,12 +318,16 @@ class Trainer:
         self.saver.save(self.model, state, self.log.say, reason)
 
     def _end_at_anomaly(self, reason: str) -> int:
-        """Commit what was pending, say why the run ends and from where to go on; the exit status."""
+        """Commit what was pending, say why the run ends and from where to go on; the exit
+        status.
+        """
         self._end_trace()
         self.saver.keeps_all = True
         self.saver.finish(self.log.say)
         newest = self.saver.newest
-        way = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint of this run"
+        way = (
+            f"the newest checkpoint is {newest}" if newest else "there is no checkpoint of this run"
+        )
         self.log.fail(self.state.step, f"{reason}. Nothing was saved after it; {way}")
         return FAILED
 
@@ -280,7 +335,11 @@ class Trainer:
         """Write the trace where one was begun, and say where it is."""
         if self.trace is None or not self.trace.running:
             return
-        problems = [text for text in gather_objects(self.trace.finish(self.state.step), self.grid.world) if text]
+        problems = [
+            text
+            for text in gather_objects(self.trace.finish(self.state.step), self.grid.world)
+            if text
+        ]
         if not problems:
             self.log.say(f"trace up to step {self.state.step}: {self.trace.folder}")
         for problem in problems:

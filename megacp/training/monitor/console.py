@@ -1,7 +1,9 @@
-"""Where messages leave the program: standard output and standard error, which may go away under a run.
+"""Where messages leave the program: standard output and standard error, which may go away under a
+run.
 
-Text of a foreign folder or file may be part of any message, so all are escaped here. A line that cannot be printed
-ends nothing. The first one of a row is reported on another channel; the next is tried.
+Text of a foreign folder or file may be part of any message, so all are escaped here. A line that
+cannot be printed ends nothing. The first one of a row is reported on another channel; the next is
+tried.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from megacp.storage.wording import escaped, for_terminal
 
 
 class Console:
-    """Prints lines on standard output. `lost` is called with the reason when a line cannot be printed, once a row."""
+    """Prints lines on standard output. `lost` is called with the reason when a line cannot be
+    printed, once a row.
+    """
 
     def __init__(self, lost: Callable[[str], None]) -> None:
         self._lost = lost
@@ -35,13 +39,17 @@ class Console:
             self._broken = False
 
     def close(self) -> None:
-        """Forget what could not be printed: Python would try once more at exit and end with status 120."""
+        """Forget what could not be printed: Python would try once more at exit and end with status
+        120.
+        """
         if self._broken:
             to_nowhere(1, sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Print a message on standard error, as a terminal may have it; where that is not possible, nothing happens."""
+    """Print a message on standard error, as a terminal may have it; where that is not possible,
+    nothing happens.
+    """
     try:
         print(for_terminal(text), file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -55,8 +63,12 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """Let a reader that closes the pipe (`| head`) end the process in silence, by SIGPIPE: for what only prints."""
-    if threading.current_thread() is not threading.main_thread():  # only it may set what a signal does
+    """Let a reader that closes the pipe (`| head`) end the process in silence, by SIGPIPE: for what
+    only prints.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # only it may set what a signal does
         yield
         return
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,6 +1,7 @@
 """Model FLOPs utilisation (PaLM, Chowdhery et al. 2022, appendix B) and peak memory.
 
-The FLOPs are those of `engine/models/costs.py`, without recomputation, compared with the dense peaks of known GPUs.
+The FLOPs are those of `engine/models/costs.py`, without recomputation, compared with the dense
+peaks of known GPUs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "A10": {"bfloat16": 125e12, "tf32": 62.5e12, "float32": 31.2e12, "float64": 0.97e12},
     "L4": {"bfloat16": 121e12, "tf32": 60e12, "float32": 30.3e12, "float64": 0.47e12},
 }
-"""Dense peaks in FLOP/s from the vendor's data sheets, by a part of the device's name; tf32 is float32 on tensor cores
-with 10 bits of mantissa.
+"""Dense peaks in FLOP/s from the vendor's data sheets, by a part of the device's name; tf32 is
+float32 on tensor cores with 10 bits of mantissa.
 """
 
 
@@ -34,12 +35,16 @@ def gpu_peak(device_name: str, dtype: str) -> float | None:
     The longest matching name counts, so an L40S is no L4.
     """
     words = device_name.replace("-", " ")
-    matches = [name for name in PEAK_FLOPS if f" {name} " in f" {words} " or words.endswith(f" {name}")]
+    matches = [
+        name for name in PEAK_FLOPS if f" {name} " in f" {words} " or words.endswith(f" {name}")
+    ]
     return PEAK_FLOPS[max(matches, key=len)][dtype] if matches else None
 
 
 def cuda_peak(device: torch.device, dtype: str) -> float | None:
-    """`gpu_peak` of a device; float32 means TF32 where torch may multiply in it, which is not its default."""
+    """`gpu_peak` of a device; float32 means TF32 where torch may multiply in it, which is not its
+    default.
+    """
     import torch
 
     tf32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"

@@ -1,9 +1,12 @@
-"""What a run says: one console line a step, the same numbers as JSON lines, TensorBoard, W&B and Trackio when asked.
+"""What a run says: one console line a step, the same numbers as JSON lines, TensorBoard, W&B and
+Trackio when asked.
 
-No place ends a run: one that cannot be written is reported once on the others, and tried again with the next line.
+No place ends a run: one that cannot be written is reported once on the others, and tried again with
+the next line.
 
-The JSONL file is only ever appended to, a whole line at a time. A run that goes on in a file that has lines begins with
-one of kind `run`, whose `step` is the last one before it: of what stands above, later steps count no more.
+The JSONL file is only ever appended to, a whole line at a time. A run that goes on in a file that
+has lines begins with one of kind `run`, whose `step` is the last one before it: of what stands
+above, later steps count no more.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class StepRecord:
     consumed_samples: int
     """Packs seen by the run so far."""
     epoch: float
-    """Passes over the dataset so far; of a blend, its samples over the packs of all its datasets."""
+    """Passes over the dataset so far; of a blend, its samples over the packs of all its datasets.
+    """
     seconds_left: float
     """Seconds until the last step, by the median time from step to step."""
     experts: Mapping[str, Number] = field(default_factory=dict)
@@ -58,7 +62,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class LogTargets:
-    """Where a run reports to. On ranks other than 0 build `RunLog` with `LogTargets()`: it says nothing."""
+    """Where a run reports to. On ranks other than 0 build `RunLog` with `LogTargets()`: it says
+    nothing.
+    """
 
     console: bool = False
     jsonl: Path | None = None
@@ -70,12 +76,19 @@ class LogTargets:
 
 
 class RunLog:
-    """The log of one rank. `resume_step` is the step of the loaded checkpoint, 0 for a fresh run."""
+    """The log of one rank. `resume_step` is the step of the loaded checkpoint, 0 for a fresh
+    run.
+    """
 
     def __init__(
-        self, targets: LogTargets, total_steps: int, resume_step: int = 0, settings: Mapping[str, Any] | None = None
+        self,
+        targets: LogTargets,
+        total_steps: int,
+        resume_step: int = 0,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open all sinks; ValueError when one cannot be opened, or needs a package that is not installed.
+        """Open all sinks; ValueError when one cannot be opened, or needs a package that is not
+        installed.
 
         `settings` are shown by W&B and Trackio.
         """
@@ -87,7 +100,10 @@ class RunLog:
         self._silent: set[str] = set()
         if targets.tensorboard_dir:
             self._sinks.append(TensorBoardSink(targets.tensorboard_dir, resume_step))
-        for package, project in (("wandb", targets.wandb_project), ("trackio", targets.trackio_project)):
+        for package, project in (
+            ("wandb", targets.wandb_project),
+            ("trackio", targets.trackio_project),
+        ):
             if project:
                 self._sinks.append(ProjectSink(package, project, settings or {}))
         if targets.jsonl:
@@ -97,7 +113,12 @@ class RunLog:
         """Report a training step."""
         self._step = record.step
         figures = {**dataclasses.asdict(record), **record.experts}
-        self.figures("train", record.step, "", {k: v for k, v in figures.items() if k not in ("step", "experts")})
+        self.figures(
+            "train",
+            record.step,
+            "",
+            {k: v for k, v in figures.items() if k not in ("step", "experts")},
+        )
         if record.step % self._targets.log_interval == 0 or record.step == self._total:
             self.say(step_line(record, self._total))
 
@@ -107,8 +128,12 @@ class RunLog:
         text = f"step {step}/{self._total}  validation loss {loss:.4f}  perplexity {perplexity:.4g}"
         self.figures("valid", step, text, {"loss": loss})
 
-    def figures(self, kind: str, step: int, text: str, figures: Mapping[str, Number | None]) -> None:
-        """Report named figures of a step, which `text` says in words, if any: kind attention, blend or timing."""
+    def figures(
+        self, kind: str, step: int, text: str, figures: Mapping[str, Number | None]
+    ) -> None:
+        """Report named figures of a step, which `text` says in words, if any: kind attention, blend
+        or timing.
+        """
         self._to_sinks(lambda sink: sink.write(kind, step, figures))
         if text:
             self.say(text)
@@ -145,14 +170,20 @@ class RunLog:
                 if sink.name not in self._silent:
                     self._silent.add(sink.name)
                     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                    warning = f"{sink.name} cannot be written ({reason}): the run goes on without its lines"
+                    warning = (
+                        f"{sink.name} cannot be written ({reason}): the run goes on without "
+                        "its lines"
+                    )
                     self.note(self._step, warning)
                     self._silent.add(sink.name)  # this line may have been short enough
             else:
                 self._silent.discard(sink.name)
 
     def _without_console(self, reason: str) -> None:
-        text = f"standard output cannot be written ({reason}): the run goes on, its lines are in the log file"
+        text = (
+            f"standard output cannot be written ({reason}): the run goes on, its lines are in "
+            "the log file"
+        )
         warn(text)
         self._to_sinks(lambda sink: sink.note(self._step, text))
 
@@ -160,8 +191,9 @@ class RunLog:
 class JsonlSink:
     """One JSON object a line: `{"kind": "train", "step": 3, "loss": ...}`, in the file at once.
 
-    Floats keep all their digits; nan and inf are written as strings (JSON has no word for them). `name`: what it is
-    called where it is reported that it cannot be written. `kind`: train, valid, blend, attention or timing.
+    Floats keep all their digits; nan and inf are written as strings (JSON has no word for them).
+    `name`: what it is called where it is reported that it cannot be written. `kind`: train, valid,
+    blend, attention or timing.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
@@ -174,7 +206,10 @@ class JsonlSink:
                 self._line("run", resume_step, {})
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        values = {name: str(v) if v is not None and not math.isfinite(v) else v for name, v in figures.items()}
+        values = {
+            name: str(v) if v is not None and not math.isfinite(v) else v
+            for name, v in figures.items()
+        }
         self._line(kind, step, values)
 
     def note(self, step: int, text: str) -> None:
@@ -196,7 +231,9 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars `train/loss`, `valid/loss`, ... as TensorBoard events; a resumed run hides what it does again."""
+    """Scalars `train/loss`, `valid/loss`, ... as TensorBoard events; a resumed run hides what it
+    does again.
+    """
 
     def __init__(self, folder: str, resume_step: int = 0) -> None:
         try:
@@ -240,7 +277,11 @@ Sink = JsonlSink | TensorBoardSink | ProjectSink
 
 
 def _missing(option: str, package: str) -> str:
-    how = "pip install trackio" if package == "trackio" else "install the extra `log` (pip install 'megacp[log]')"
+    how = (
+        "pip install trackio"
+        if package == "trackio"
+        else "install the extra `log` (pip install 'megacp[log]')"
+    )
     return f"{option} needs the package {package}: {how} or drop the flag"
 
 
@@ -248,10 +289,13 @@ def step_line(record: StepRecord, total_steps: int) -> str:
     """The console line of a step."""
     mfu = "" if record.mfu is None else f"MFU {100 * record.mfu:.1f}%  "
     width, wait = len(str(total_steps)), record.data_wait
-    experts = "".join(f"{name.replace('_', ' ')} {value:.4g}  " for name, value in record.experts.items())
+    experts = "".join(
+        f"{name.replace('_', ' ')} {value:.4g}  " for name, value in record.experts.items()
+    )
     data_wait = f"{wait:.3g} s" if wait >= 1 else f"{1000 * wait:.3g} ms"
     return (
-        f"step {record.step:>{width}}/{total_steps}  epoch {record.epoch:.2f}  loss {record.loss:.4f}  {experts}"
+        f"step {record.step:>{width}}/{total_steps}  epoch {record.epoch:.2f}  loss "
+        f"{record.loss:.4f}  {experts}"
         f"grad norm {record.grad_norm:.3f}  lr {record.lr:.2e}  {record.seconds:.3g} s  "
         f"{record.tokens_per_second:,.0f} tokens/s  {mfu}{record.peak_memory / 2**30:.3g} GiB  "
         f"data wait {data_wait}  left {duration(record.seconds_left)}"

@@ -1,4 +1,5 @@
-"""A trace of some steps of one rank: torch's profiler, written as chrome JSON (chrome://tracing, Perfetto).
+"""A trace of some steps of one rank: torch's profiler, written as chrome JSON (chrome://tracing,
+Perfetto).
 
 Outside of its steps no profiler exists, and a trace that cannot be written ends nothing.
 """
@@ -16,7 +17,8 @@ from megacp.storage.files import rename
 
 
 class Trace:
-    """The trace of this rank over `steps`, with the phases of `timers` as named ranges, below `folder`.
+    """The trace of this rank over `steps`, with the phases of `timers` as named ranges, below
+    `folder`.
 
     `mine`: whether this rank writes one.
     """
@@ -70,5 +72,7 @@ class Trace:
 
 def _free_path(folder: Path, name: str) -> Path:
     """The first of NAME.json, NAME.2.json, NAME.3.json, ... that nothing has, not even a link."""
-    names = itertools.chain([f"{name}.json"], (f"{name}.{number}.json" for number in itertools.count(2)))
+    names = itertools.chain(
+        [f"{name}.json"], (f"{name}.{number}.json" for number in itertools.count(2))
+    )
     return next(folder / one for one in names if not os.path.lexists(folder / one))

@@ -69,7 +69,10 @@ def show_help(arguments: Sequence[str]) -> None:
             lines += ["", group.title]
         for action in actions:
             lines += _described(action)
-    lines += ["", "--nproc N starts N ranks on this machine, after a check in one process; --help-all shows all flags"]
+    lines += [
+        "",
+        "--nproc N starts N ranks on this machine, after a check in one process; --help-all shows all flags",
+    ]
     say("\n".join(lines))
 
 
@@ -80,5 +83,7 @@ def _described(action: argparse.Action) -> list[str]:
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     lines = [f"  {names}{values}"]
     for line in (action.help or "").splitlines():
-        lines += textwrap.wrap(line, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            line, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+        )
     return lines

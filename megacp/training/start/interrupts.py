@@ -1,6 +1,7 @@
 """What Ctrl-C does to a command before it can save anything: one word and status 130, no traceback.
 
-This module is imported before torch, whose import takes seconds, so it imports nothing that takes time.
+This module is imported before torch, whose import takes seconds, so it imports nothing that takes
+time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def leave_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process at once. One that its starter has told to ignore it still does."""
+    """Let Ctrl-C end this process at once. One that its starter has told to ignore it still
+    does.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -26,7 +29,9 @@ def _leave(*_: object) -> NoReturn:
 
 
 def handles(process: int, number: int) -> bool:
-    """Whether a process has a handler for this signal, which would end it otherwise; True where Linux is not asked."""
+    """Whether a process has a handler for this signal, which would end it otherwise; True where
+    Linux is not asked.
+    """
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
     except OSError:

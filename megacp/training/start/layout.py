@@ -48,7 +48,9 @@ class SavedBy:
     ranks: int
 
 
-def other_layout(config: RunConfig, ranks: int, arguments: Sequence[str], saved_by: SavedBy | None) -> str:
+def other_layout(
+    config: RunConfig, ranks: int, arguments: Sequence[str], saved_by: SavedBy | None
+) -> str:
     """Return the commands that plan another layout; "" if that of `config` allows `ranks` ranks.
 
     `arguments` are the flags of the run, without `--nproc`.
@@ -61,8 +63,10 @@ def other_layout(config: RunConfig, ranks: int, arguments: Sequence[str], saved_
         return ""
     p = config.parallel
     said = (
-        f"The layout of --tensor-model-parallel-size {p.tensor_model_parallel_size}, --pipeline-model-parallel-size "
-        f"{p.pipeline_model_parallel_size} and --context-parallel-size {p.context_parallel_size} does not allow "
+        f"The layout of --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
+        "--pipeline-model-parallel-size "
+        f"{p.pipeline_model_parallel_size} and --context-parallel-size {p.context_parallel_size} "
+        "does not allow "
         f"{counted(ranks, 'rank')}"
     )
     if saved_by is not None:
@@ -73,8 +77,14 @@ def other_layout(config: RunConfig, ranks: int, arguments: Sequence[str], saved_
         plan.append("--overwrite")
     lines = [f"{said}. To plan another layout:", f"    {shlex.join(plan)}"]
     for file, names in files.items():
-        lines.append(f"  (first remove {', '.join(map(flag, names))} from {file}: they would stay as they are)")
-    lines += ["Then start the run with these flags:", f"    {shlex.join([*rest, '--config', PLANNED])}"]
+        lines.append(
+            f"  (first remove {', '.join(map(flag, names))} from {file}: they would stay as they "
+            "are)"
+        )
+    lines += [
+        "Then start the run with these flags:",
+        f"    {shlex.join([*rest, '--config', PLANNED])}",
+    ]
     return "\n".join(lines)
 
 

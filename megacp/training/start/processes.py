@@ -1,4 +1,6 @@
-"""The ranks of `--nproc N`: one process starts them on this machine, passes signals on and waits."""
+"""The ranks of `--nproc N`: one process starts them on this machine, passes signals on and
+waits.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def ranks_asked(arguments: Sequence[str]) -> tuple[int, list[str]]:
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from error
     if found.nproc > 0 and launch.world_from_environment().size > 1:
-        raise ValueError(f"--nproc {found.nproc} starts ranks by itself: leave torchrun out, or the flag")
+        raise ValueError(
+            f"--nproc {found.nproc} starts ranks by itself: leave torchrun out, or the flag"
+        )
     return found.nproc, others
 
 
@@ -88,7 +92,9 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]], ended_by: Sequence[int])
     ended: list[tuple[int, int]] = []
     while len(ended) < len(ranks):
         time.sleep(0.05)
-        ended = [(status, rank) for rank, one in enumerate(ranks) if (status := one.poll()) is not None]
+        ended = [
+            (status, rank) for rank, one in enumerate(ranks) if (status := one.poll()) is not None
+        ]
         failed = [(status, rank) for status, rank in ended if status not in (0, STOPPED)]
         if failed and first is None:  # a rank that was killed has a negative status
             first = min(failed)

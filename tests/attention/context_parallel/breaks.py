@@ -163,8 +163,16 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "gradients pass one rank alone",
         ),
         (">= LARGE", "< 0", "all heads of long rows are in memory at once"),
-        ("(turn_gradient(", "(0 * turn_gradient(", "A has no gradient"),
-        (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
+        (
+            "turn_gradient(turn, after, state),",
+            "0 * turn_gradient(turn, after, state),",
+            "A has no gradient",
+        ),
+        (
+            "past = (\n        rows.index_select(0, places).unflatten(0, (-1, taps - 1)).flip(1)",
+            "past = rows.index_select(0, places).unflatten(\n        0, (-1, taps - 1)",
+            "the taps of a segment's first tokens are in the wrong order",
+        ),
     ],
     (
         "megacp/attention/context_parallel/fused_states.py",

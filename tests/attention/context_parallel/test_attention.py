@@ -1,4 +1,6 @@
-"""Every transport under every layout, mask and degree equals dense attention on one process, forward and backward."""
+"""Every transport under every layout, mask and degree equals dense attention on one process,
+forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,11 @@ class Case:
 
     @property
     def reach(self) -> Reach:
-        return Reach(self.window, self.chunk) if self.window or self.chunk else REACHES.get(self.mask, Reach())
+        return (
+            Reach(self.window, self.chunk)
+            if self.window or self.chunk
+            else REACHES.get(self.mask, Reach())
+        )
 
 
 def batch_of(case: Case) -> PackedBatch:
@@ -92,7 +98,9 @@ def qkv_and_gradient(case: Case, tokens: int) -> list[Tensor]:
     g = torch.Generator().manual_seed(tokens)
     heads, groups = case.heads
     shapes = [(tokens, count, DIM) for count in (heads, groups, groups, heads)]
-    return [torch.randn(*shape, generator=g, dtype=torch.float64).to(case.dtype) for shape in shapes]
+    return [
+        torch.randn(*shape, generator=g, dtype=torch.float64).to(case.dtype) for shape in shapes
+    ]
 
 
 def sinks_of(case: Case) -> list[Tensor]:
@@ -100,9 +108,11 @@ def sinks_of(case: Case) -> list[Tensor]:
     return [torch.linspace(-2.0, 2.0, case.heads[0], dtype=torch.float64)] if case.sinks else []
 
 
-def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], case: Case | None = None) -> list[Tensor]:
-    """This rank's rows of out, dq, dk, dv, and its part of the sinks' gradient; q and k are rotated by the positions
-    that came with the tokens.
+def attend(
+    batch: LocalBatch, transport: object, tensors: list[Tensor], case: Case | None = None
+) -> list[Tensor]:
+    """This rank's rows of out, dq, dk, dv, and its part of the sinks' gradient; q and k are rotated
+    by the positions that came with the tokens.
     """
     case = case or Case("", "", "")
     index = torch.from_numpy(batch.plan.local)
@@ -111,25 +121,35 @@ def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], case: Ca
 
     def layer(q: Tensor, k: Tensor, v: Tensor, save: Save) -> Tensor:
         if case.rotary:
-            angles = cos_sin(batch.position_ids, inverse_frequencies(DIM, 100.0, RotaryScaling()), q.dtype)
+            angles = cos_sin(
+                batch.position_ids, inverse_frequencies(DIM, 100.0, RotaryScaling()), q.dtype
+            )
             q, k = rotate(q, *angles), rotate(k, *angles)
         sinks = leaves[3] if case.sinks else None
-        return transport.attend(q, k, v, batch.plan.within(case.reach), DIM**-0.5, sinks, save.results)
+        return transport.attend(
+            q, k, v, batch.plan.within(case.reach), DIM**-0.5, sinks, save.results
+        )
 
     out = run_block(layer, RECOMPUTE_MODES[case.recompute], q, k, v)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @functools.cache
-def transport_of(world_size: int, name: str, kernel: str, hierarchy: tuple[int, int], cap: float) -> object:
+def transport_of(
+    world_size: int, name: str, kernel: str, hierarchy: tuple[int, int], cap: float
+) -> object:
     """Cached on each rank, since a2a+p2p makes process groups."""
-    return select_transport(name, kernel, grid(cp=world_size).cp, torch.device("cpu"), hierarchy, cap)
+    return select_transport(
+        name, kernel, grid(cp=world_size).cp, torch.device("cpu"), hierarchy, cap
+    )
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list:
     results = []
     for case in cases:
-        batch = shard_batch(batch_of(case), grid(cp=world_size).cp, LAYOUTS[case.layout], mix={case.reach: 1})
+        batch = shard_batch(
+            batch_of(case), grid(cp=world_size).cp, LAYOUTS[case.layout], mix={case.reach: 1}
+        )
         chosen = transport_of(world_size, case.transport, case.kernel, case.hierarchy, case.cap)
         tensors = qkv_and_gradient(case, batch.num_tokens * world_size)
         results.append((batch.plan.local, attend(batch, chosen, tensors, case)))
@@ -138,13 +158,17 @@ def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list:
 
 @functools.cache
 def dense(case: Case, padded: int) -> list[Tensor]:
-    """What `attend` returns, by autograd through an explicit mask; independent of plans, layouts and kernels."""
+    """What `attend` returns, by autograd through an explicit mask; independent of plans, layouts
+    and kernels.
+    """
     batch = batch_of(case).with_padding_to(padded)
     *inputs, dout = (x.double() for x in qkv_and_gradient(case, padded))
     leaves = [x.requires_grad_() for x in (*inputs, *sinks_of(case))]
     q, k, v, *sinks = leaves
     if case.rotary:
-        angle = torch.from_numpy(batch.position_ids)[:, None] * 100.0 ** (-torch.arange(0, DIM, 2).double() / DIM)
+        angle = torch.from_numpy(batch.position_ids)[:, None] * 100.0 ** (
+            -torch.arange(0, DIM, 2).double() / DIM
+        )
         turn = torch.polar(torch.ones_like(angle), angle)[:, None]
         q, k = (
             torch.view_as_real(torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn)
@@ -159,12 +183,16 @@ def dense(case: Case, padded: int) -> list[Tensor]:
 
 
 def cancelled(case: Case, padded: int) -> float:
-    """The largest of the two equal terms whose difference is the exact 0 that dq and dk are where a query has one key.
+    """The largest of the two equal terms whose difference is the exact 0 that dq and dk are where a
+    query has one key.
 
-    dS = P (dP - D) with P = 1 and dP = D = dout . v; each of the two is rounded on its own, by the processor's order.
+    dS = P (dP - D) with P = 1 and dP = D = dout . v; each of the two is rounded on its own, by the
+    processor's order.
     """
     q, k, v, dout = (x.double() for x in qkv_and_gradient(case, padded))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # [T, groups, d] -> [T, heads, d]
+    k, v = (
+        x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)
+    )  # [T, groups, d] -> [T, heads, d]
     terms = (dout * v).sum(-1, keepdim=True) * DIM**-0.5
     return max(float((terms * x).abs().max()) for x in (q, k))
 
@@ -186,19 +214,26 @@ def compare(results: list[list], cases: list[Case], tolerance: float | None) -> 
         expected = dense(plain, len(indices))
         for position, name in enumerate(("out", "dq", "dk", "dv", "dsinks")[: len(expected)]):
             parts = [result[number][1][position].double() for result in results]
-            error = torch.cat(parts) - expected[position][indices] if position < 4 else sum(parts) - expected[position]
+            error = (
+                torch.cat(parts) - expected[position][indices]
+                if position < 4
+                else sum(parts) - expected[position]
+            )
             error = error.abs().max().item()
             if tolerance is None:
                 limit = float32_bounds(plain, len(indices))[position]
             else:
-                limit = tolerance * (expected[position].abs().max().item() or cancelled(plain, len(indices)))
+                limit = tolerance * (
+                    expected[position].abs().max().item() or cancelled(plain, len(indices))
+                )
             assert error <= limit, (name, case, error, limit)
 
 
 def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
     """Every transport with every layout and mask.
 
-    On more than 2 ranks each pair of a transport, a layout and a mask meets, not each three of them.
+    On more than 2 ranks each pair of a transport, a layout and a mask meets, not each three of
+    them.
     """
     return [
         Case(
@@ -228,8 +263,11 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
         pytest.param(8, (5, 45), marks=pytest.mark.slow),
     ],
 )
-def test_a_transport_equals_dense_attention_for_every_mask_and_layout(world_size: int, tokens: tuple[int, ...]) -> None:
-    """Rows of 45 tokens must be padded, of 5 leave ranks empty; K/V heads are fewer than 3 ranks and more.
+def test_a_transport_equals_dense_attention_for_every_mask_and_layout(
+    world_size: int, tokens: tuple[int, ...]
+) -> None:
+    """Rows of 45 tokens must be padded, of 5 leave ranks empty; K/V heads are fewer than 3 ranks
+    and more.
 
     float64, sums of at most 64 terms.
     """
@@ -238,10 +276,17 @@ def test_a_transport_equals_dense_attention_for_every_mask_and_layout(world_size
 
 
 def test_four_ranks_of_one_layout_each_equal_dense_attention() -> None:
-    pairs = [("p2p", "zigzag"), ("kv_exchange", "zigzag"), ("all_gather", "balanced"), ("a2a", "zigzag")]
+    pairs = [
+        ("p2p", "zigzag"),
+        ("kv_exchange", "zigzag"),
+        ("all_gather", "balanced"),
+        ("a2a", "zigzag"),
+    ]
     cases = [Case(*pair, mask) for pair in pairs for mask in ("packed", "holes")]
     cases += [Case(*pair, "windows", sinks=True, cap=1.5) for pair in pairs]
-    cases += [Case("p2p", "contiguous", "causal", window=window) for window in (5, 16)]  # the ring stops early
+    cases += [
+        Case("p2p", "contiguous", "causal", window=window) for window in (5, 16)
+    ]  # the ring stops early
     compare(run_ranks(on_ranks, 4, cases), cases, 1e-12)
 
 
@@ -256,12 +301,15 @@ DRAWN = st.builds(
     sinks=st.booleans(),
     cap=st.sampled_from([0.0, 1.5]),
     pack=st.tuples(
-        *(st.tuples(st.just(name), st.integers(*ends)) for name, *ends in (("documents", 0, 6), ("depth", 1, 5))),
+        *(
+            st.tuples(st.just(name), st.integers(*ends))
+            for name, *ends in (("documents", 0, 6), ("depth", 1, 5))
+        ),
         *(st.tuples(st.just(name), st.booleans()) for name in ("images", "padding")),
     ),
 )
-"""Packs of trees with images and padding, or of padding alone, down to two tokens: most ranks then hold padding only.
-Windows and chunks are of one token to more than the row.
+"""Packs of trees with images and padding, or of padding alone, down to two tokens: most ranks then
+hold padding only. Windows and chunks are of one token to more than the row.
 """
 
 
@@ -275,7 +323,12 @@ def test_all_that_a_mask_holds_is_exact_together_with_sinks_and_a_cap(
     heads = 4 if world_size % 3 else 6
     drawn = replace(drawn, heads=(heads, groups or heads))
     cases = [
-        replace(drawn, transport=name, layout=layout, hierarchy=HIERARCHIES[world_size] if "+" in name else ())
+        replace(
+            drawn,
+            transport=name,
+            layout=layout,
+            hierarchy=HIERARCHIES[world_size] if "+" in name else (),
+        )
         for name in TRANSPORTS
         for layout in LAYOUTS
     ]
@@ -285,11 +338,14 @@ def test_all_that_a_mask_holds_is_exact_together_with_sinks_and_a_cap(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # fp32: counted (`reference.rounding`), about 1e-5; bf16: three roundings to 2^-9, the accumulation is fp32
+    # fp32: counted (`reference.rounding`), about 1e-5; bf16: three roundings to 2^-9, the
+    # accumulation is fp32
     [(torch.float32, None), (torch.bfloat16, 3e-2)],
     ids=["fp32", "bf16"],
 )
-def test_lower_precisions_accumulate_over_ranks_in_fp32(dtype: torch.dtype, tolerance: float | None) -> None:
+def test_lower_precisions_accumulate_over_ranks_in_fp32(
+    dtype: torch.dtype, tolerance: float | None
+) -> None:
     cases = [replace(case, dtype=dtype) for case in all_cases(4, (48,))]
     if dtype == torch.bfloat16:  # the reference sees the same rounded inputs
         cases = [case for case in cases if case.mask != "one-token documents"]
@@ -327,18 +383,28 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
 
 
 @pytest.mark.parametrize("transport", ["p2p", "all_gather", "kv_exchange"])
-@pytest.mark.parametrize(("mask", "recompute"), [("causal", "none"), ("packed", "full"), ("holes", "full")])
-def test_work_is_the_allowed_area_and_bytes_are_the_formula(transport: str, mask: str, recompute: str) -> None:
-    """Each allowed pair is computed once; forward moves (cp-1)/cp of K and V once, grouped heads unexpanded. So it is
-    where all else of a block is computed again.
+@pytest.mark.parametrize(
+    ("mask", "recompute"), [("causal", "none"), ("packed", "full"), ("holes", "full")]
+)
+def test_work_is_the_allowed_area_and_bytes_are_the_formula(
+    transport: str, mask: str, recompute: str
+) -> None:
+    """Each allowed pair is computed once; forward moves (cp-1)/cp of K and V once, grouped heads
+    unexpanded. So it is where all else of a block is computed again.
     """
-    results = run_ranks(counted, 4, Case(transport, "zigzag", mask, 64, heads=(4, 2), recompute=recompute))
+    results = run_ranks(
+        counted, 4, Case(transport, "zigzag", mask, 64, heads=(4, 2), recompute=recompute)
+    )
     assert all(pairs == area for pairs, area, *_ in results)
     row = 2 * 2 * DIM * 8  # bytes of K and V of a token: two groups, float64
     for _, _, total, (sent, received) in results:
-        # ring: K/V go round forward and backward, then their gradients (3 hops each); gather: twice 3, back once;
-        # exchange: what others need goes out twice, gradients of what came in go back
-        hops = {"p2p": (3 + 3 + 3) * 16, "all_gather": (3 + 3 + 3) * 16, "kv_exchange": 2 * sent + received}
+        # ring: K/V go round forward and backward, then their gradients (3 hops each); gather: twice
+        # 3, back once; exchange: what others need goes out twice, gradients of what came in go back
+        hops = {
+            "p2p": (3 + 3 + 3) * 16,
+            "all_gather": (3 + 3 + 3) * 16,
+            "kv_exchange": 2 * sent + received,
+        }
         assert total == hops[transport] * row
 
 
@@ -349,7 +415,8 @@ def test_work_is_the_allowed_area_and_bytes_are_the_formula(transport: str, mask
         ("contiguous", 5, [(4, 0), (4, 4), (4, 4), (0, 4)], 1 + 1 + 1),
         # 16 before each rank's first: still one step; a window of one more would need two
         ("contiguous", 17, [(16, 0), (16, 16), (16, 16), (0, 16)], 1 + 1 + 1),
-        # eight stretches of 8 tokens; the fourth and the fifth are one rank's, and the ring must go round
+        # eight stretches of 8 tokens; the fourth and the fifth are one rank's, and the ring must go
+        # round
         ("zigzag", 5, [(4, 4), (8, 8), (8, 8), (4, 4)], 3 + 3 + 3),
     ],
 )
@@ -358,8 +425,12 @@ def test_a_window_sends_its_halo_and_ends_the_ring(
 ) -> None:
     row = 2 * 2 * DIM * 8
     for transport in ("p2p", "kv_exchange"):
-        results = run_ranks(counted, 4, Case(transport, layout, "causal", 64, heads=(4, 2), window=window))
-        assert [found for *_, found in results] == rows and all(pairs == area for pairs, area, *_ in results)
+        results = run_ranks(
+            counted, 4, Case(transport, layout, "causal", 64, heads=(4, 2), window=window)
+        )
+        assert [found for *_, found in results] == rows and all(
+            pairs == area for pairs, area, *_ in results
+        )
         for (_, _, total, _), (sent, received) in zip(results, rows, strict=True):
             assert total == row * (hops * 16 if transport == "p2p" else 2 * sent + received)
 
@@ -399,15 +470,25 @@ def test_every_table_is_prepared_before_its_first_layer() -> None:
         assert found == [4, 2, 2, 1, 2]
 
 
-@pytest.mark.parametrize(("heads", "recompute"), [((8, 4), "none"), ((8, 2), "none"), ((8, 2), "full")], ids=str)
-def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(heads: tuple[int, int], recompute: str) -> None:
-    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same ways. A block that is
-    computed again sends q, k and v once more, and what became of them where the block goes on.
+@pytest.mark.parametrize(
+    ("heads", "recompute"), [((8, 4), "none"), ((8, 2), "none"), ((8, 2), "full")], ids=str
+)
+def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(
+    heads: tuple[int, int], recompute: str
+) -> None:
+    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same
+    ways. A block that is computed again sends q, k and v once more, and what became of them where
+    the block goes on.
     """
-    results = run_ranks(counted, 4, Case("a2a", "zigzag", "packed", 64, heads=heads, recompute=recompute))
+    results = run_ranks(
+        counted, 4, Case("a2a", "zigzag", "packed", 64, heads=heads, recompute=recompute)
+    )
     pairs = sum(found[0] for found in results)
-    assert pairs == sum(found[1] for found in results) * 4, "each rank sees all pairs, for a fourth of the heads"
-    # of 16 tokens: to each of 3 ranks two query heads and a key and a value head, and as much comes back
+    assert pairs == sum(found[1] for found in results) * 4, (
+        "each rank sees all pairs, for a fourth of the heads"
+    )
+    # of 16 tokens: to each of 3 ranks two query heads and a key and a value head, and as much comes
+    # back
     one_way = 16 * 3 * (2 + 1 + 1)
     back = 16 * 3 * 2
     again = one_way * (recompute == "full")
@@ -452,10 +533,14 @@ def empty_but_equal_hierarchy(rank: int, world_size: int) -> None:
 def test_transports_are_chosen_from_a_table_and_one_rank_needs_none() -> None:
     cpu = torch.device("cpu")
     assert isinstance(select_transport("p2p", "auto", single_axis("cp"), cpu), LocalAttention)
-    with pytest.raises(ValueError, match="transport a2b is unknown; choose p2p, all_gather, a2a, a2a"):
+    with pytest.raises(
+        ValueError, match="transport a2b is unknown; choose p2p, all_gather, a2a, a2a"
+    ):
         select_transport("a2b", "auto", single_axis("cp"), cpu)
     two = Axis("cp", 2, 0, (0, 1), group=object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="attention kernel dense is for one process, this axis has 2 ranks"):
+    with pytest.raises(
+        ValueError, match="attention kernel dense is for one process, this axis has 2 ranks"
+    ):
         select_transport("p2p", "dense", two, cpu)
     with pytest.raises(RankError, match="two sizes whose product is 4, got 3 2"):
         run_ranks(empty_but_equal_hierarchy, 4)
@@ -480,7 +565,9 @@ class WatchingKernel(MathKernel):
         self.messages[0].append(self.under_way())
         super().attend(partial, qkv, table, scale)
 
-    def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
+    def attend_backward(
+        self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV
+    ) -> None:
         self.messages[1].append(self.under_way())
         super().attend_backward(saved, kv, table, scale, grads)
 
@@ -489,7 +576,9 @@ def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Messages under way in each step of a ring, forward and backward."""
     cp = grid(cp=world_size).cp
     kernel = WatchingKernel()
-    plan = shard_batch(random_batch(np.random.default_rng(0), 64, documents=1), cp, LAYOUTS["zigzag"]).plan
+    plan = shard_batch(
+        random_batch(np.random.default_rng(0), 64, documents=1), cp, LAYOUTS["zigzag"]
+    ).plan
     leaves = [torch.ones(64 // world_size, 2, 8, requires_grad=True) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "start_shift", kernel.start_shift)
@@ -498,5 +587,7 @@ def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 
 
 def test_a_rings_messages_are_under_way_while_a_step_is_computed() -> None:
-    """The next keys beside all steps but the last; gradients, begun by the second step, beside the third and fourth."""
+    """The next keys beside all steps but the last; gradients, begun by the second step, beside the
+    third and fourth.
+    """
     assert run_ranks(watched, 4) == [([1, 1, 1, 0], [1, 1, 2, 1])] * 4

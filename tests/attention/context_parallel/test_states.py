@@ -47,27 +47,48 @@ Case = tuple[str, str, int]
 
 
 def batch_of(case: Case) -> PackedBatch:
-    return random_batch(np.random.default_rng([len(case[0]), case[2]]), **{"tokens": TOKENS, **ROWS[case[0]]})
+    return random_batch(
+        np.random.default_rng([len(case[0]), case[2]]), **{"tokens": TOKENS, **ROWS[case[0]]}
+    )
 
 
 def tensors_of(tokens: int, local: np.ndarray) -> list[Tensor]:
-    """q, k, v, log of the decay, beta; channels, their weight; gradients of both results; of some tokens."""
+    """q, k, v, log of the decay, beta; channels, their weight; gradients of both results; of some
+    tokens.
+    """
     g = torch.Generator().manual_seed(tokens)
     shapes = [(tokens, n, d) for n, d in ((GROUPS, KEYS), (GROUPS, KEYS), (HEADS, VALUES))]
-    q, k, v, dout = (torch.randn(*s, generator=g, dtype=torch.float64) for s in (*shapes, shapes[-1]))
+    q, k, v, dout = (
+        torch.randn(*s, generator=g, dtype=torch.float64) for s in (*shapes, shapes[-1])
+    )
     decay, beta = (torch.rand(tokens, HEADS, generator=g, dtype=torch.float64) for _ in range(2))
     x, dx = (torch.randn(tokens, 3, generator=g, dtype=torch.float64) for _ in range(2))
-    every = [q, k, v, -3 * decay, beta, x, torch.randn(3, TAPS, generator=g, dtype=torch.float64), dout, dx]
+    every = [
+        q,
+        k,
+        v,
+        -3 * decay,
+        beta,
+        x,
+        torch.randn(3, TAPS, generator=g, dtype=torch.float64),
+        dout,
+        dx,
+    ]
     return [x if place == WEIGHT else x[local] for place, x in enumerate(every)]
 
 
 def results(functions: tuple[Any, Any, Any], tensors: list[Tensor]) -> list[Tensor]:
-    """The outputs of the delta rule and the convolution, and the gradients of all inputs; then those of Mamba-2."""
+    """The outputs of the delta rule and the convolution, and the gradients of all inputs; then
+    those of Mamba-2.
+    """
     *inputs, dout, dx = tensors
     leaves = [x.clone().requires_grad_() for x in inputs]
     out, convolved = functions[0](*leaves[:5]), functions[1](*leaves[5:])
     dual = functions[2](*leaves[:4])
-    found = torch.autograd.grad((out, convolved), leaves, (dout, dx)), torch.autograd.grad(dual, leaves[:4], dout)
+    found = (
+        torch.autograd.grad((out, convolved), leaves, (dout, dx)),
+        torch.autograd.grad(dual, leaves[:4], dout),
+    )
     return [out.detach(), convolved.detach(), *found[0], dual.detach(), *found[1]]
 
 
@@ -101,7 +122,9 @@ def expected(case: Case, tokens: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_states_and_taps_follow_their_paths_over_ranks_under_every_layout(ranks: int) -> None:
-    """Segments of one token to longer than a rank, chunks shorter and longer than them; float64 through 47 updates."""
+    """Segments of one token to longer than a rank, chunks shorter and longer than them; float64
+    through 47 updates.
+    """
     cases = [(row, layout, seed) for row in ROWS for layout in LAYOUTS for seed in range(2)]
     everyone = run_ranks(on_ranks, ranks, cases) if ranks > 1 else [on_ranks(0, 1, cases)]
     for number, case in enumerate(cases):
@@ -109,7 +132,9 @@ def test_states_and_taps_follow_their_paths_over_ranks_under_every_layout(ranks:
         want = expected((case[0], "", case[2]), len(tokens))
         for place, exact in enumerate(want):
             parts = [found[number][1][place] for found in everyone]
-            if place == 2 + WEIGHT:  # the gradient of the convolution's weight is the sum over ranks
+            if (
+                place == 2 + WEIGHT
+            ):  # the gradient of the convolution's weight is the sum over ranks
                 error = (torch.stack(parts).sum(0) - exact).abs().max()
             else:
                 error = (torch.cat(parts) - exact[tokens]).abs().max()
@@ -119,7 +144,9 @@ def test_states_and_taps_follow_their_paths_over_ranks_under_every_layout(ranks:
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "state_space_dual"])
 def test_heads_one_after_the_other_are_the_same_in_less_memory(rule: str) -> None:
     plan = shard_batch(
-        random_batch(np.random.default_rng(0), 96, documents=2), single_axis("cp"), LAYOUTS["zigzag"]
+        random_batch(np.random.default_rng(0), 96, documents=2),
+        single_axis("cp"),
+        LAYOUTS["zigzag"],
     ).plan
     *inputs, dout, _ = tensors_of(96, plan.local)
     leaves = [x.requires_grad_() for x in inputs[: 4 if rule == "state_space_dual" else 5]]
@@ -131,18 +158,24 @@ def test_heads_one_after_the_other_are_the_same_in_less_memory(rule: str) -> Non
     together, peak = work(), peak_bytes_of(work)
     with mock.patch.object(states, "LARGE", 1):
         for one, other in zip(work(), together, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # float64, sums of a few hundred terms
+            torch.testing.assert_close(
+                one, other, rtol=1e-12, atol=1e-12
+            )  # float64, sums of a few hundred terms
         assert peak_bytes_of(work) < 0.75 * peak
 
 
 def cleared_pages(rank: int, world_size: int) -> int:
-    """Of forward and backward of a rule whose values alone take 4 MiB, when it comes again: the fewest of three."""
+    """Of forward and backward of a rule whose values alone take 4 MiB, when it comes again: the
+    fewest of three.
+    """
     model = {**QUICK_SIZES, "linear_attention_freq": "[1]"}
     rule = NativeBackend(build_grid(GridShape(), 0), with_values(RunConfig(), model)).states(
         recurrence.gated_delta_rule
     )
     plan = shard_batch(
-        random_batch(np.random.default_rng(0), 2048, documents=1), single_axis("cp"), LAYOUTS["zigzag"]
+        random_batch(np.random.default_rng(0), 2048, documents=1),
+        single_axis("cp"),
+        LAYOUTS["zigzag"],
     ).plan
     heads = [(1, 128), (1, 128), (4, 128), (4,), (4,)]
     cleared = []
@@ -176,15 +209,27 @@ def traffic(rank: int, world_size: int, tokens: int, layout: str, rule: str) -> 
 
 
 def test_messages_are_maps_and_a_few_rows_whatever_the_length() -> None:
-    """Of one document on three ranks: A and B of each run that another follows (contiguous has one a rank, zigzag two
-    on rank 1), B's size again for the gradients, and three rows of channels before each run, and their gradients back.
-    Of A a rule with one decay a head sends one column.
+    """Of one document on three ranks: A and B of each run that another follows (contiguous has one
+    a rank, zigzag two on rank 1), B's size again for the gradients, and three rows of channels
+    before each run, and their gradients back. Of A a rule with one decay a head sends one column.
     """
     size, ranks = 8, 3
     columns = {"gated_delta_rule": KEYS, "state_space_dual": 1}
-    for layout, most, sent, came in (("contiguous", 1, (3, 3, 0), (0, 3, 3)), ("zigzag", 2, (3, 6, 3), (3, 6, 3))):
-        maps = {rule: size * most * HEADS * KEYS * (of_turn + 2 * VALUES) * 2 for rule, of_turn in columns.items()}
+    for layout, most, sent, came in (
+        ("contiguous", 1, (3, 3, 0), (0, 3, 3)),
+        ("zigzag", 2, (3, 6, 3), (3, 6, 3)),
+    ):
+        maps = {
+            rule: size * most * HEADS * KEYS * (of_turn + 2 * VALUES) * 2
+            for rule, of_turn in columns.items()
+        }
         rows = [size * 3 * (there + back) for there, back in zip(sent, came, strict=True)]
-        for tokens, rule in ((48, "gated_delta_rule"), (192, "gated_delta_rule"), (192, "state_space_dual")):
+        for tokens, rule in (
+            (48, "gated_delta_rule"),
+            (192, "gated_delta_rule"),
+            (192, "state_space_dual"),
+        ):
             found = run_ranks(traffic, ranks, tokens, layout, rule)
-            assert [(one["all_gather"], one["all_to_all"]) for one in found] == [(maps[rule], row) for row in rows]
+            assert [(one["all_gather"], one["all_to_all"]) for one in found] == [
+                (maps[rule], row) for row in rows
+            ]

@@ -1,4 +1,6 @@
-"""Features reach the tokens they belong to and their gradients come back, for every layout and dealing of images."""
+"""Features reach the tokens they belong to and their gradients come back, for every layout and
+dealing of images.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ WORLDS = [2, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8
 
 
 def row_with_images(case: str, ranks: int) -> PackedBatch:
-    """A row, some of whose tokens hold features of units of uneven size; the table is that of `ranks`."""
+    """A row, some of whose tokens hold features of units of uneven size; the table is that of
+    `ranks`.
+    """
     rng = np.random.default_rng(CASES.index(case))
     if case == "video":
         batch = video_batch(frames=9, text=2, tokens_of_frame=4)
     else:
-        batch = random_batch(rng, 67, documents=5 if case == "documents" else 3, branches=True, images=True)
+        batch = random_batch(
+            rng, 67, documents=5 if case == "documents" else 3, branches=True, images=True
+        )
     counts = {"mixed": [2, 1, 4, 1, 1, 9, 3, 1, 2], "one image": [11], "text": [], "video": [4] * 9}
     tokens = np.array(counts.get(case, rng.integers(1, 4, 13)), np.int64)
     places = np.sort(rng.choice(len(batch), int(tokens.sum()), replace=False))
@@ -48,7 +54,9 @@ def row_with_images(case: str, ranks: int) -> PackedBatch:
 
 
 def vectors(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        count, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def encoded_here(batch: PackedBatch, axis: Axis) -> np.ndarray:
@@ -57,13 +65,17 @@ def encoded_here(batch: PackedBatch, axis: Axis) -> np.ndarray:
     assert vision is not None
     table = vision.boundaries
     if table is None:
-        table = compute_image_shard_boundaries(vision.cum_crop_bounds, vision.cum_token_pooling_bounds, axis.size)
+        table = compute_image_shard_boundaries(
+            vision.cum_crop_bounds, vision.cum_token_pooling_bounds, axis.size
+        )
     row = table[axis.rank]
     return np.arange(row["start_pool_idx"], row["end_pool_idx"])
 
 
 def send_and_return(rank: int, world: int) -> list[tuple[Any, ...]]:
-    """For every layout and case: (row after adding, its places, adjoint identity, bytes sent, their formula)."""
+    """For every layout and case: (row after adding, its places, adjoint identity, bytes sent, their
+    formula).
+    """
     axis = grid(cp=world).cp
     found = []
     for name in sorted(LAYOUTS):
@@ -76,12 +88,24 @@ def send_and_return(rank: int, world: int) -> list[tuple[Any, ...]]:
             axis.traffic.clear()
             placed, rows = place_features(features, local.vision)
             sent = axis.traffic.total()
-            x = add_features(torch.zeros(local.num_tokens, WIDTH, dtype=torch.float64), placed, rows, axis, False)
+            x = add_features(
+                torch.zeros(local.num_tokens, WIDTH, dtype=torch.float64), placed, rows, axis, False
+            )
             weight = vectors(local.num_tokens, 10 + rank)
             (x * weight).sum().backward()
-            assert features.grad is not None, "a rank that encodes nothing takes part in backward too"
+            assert features.grad is not None, (
+                "a rank that encodes nothing takes part in backward too"
+            )
             identity = (x.detach() * weight).sum() - (features.detach() * features.grad).sum()
-            found.append((x.detach().numpy(), local.token_names.numpy(), identity.item(), sent, expected_bytes(local)))
+            found.append(
+                (
+                    x.detach().numpy(),
+                    local.token_names.numpy(),
+                    identity.item(),
+                    sent,
+                    expected_bytes(local),
+                )
+            )
     return found
 
 
@@ -119,20 +143,30 @@ def under_sequence_parallelism(rank: int, world: int) -> tuple[Any, ...]:
     layout = LAYOUTS["zigzag"]
     local = shard_batch(batch, ranks.cp, layout, tp=2)
     assert batch.vision is not None and local.vision is not None
-    features = vectors(batch.vision.num_features, 1)[encoded_here(batch, local.vision.axis)].requires_grad_()
+    features = vectors(batch.vision.num_features, 1)[
+        encoded_here(batch, local.vision.axis)
+    ].requires_grad_()
     placed, rows = place_features(features, local.vision)
     slice_length = local.num_tokens // 2
-    x = add_features(torch.zeros(slice_length, WIDTH, dtype=torch.float64), placed, rows, ranks.tp, True)
+    x = add_features(
+        torch.zeros(slice_length, WIDTH, dtype=torch.float64), placed, rows, ranks.tp, True
+    )
     places = local.token_names[ranks.tp.rank * slice_length :][:slice_length].numpy()
     weight = vectors(500, 3)[places]
     (x * weight).sum().backward()
     assert features.grad is not None
     wanted = vectors(500, 3)[batch.vision.feature_rows[encoded_here(batch, local.vision.axis)]]
-    return x.detach().numpy(), places, (features.grad - wanted).abs().max().item() if len(wanted) else 0.0
+    return (
+        x.detach().numpy(),
+        places,
+        (features.grad - wanted).abs().max().item() if len(wanted) else 0.0,
+    )
 
 
 @pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_under_sequence_parallelism_each_tp_rank_adds_its_own_and_all_hold_the_whole_gradient(world: int) -> None:
+def test_under_sequence_parallelism_each_tp_rank_adds_its_own_and_all_hold_the_whole_gradient(
+    world: int,
+) -> None:
     batch = row_with_images("mixed", world // 2)
     assert batch.vision is not None
     results = run_ranks(under_sequence_parallelism, world)
@@ -152,7 +186,9 @@ def over_data_and_context(rank: int, world: int) -> tuple[np.ndarray, np.ndarray
     assert batch.vision is not None and local.vision is not None
     features = vectors(batch.vision.num_features, 1)[encoded_here(batch, local.vision.axis)]
     placed, rows = place_features(features, local.vision)
-    x = add_features(torch.zeros(local.num_tokens, WIDTH, dtype=torch.float64), placed, rows, axis, False)
+    x = add_features(
+        torch.zeros(local.num_tokens, WIDTH, dtype=torch.float64), placed, rows, axis, False
+    )
     return x.numpy(), local.token_names.numpy()
 
 
@@ -164,5 +200,7 @@ def test_a_row_over_dp_times_cp_deals_its_images_over_all_of_them() -> None:
     for x, places in results:
         row[places] = x
     assert batch.vision is not None
-    assert np.array_equal(row[batch.vision.feature_rows], vectors(batch.vision.num_features, 1).numpy())
+    assert np.array_equal(
+        row[batch.vision.feature_rows], vectors(batch.vision.num_features, 1).numpy()
+    )
     assert np.count_nonzero(row.any(1)) == batch.vision.num_features

@@ -3,8 +3,8 @@
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/attention/ops/device.py", "tests/attention/ops/test_kernels.py"): [
         (
-            "if not torch.is_grad_enabled():  #",
-            "if False:  #",
+            "if (\n            not torch.is_grad_enabled()\n        ):  # else a parameter, and what needs a gradient, are forms of their own",
+            "if False:  # else a parameter, and what needs a gradient, are forms of their own",
             "offload changes the bits of a compiled chain",
         ),
     ],
@@ -62,8 +62,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("& (kind[:-1] == FULL) & (start[1:]", "& (start[1:]", "a triangle joins a rectangle"),
         ("& (count[1:] == count[:-1])", "", "rows that see more join"),
         (
-            "edge = back - (reach.window - 1)",
-            "edge = back - reach.window",
+            "edge = back - (\n        reach.window - 1\n    )  # the first key that the first query sees, where there is a window",
+            "edge = back - reach.window  # the first key that the first query sees, where there is a window",
             "a window is a token longer",
         ),
         (
@@ -214,8 +214,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("* scale**3 / x.shape[-1]", "* scale**2 / x.shape[-1]", "power in the norm's backward"),
         (
-            "mul(grad, up, out=for_gate)",
-            "mul(grad, gate, out=for_gate)",
+            "grad, up, out=for_gate",
+            "grad, gate, out=for_gate",
             "SwiGLU's gate takes the wrong half",
         ),
         (
@@ -244,8 +244,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "rotation turns the other way",
         ),
         (
-            "(grads[0], cos, sin, -1), None,",
-            "(grads[0], cos, sin, 1), None,",
+            "_rotate(grads[0], cos, sin, -1),",
+            "_rotate(grads[0], cos, sin, 1),",
             "the gradient is rotated forward",
         ),
         ("angles.cos() * factor", "angles.float().cos() * factor", "angles in float32"),

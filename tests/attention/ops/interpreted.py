@@ -1,19 +1,24 @@
-"""FlexAttention's Triton kernels of Hopper in Triton's interpreter: `python -m tests.attention.ops.interpreted CASE`.
+"""FlexAttention's Triton kernels of Hopper in Triton's interpreter: `python -m
+tests.attention.ops.interpreted CASE`.
 
-Torch lowers the compiled `flex_attention` for a CUDA device of capability 9.0 that is not there, and writes Triton's
-source. Torch itself interprets that source on tensors of the CPU where TRITON_INTERPRET is set: kernels, launch grids
-and the code between them are its own. One line is printed for each mask: its name, and the errors of out, dq, dk, dv.
+Torch lowers the compiled `flex_attention` for a CUDA device of capability 9.0 that is not there,
+and writes Triton's source. Torch itself interprets that source on tensors of the CPU where
+TRITON_INTERPRET is set: kernels, launch grids and the code between them are its own. One line is
+printed for each mask: its name, and the errors of out, dq, dk, dv.
 
 What stands in for something else, and nothing more does:
 
-* while a graph is lowered: `torch.cuda` and its device interface answer as an H100's do, the fake tensors of the graph
-  are said to lie on CUDA, copies between fake tensors, which hold nothing, are left out, and the lse is stored for a
-  backward, which torch does not do where a graph was traced with tensors of the CPU;
+* while a graph is lowered: `torch.cuda` and its device interface answer as an H100's do, the fake
+  tensors of the graph are said to lie on CUDA, copies between fake tensors, which hold nothing, are
+  left out, and the lse is stored for a backward, which torch does not do where a graph was traced
+  with tensors of the CPU;
 * while it runs: memory of the GPU is memory of the CPU, and no device and no stream is chosen;
-* in float32, where torch takes blocks of 16 x 16 backward, which are slow here: the block sizes that it takes for
-  bfloat16 and heads 128 wide, and in one case TMA descriptors, which the project takes for bfloat16 alone;
+* in float32, where torch takes blocks of 16 x 16 backward, which are slow here: the block sizes
+  that it takes for bfloat16 and heads 128 wide, and in one case TMA descriptors, which the project
+  takes for bfloat16 alone;
 * of torch's candidates for the sizes of small kernels the last instead of the first, likewise;
-* a product of bfloat16 tiles is made in float32, as tensor cores make it: the interpreter multiplies the bits.
+* a product of bfloat16 tiles is made in float32, as tensor cores make it: the interpreter
+  multiplies the bits.
 """
 
 from __future__ import annotations
@@ -32,7 +37,9 @@ import numpy as np
 import torch
 
 FOLDER = Path(sys.prefix) / "triton"
-sys.path.append(str(FOLDER))  # not in site-packages: torch and others change their ways where they can import it
+sys.path.append(
+    str(FOLDER)
+)  # not in site-packages: torch and others change their ways where they can import it
 
 import torch._dynamo.device_interface  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
@@ -90,24 +97,40 @@ def compiler(backward: bool) -> Callable:
     """Lowers a graph that was traced on the CPU as if it had been traced on CUDA."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        with mock.patch.object(torch.Tensor, "copy_", lambda x, *_: x), torch._guards.detect_fake_mode(inputs):
+        with (
+            mock.patch.object(torch.Tensor, "copy_", lambda x, *_: x),
+            torch._guards.detect_fake_mode(inputs),
+        ):
             for module in graph.modules():
                 for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                     node.meta = tree_map(on_cuda, node.meta) if "val" in node.meta else node.meta
-                    node.args = tuple({**x, "OUTPUT_LOGSUMEXP": True} if isinstance(x, dict) else x for x in node.args)
+                    node.args = tuple(
+                        {**x, "OUTPUT_LOGSUMEXP": True} if isinstance(x, dict) else x
+                        for x in node.args
+                    )
                     if "device" in node.kwargs:
                         node.kwargs = {**node.kwargs, "device": CUDA}
             cuda_inputs = [on_cuda(x) for x in inputs]
-            return torch._inductor.compile_fx.compile_fx_inner(graph, cuda_inputs, is_backward=backward)
+            return torch._inductor.compile_fx.compile_fx_inner(
+                graph, cuda_inputs, is_backward=backward
+            )
 
     return compile_graph
 
 
-def dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+def dot(
+    builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+) -> Any:
     def wide(x: Any) -> np.ndarray:
-        return (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
+        return (
+            (x.data.astype(np.uint32) << 16).view(np.float32)
+            if x.dtype.scalar == tl.bfloat16
+            else x.data
+        )
 
-    return interpreter.TensorHandle(np.matmul(wide(a), wide(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+    return interpreter.TensorHandle(
+        np.matmul(wide(a), wide(b), dtype=d.data.dtype) + d.data, d.dtype.scalar
+    )
 
 
 def launched(tuner: CachingAutotuner, *args: Any, **options: Any) -> Any:
@@ -128,7 +151,9 @@ def stand_in() -> None:
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=always(target)))
     interface = torch._dynamo.device_interface.CudaInterface
-    for owner, (name, answer) in itertools.product((torch.cuda, interface, interface.Worker), ANSWERS.items()):
+    for owner, (name, answer) in itertools.product(
+        (torch.cuda, interface, interface.Worker), ANSWERS.items()
+    ):
         if hasattr(owner, name):
             setattr(owner, name, always(answer))
     torch._C._cuda_getCurrentRawStream = always(0)
@@ -137,7 +162,9 @@ def stand_in() -> None:
     CachingAutotuner.run = launched
     libdevice = triton.language.extra.libdevice  # NVIDIA's library has no source
     libdevice.tanh, libdevice.exp = lambda x: 2 * tl.sigmoid(2 * x) - 1, lambda x: tl.exp(x)
-    torch.nn.attention.flex_attention._validate_device = always(None)  # refuses gradients of tensors of the CPU
+    torch.nn.attention.flex_attention._validate_device = always(
+        None
+    )  # refuses gradients of tensors of the CPU
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_make_tensor_descriptor = DESCRIPTORS
 
@@ -172,16 +199,24 @@ def masks() -> Iterator[tuple[str, Metadata, Metadata, list[tuple]]]:
         "short documents": one(lengths(*[7] * 34)),
         "documents of one token": one(lengths(*[1] * 200)),
         "two branches": one(lengths(250), branch=[(1, 60, 170), (2, 170, 250)]),
-        "a branch longer than a block": one(lengths(256), branch=[(1, 9, 20), (2, 20, 230), (3, 230, 256)]),
-        "branches of the second document": one(lengths(90, 160), branch=[(1, 150, 200), (2, 200, 250)]),
+        "a branch longer than a block": one(
+            lengths(256), branch=[(1, 9, 20), (2, 20, 230), (3, 230, 256)]
+        ),
+        "branches of the second document": one(
+            lengths(90, 160), branch=[(1, 150, 200), (2, 200, 250)]
+        ),
         "a span across blocks": one(lengths(240), span=[(1, 100, 200)]),
         "a span of all": one(lengths(250), span=[(1, 0, 250)]),
         "two spans": one(lengths(230), span=[(1, 10, 110), (2, 120, 230)]),
-        "a span in a branch": one(lengths(250), branch=[(1, 50, 180), (2, 180, 250)], span=[(1, 60, 150)]),
+        "a span in a branch": one(
+            lengths(250), branch=[(1, 50, 180), (2, 180, 250)], span=[(1, 60, 150)]
+        ),
         "padding at the end": one(np.repeat([0, 1, -1], [60, 50, 90])),
         "padding between tokens": one(np.where(np.arange(256) % 3, 0, -1)),
         "everything": everything(0, 250),
-        "everything in random order": everything(2, 200).take(np.random.default_rng(0).permutation(200)),
+        "everything in random order": everything(2, 200).take(
+            np.random.default_rng(0).permutation(200)
+        ),
         "one document of three blocks": one(lengths(384)),
         "a block of padding between documents": one(np.repeat([0, -1, 1], [128, 140, 110])),
         "trees": everything(5, 250, depth=5),
@@ -191,7 +226,9 @@ def masks() -> Iterator[tuple[str, Metadata, Metadata, list[tuple]]]:
         "one token": one(lengths(1)),
     }
     for name, meta in square.items():
-        reach = {"trees in windows": Reach(window=40), "trees in chunks": Reach(chunk=60)}.get(name, UNLIMITED)
+        reach = {"trees in windows": Reach(window=40), "trees in chunks": Reach(chunk=60)}.get(
+            name, UNLIMITED
+        )
         yield name, meta, meta, split(meta, reach=reach)
     row = everything(3, 380)
     yield "everything in three parts", row, row, split(row, 200, 201)
@@ -205,19 +242,25 @@ def masks() -> Iterator[tuple[str, Metadata, Metadata, list[tuple]]]:
 
 
 def errors(found: Tensors, exact: Tensors) -> list[float]:
-    """The largest error of each over its largest exact value, or over 1 where all exact values are smaller."""
+    """The largest error of each over its largest exact value, or over 1 where all exact values are
+    smaller.
+    """
     pairs = zip(found, exact, strict=True)
     return [((x.double() - y).abs().max() / y.abs().max().clamp(min=1.0)).item() for x, y in pairs]
 
 
-def differentiated(kernel: flex.FlexKernel, tensors: list[torch.Tensor], table: TileTable, scale: float) -> Tensors:
+def differentiated(
+    kernel: flex.FlexKernel, tensors: list[torch.Tensor], table: TileTable, scale: float
+) -> Tensors:
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     out = kernel.whole(q, k, v, table, scale)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
 
 
 def head_loss() -> None:
-    """Prints errors of losses and of the gradient in place of bfloat16 logits, whose rows are filled up."""
+    """Prints errors of losses and of the gradient in place of bfloat16 logits, whose rows are
+    filled up.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(7, 300, generator=generator) * 9).bfloat16()
     labels, scale = torch.arange(7) * 49, torch.rand(7, generator=generator)
@@ -237,8 +280,8 @@ CASES = {
     "capped": (torch.float32, 2, 1, 16, BLOCKS),
     "bfloat16": (torch.bfloat16, 4, 2, 128, {}),
 }
-"""Dtype, heads, K/V heads, their width, and changed options; the last is as in training, and takes a single mask, as
-does a cap of scores."""
+"""Dtype, heads, K/V heads, their width, and changed options; the last is as in training, and takes
+a single mask, as does a cap of scores."""
 
 
 def main(case: str) -> None:
@@ -265,13 +308,17 @@ def main(case: str) -> None:
         tensors = [torch.randn(*shape, width, generator=generator).to(dtype) for shape in shapes]
         wide = [x.double() for x in tensors]
         mask = allowed(q, k, sources[0][1].reach)
-        exact = by_tiles(MathKernel(cap), wide, sources, 0.25) if cap else by_autograd(wide, mask, 0.25)
+        exact = (
+            by_tiles(MathKernel(cap), wide, sources, 0.25) if cap else by_autograd(wide, mask, 0.25)
+        )
         found[name] = errors(by_tiles(kernel, tensors, sources, 0.25), exact)
         if name == "everything":
             found[f"{name}, differentiated whole"] = errors(
                 differentiated(kernel, tensors, tile_table(q, k), 0.25), exact
             )
-    print(json.dumps({"errors": found, "launches": LAUNCHES, "descriptors": DESCRIPTORS.call_count}))
+    print(
+        json.dumps({"errors": found, "launches": LAUNCHES, "descriptors": DESCRIPTORS.call_count})
+    )
 
 
 if __name__ == "__main__":

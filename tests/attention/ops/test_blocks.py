@@ -1,4 +1,6 @@
-"""Covers of the mask by fixed blocks and by calls: exactly its pairs, for any pack and any order."""
+"""Covers of the mask by fixed blocks and by calls: exactly its pairs, for any pack and any
+order.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,32 @@ def pairs_by_block(dense: np.ndarray, size: int) -> dict[tuple[int, int], int]:
 
 
 def pairs_of(cover: BlockCover) -> dict[tuple[int, int], int]:
-    return dict(zip(zip(cover.q_block.tolist(), cover.k_block.tolist(), strict=True), cover.area.tolist(), strict=True))
+    return dict(
+        zip(
+            zip(cover.q_block.tolist(), cover.k_block.tolist(), strict=True),
+            cover.area.tolist(),
+            strict=True,
+        )
+    )
 
 
 @st.composite
 def sides(draw: st.DrawFn) -> tuple[Metadata, Metadata]:
-    """Queries and keys of one random pack in some order: the whole pack, or parts of it, perhaps empty ones."""
+    """Queries and keys of one random pack in some order: the whole pack, or parts of it, perhaps
+    empty ones.
+    """
     tokens = draw(st.integers(2, 64))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     flags = {name: draw(st.booleans()) for name in ("branches", "images", "padding")}
-    meta = metadata(random_batch(rng, tokens, documents=draw(st.integers(1, min(tokens, 6))), **flags))
+    meta = metadata(
+        random_batch(rng, tokens, documents=draw(st.integers(1, min(tokens, 6))), **flags)
+    )
     natural = np.arange(tokens)
     orders = [natural, np.roll(natural, int(rng.integers(tokens))), rng.permutation(tokens)]
     chosen = [draw(st.sampled_from(orders)) for _ in range(2)]
-    bounds = [sorted((draw(st.integers(0, tokens)), draw(st.integers(0, tokens)))) for _ in range(2)]
+    bounds = [
+        sorted((draw(st.integers(0, tokens)), draw(st.integers(0, tokens)))) for _ in range(2)
+    ]
     q, k = (meta.take(order[low:high]) for order, (low, high) in zip(chosen, bounds, strict=True))
     return draw(st.sampled_from([(meta, meta), (q, k), (q, meta), (meta, k)]))
 
@@ -74,7 +88,9 @@ def test_full_blocks_hold_every_pair_and_the_others_have_the_rules_mask(
 ) -> None:
     q, k = pair
     cover, dense = block_cover(tile_table(q, k), size), allowed(q, k)
-    for number, (i, j) in enumerate(zip(cover.q_block.tolist(), cover.k_block.tolist(), strict=True)):
+    for number, (i, j) in enumerate(
+        zip(cover.q_block.tolist(), cover.k_block.tolist(), strict=True)
+    ):
         part = dense[i * size : (i + 1) * size, j * size : (j + 1) * size]
         assert cover.full[number] == (part.shape == (size, size) and part.all())
         assert np.array_equal(cover.mask(number), part)
@@ -101,9 +117,13 @@ NARROW, WIDE = Heads(8, 4, 8), Heads(32, 8, 128)
 def halves(seed: int, tokens: int = 300) -> TileTable:
     """The table between two parts of a random pack, in which some queries see nothing."""
     rng = np.random.default_rng(seed)
-    meta = metadata(random_batch(rng, tokens, documents=12, branches=True, images=True, padding=True))
+    meta = metadata(
+        random_batch(rng, tokens, documents=12, branches=True, images=True, padding=True)
+    )
     order = rng.permutation(tokens)
-    return tile_table(*(meta.take(np.sort(part)) for part in (order[: tokens // 2], order[tokens // 3 :])))
+    return tile_table(
+        *(meta.take(np.sort(part)) for part in (order[: tokens // 2], order[tokens // 3 :]))
+    )
 
 
 def keys_of(call: KernelCall) -> int:
@@ -128,11 +148,16 @@ def test_every_allowed_pair_is_in_one_call_and_no_other_pair_in_any(
     masked = 0
     for seed in range(12):
         for table in (halves(seed), halves(seed, 90).q.own_table):
-            counts, begun = np.zeros((table.queries, table.keys), int), np.zeros(table.queries, bool)
+            counts, begun = (
+                np.zeros((table.queries, table.keys), int),
+                np.zeros(table.queries, bool),
+            )
             for call in table_calls(table, heads):
                 keys = np.concatenate([np.arange(part.start, part.stop) for part in call.keys])
                 counts[call.rows, keys] += pairs_of_call(call)
-                assert call.first == (not begun[call.rows].any()), "the first call of a row writes, others merge"
+                assert call.first == (not begun[call.rows].any()), (
+                    "the first call of a row writes, others merge"
+                )
                 begun[call.rows] = True
                 assert pairs_of_call(call).any(1).all(), "a query that sees nothing would make NaN"
                 masked += call.bias is not None
@@ -172,7 +197,11 @@ def test_wide_heads_compute_fewer_pairs_in_vain() -> None:
 def test_a_mask_is_never_larger_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_kernels, "CALL", 10**9)
     monkeypatch.setattr(tile_kernels, "MOST_PAIRS", 1000)
-    sizes = [call.bias.size for call in table_calls(short_documents(64, 8), NARROW) if call.bias is not None]
+    sizes = [
+        call.bias.size
+        for call in table_calls(short_documents(64, 8), NARROW)
+        if call.bias is not None
+    ]
     assert sizes and max(sizes) <= 1000
 
 

@@ -1,4 +1,6 @@
-"""Attention kernels over tile tables against masked attention by autograd, and the merge that joins their parts."""
+"""Attention kernels over tile tables against masked attention by autograd, and the merge that joins
+their parts.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def draw(n: int, m: int, heads: int, groups: int, seed: int = 0) -> list[torch.T
 
 
 def by_autograd(
-    tensors: list[torch.Tensor], visible: np.ndarray, scale: float, cap: float = 0.0, *sinks: torch.Tensor
+    tensors: list[torch.Tensor],
+    visible: np.ndarray,
+    scale: float,
+    cap: float = 0.0,
+    *sinks: torch.Tensor,
 ) -> Tensors:
     """out, dq, dk, dv, and the sinks' gradient, of the dense reference."""
     leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *sinks)]
@@ -56,8 +62,12 @@ def by_autograd(
     return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
 
-def by_tiles(kernel: Kernel, tensors: list[torch.Tensor], sources: list[tuple], scale: float) -> Tensors:
-    """out, dq, dk, dv from several sources of keys `(indices, table)`: merged forward, summed backward."""
+def by_tiles(
+    kernel: Kernel, tensors: list[torch.Tensor], sources: list[tuple], scale: float
+) -> Tensors:
+    """out, dq, dk, dv from several sources of keys `(indices, table)`: merged forward, summed
+    backward.
+    """
     q, k, v, dout = tensors
     partial = empty_partial(q)
     for index, table in sources:
@@ -73,41 +83,63 @@ def by_tiles(kernel: Kernel, tensors: list[torch.Tensor], sources: list[tuple], 
 
 
 def pack(seed: int, tokens: int = 40) -> Metadata:
-    return metadata(random_batch(np.random.default_rng(seed), tokens, branches=True, images=True, padding=True))
+    return metadata(
+        random_batch(np.random.default_rng(seed), tokens, branches=True, images=True, padding=True)
+    )
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
 @pytest.mark.parametrize(("cap", "sinks"), CAPS_AND_SINKS)
-def test_the_dense_reference_equals_one_row_at_a_time(heads: int, groups: int, cap: float, sinks: int) -> None:
+def test_the_dense_reference_equals_one_row_at_a_time(
+    heads: int, groups: int, cap: float, sinks: int
+) -> None:
     meta = pack(1, 20)
     mask = allowed(meta, meta)
     assert not mask.any(1).all(), "a row that sees nothing belongs to the test"
     tensors = draw(20, 20, heads, groups)
-    leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *[torch.linspace(-2, 2, heads).double()] * sinks)]
+    leaves = [
+        x.clone().requires_grad_()
+        for x in (*tensors[:3], *[torch.linspace(-2, 2, heads).double()] * sinks)
+    ]
     out = reference.attention(*leaves[:3], mask, 0.3, *leaves[3:] or [None], cap)
     naive = (out.detach(), *torch.autograd.grad(out, leaves, tensors[3]))
-    for found, expected in zip(by_autograd(tensors, mask, 0.3, cap, *leaves[3:]), naive, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)  # float64, sums of 20 terms
+    for found, expected in zip(
+        by_autograd(tensors, mask, 0.3, cap, *leaves[3:]), naive, strict=True
+    ):
+        torch.testing.assert_close(
+            found, expected, rtol=1e-12, atol=1e-13
+        )  # float64, sums of 20 terms
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
 @pytest.mark.slow
-def test_a_kernel_over_tiles_equals_the_dense_mask_forward_and_backward(name: str, heads: int, groups: int) -> None:
+def test_a_kernel_over_tiles_equals_the_dense_mask_forward_and_backward(
+    name: str, heads: int, groups: int
+) -> None:
     for seed in range(4):
         meta = pack(seed)
         tensors = draw(40, 40, heads, groups, seed)
         found = by_tiles(KERNELS[name], tensors, [(np.arange(40), tile_table(meta, meta))], 8**-0.5)
-        for got, expected in zip(found, by_autograd(tensors, allowed(meta, meta), 8**-0.5), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)  # float64, sums of 40 terms
+        for got, expected in zip(
+            found, by_autograd(tensors, allowed(meta, meta), 8**-0.5), strict=True
+        ):
+            torch.testing.assert_close(
+                got, expected, rtol=1e-12, atol=1e-13
+            )  # float64, sums of 40 terms
 
 
 @pytest.mark.parametrize("reach", [Reach(), Reach(9), Reach(0, 7)], ids=str)
 @pytest.mark.parametrize("cap", [0.0, 0.7])
-def test_trees_in_windows_and_chunks_are_exact_with_a_cap_and_without(reach: Reach, cap: float) -> None:
+def test_trees_in_windows_and_chunks_are_exact_with_a_cap_and_without(
+    reach: Reach, cap: float
+) -> None:
     meta = metadata(random_batch(np.random.default_rng(6), 60, images=True, depth=4))
     tensors, kernel = draw(60, 60, 4, 2), MathKernel(cap) if cap else FlashKernel()
-    sources = [(index, tile_table(meta, meta.take(index), reach)) for index in np.split(np.arange(60), [11, 12, 45])]
+    sources = [
+        (index, tile_table(meta, meta.take(index), reach))
+        for index in np.split(np.arange(60), [11, 12, 45])
+    ]
     expected = by_autograd(tensors, allowed(meta, meta, reach), 0.4, cap)
     for got, exact in zip(by_tiles(kernel, tensors, sources, 0.4), expected, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-13)
@@ -126,7 +158,9 @@ def test_keys_in_several_parts_and_any_order_give_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_gradients(name: str) -> None:
+def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_gradients(
+    name: str,
+) -> None:
     meta = Metadata.of_documents(np.array([0, -1, 0, -1, 1]))
     tensors = draw(5, 5, 4, 2)
     partial = empty_partial(tensors[0])
@@ -141,11 +175,14 @@ def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_grad
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # fp32: 2^-24 times sums of 300 terms; bf16: inputs and output rounded to 2^-9, gradients of order 1 to 10.
+    # fp32: 2^-24 times sums of 300 terms; bf16: inputs and output rounded to 2^-9, gradients of
+    # order 1 to 10.
     [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)],
     ids=["fp32", "bf16"],
 )
-def test_lower_precisions_stay_near_float64(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_lower_precisions_stay_near_float64(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
     meta = metadata(random_batch(np.random.default_rng(3), 300, documents=3, images=True))
     tensors = [x.to(dtype) for x in draw(300, 300, 4, 2)]
     exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), 8**-0.5)
@@ -163,7 +200,10 @@ def test_merging_parts_in_any_order_is_the_softmax_over_all_of_them() -> None:
     scores[2] = -torch.inf
     expected = torch.softmax(scores, -1).nan_to_num(0.0) @ values
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
-        out, lse = torch.zeros(3, 1, 5, dtype=torch.float64), torch.full((3, 1), -torch.inf, dtype=torch.float64)
+        out, lse = (
+            torch.zeros(3, 1, 5, dtype=torch.float64),
+            torch.full((3, 1), -torch.inf, dtype=torch.float64),
+        )
         for part in order:
             index = slice(4 * part, 4 * part + 4)
             part_lse = torch.logsumexp(scores[:, index], -1)
@@ -204,7 +244,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch._dynamo.reset()
 
 
-def differentiated(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
+def differentiated(
+    function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> list[torch.Tensor]:
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, randn(*out.shape, seed=9))]
@@ -218,10 +260,16 @@ def merged(n: int) -> list[torch.Tensor]:
 
 
 CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
-    "norm of hidden states": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 8), randn(8)),
-    "norm of heads": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 3, 8), randn(8)),
+    "norm of hidden states": lambda n: differentiated(
+        lambda x, w: rms_norm(x, w, 1e-6), randn(n, 8), randn(8)
+    ),
+    "norm of heads": lambda n: differentiated(
+        lambda x, w: rms_norm(x, w, 1e-6), randn(n, 3, 8), randn(8)
+    ),
     "swiglu": lambda n: differentiated(swiglu, randn(n, 100)),
-    "rotary": lambda n: differentiated(lambda x: rotate(x, randn(n, 1, 4), randn(n, 1, 4, seed=1)), randn(n, 3, 8)),
+    "rotary": lambda n: differentiated(
+        lambda x: rotate(x, randn(n, 1, 4), randn(n, 1, 4, seed=1)), randn(n, 3, 8)
+    ),
     "bits of dropout": lambda n: [keep_mask(2**63 + 17 * n, torch.arange(n) * 7, 5, 0.3)],
     "merged attention": merged,
 }
@@ -229,7 +277,9 @@ CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_chain_as_one_graph_is_the_chain(name: str, graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_as_one_graph_is_the_chain(
+    name: str, graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [CASES[name](n) for n in (6, 9, 14)]
     assert graphs
     monkeypatch.setattr(compiled, "is_compiled", lambda x: False)
@@ -250,10 +300,16 @@ def test_new_lengths_and_keys_need_no_new_graph(name: str, graphs: list[int]) ->
 
 
 def test_what_is_saved_for_backward_needs_no_graph_of_its_own(graphs: list[int]) -> None:
-    """It may come back without its wish for a gradient: its bits would be those of another graph."""
+    """It may come back without its wish for a gradient: its bits would be those of another
+    graph.
+    """
     twice = fused(lambda x, y: x * 2 + y)
     with torch.no_grad():
-        for x in (torch.nn.Parameter(torch.zeros(3)), torch.zeros(3), torch.zeros(3).requires_grad_()):
+        for x in (
+            torch.nn.Parameter(torch.zeros(3)),
+            torch.zeros(3),
+            torch.zeros(3).requires_grad_(),
+        ):
             twice(x, x)
     assert len(graphs) == 1
 
@@ -294,7 +350,9 @@ def test_a_device_gets_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyP
     contexts: list[object] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", copy)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contexts.append(device) or contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: contexts.append(device) or contextlib.nullcontext()
+    )
     to_device(np.arange(3), "cuda:1")
     ((source, device, queued),) = copies
     assert source is pinned[0] and (device, queued) == ("cuda:1", True)

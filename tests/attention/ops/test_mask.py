@@ -1,4 +1,6 @@
-"""The tile table is exactly the mask, for any pack and any cut of it, and small where the mask is simple."""
+"""The tile table is exactly the mask, for any pack and any cut of it, and small where the mask is
+simple.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_rank
             table = tile_table(q, k, reach)
             dense = allowed(q, k, reach)
             assert np.array_equal(dense_mask(table), dense)
-            assert np.array_equal(table.keys_per_query, dense.sum(1)), "tiles overlap or the area is wrong"
+            assert np.array_equal(table.keys_per_query, dense.sum(1)), (
+                "tiles overlap or the area is wrong"
+            )
             assert table.area == dense.sum()
             assert np.array_equal(table.needed_keys, dense.any(0))
 
@@ -78,7 +82,9 @@ def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_rank
 @settings(max_examples=200, deadline=None)
 @given(packs(), reaches)
 @pytest.mark.slow
-def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata, reach: Reach) -> None:
+def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(
+    meta: Metadata, reach: Reach
+) -> None:
     table = tile_table(meta, meta, reach)
     stop = 0
     for row in table.rows:
@@ -95,7 +101,9 @@ def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata
 @settings(max_examples=300, deadline=None)
 @given(packs(branches=True))
 def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
-    """One span per document means `every image token of an example sees every other`; images stand before branches."""
+    """One span per document means `every image token of an example sees every other`; images stand
+    before branches.
+    """
     end = np.maximum.accumulate(meta.leave)  # of the document
     span = np.where((meta.span > 0) & (meta.leave == end), 1 + meta.document, 0)
     ours = dataclasses.replace(meta, span=span)
@@ -107,9 +115,15 @@ def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
 
 
 def test_windows_and_chunks_end_where_a_branch_does() -> None:
-    """Trees of five levels: a window reaches as deep into a branch beside, which it must not see."""
+    """Trees of five levels: a window reaches as deep into a branch beside, which it must not
+    see.
+    """
     for seed in range(12):
-        row = metadata(random_batch(np.random.default_rng(seed), 40, documents=2, depth=5, images=bool(seed % 2)))
+        row = metadata(
+            random_batch(
+                np.random.default_rng(seed), 40, documents=2, depth=5, images=bool(seed % 2)
+            )
+        )
         for reach in (Reach(4), Reach(9), Reach(0, 5), Reach(4, 11)):
             expected = reference.visible(row, row, reach)
             assert np.array_equal(dense_mask(tile_table(row, row, reach)), expected), (seed, reach)
@@ -118,7 +132,9 @@ def test_windows_and_chunks_end_where_a_branch_does() -> None:
 def test_a_token_is_as_deep_as_its_path_is_long() -> None:
     for seed in range(20):
         batch = random_batch(np.random.default_rng(seed), 60, documents=3, padding=True, depth=5)
-        assert np.array_equal(metadata(batch).depth[batch.leave > 0], batch.position_ids[batch.leave > 0])
+        assert np.array_equal(
+            metadata(batch).depth[batch.leave > 0], batch.position_ids[batch.leave > 0]
+        )
 
 
 def test_a_branch_sees_its_prefix_and_itself_only() -> None:
@@ -161,14 +177,18 @@ def test_the_number_of_tiles_grows_with_documents_not_with_tokens(cp: int) -> No
         for rank in range(cp):
             mine = meta.take(np.concatenate([chunks[rank], chunks[2 * cp - 1 - rank]]))
             tiles = sum(len(row.tiles) for row in tile_table(mine, meta).rows)
-            assert tiles <= 2 * len(lengths) + 2 * 2, "each document, and each of the two cuts, adds at most two tiles"
+            assert tiles <= 2 * len(lengths) + 2 * 2, (
+                "each document, and each of the two cuts, adds at most two tiles"
+            )
 
 
 def test_a_long_mixed_pack_is_planned_in_milliseconds_without_a_quadratic_mask() -> None:
     meta = plain(*[37] * 2000)
     table = tile_table(meta, meta)
     assert sum(len(row.tiles) for row in table.rows) == 2000
-    image = random_batch(np.random.default_rng(0), 100_000, documents=50, branches=True, images=True)
+    image = random_batch(
+        np.random.default_rng(0), 100_000, documents=50, branches=True, images=True
+    )
     whole = metadata(image)
     assert tile_table(whole, whole).area > 0  # a mask of 100,000 x 100,000 would be 10 GB
 

@@ -63,8 +63,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/engine/backends/test_transformer_engine_training.py",
     ): [
         (
-            "with self.precision():",
-            "with contextlib.nullcontext():",
+            "self.precision()",
+            "contextlib.nullcontext()",
             "a block is computed again in 16 bits",
         ),
     ],

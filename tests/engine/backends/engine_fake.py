@@ -1,6 +1,8 @@
-"""Transformer Engine's own Python files on a GPU that is not there: its kernels answer with tensors of the right shape.
+"""Transformer Engine's own Python files on a GPU that is not there: its kernels answer with tensors
+of the right shape.
 
-For whole steps of `megacp.verify.fake_step`; what they hold in memory is what the real modules keep.
+For whole steps of `megacp.verify.fake_step`; what they hold in memory is what the real modules
+keep.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ def general_gemm(call: Call) -> tuple[Any, ...]:
     """`[n, m]` of the layouts of `engine_layers.general_gemm`; no tensor beside the result."""
     a, b, out = call["A"], call["B"], call["out"]
     demand(a, b)
-    shape = {"TN": (b.shape[0], a.shape[0]), "NN": (b.shape[0], a.shape[1]), "NT": (b.shape[1], a.shape[1])}
+    shape = {
+        "TN": (b.shape[0], a.shape[0]),
+        "NN": (b.shape[0], a.shape[1]),
+        "NT": (b.shape[1], a.shape[1]),
+    }
     if out is None:
         out = a.new_empty(shape[call["layout"]], dtype=call["out_dtype"])
     assert out.shape == shape[call["layout"]]
@@ -60,7 +66,9 @@ def rmsnorm_fwd(x: torch.Tensor, weight: torch.Tensor, *args: Any) -> tuple[Any,
     return torch.empty_like(x), None, x.new_empty(len(x), dtype=torch.float32)
 
 
-def rmsnorm_bwd(dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
+def rmsnorm_bwd(
+    dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, *args: Any
+) -> Any:
     """See `engine_layers.rmsnorm_bwd`."""
     demand(dy, x, scale, weight)
     return torch.empty_like(x), torch.empty_like(weight)
@@ -89,7 +97,9 @@ STAND_INS = {
     "thd_cp_rank_order_to_sequence_order": lambda x, *rest: torch.empty_like(x),
     "swiglu": lambda x, quantizer: x.new_empty((len(x), x.shape[1] // 2)),
     "dswiglu": lambda grad, x, quantizer: torch.empty_like(x),
-    "multi_tensor_adam": lambda chunk, flag, lists, *rest: demand(flag, *(x for one in lists for x in one)),
+    "multi_tensor_adam": lambda chunk, flag, lists, *rest: demand(
+        flag, *(x for one in lists for x in one)
+    ),
     "rmsnorm_fwd": rmsnorm_fwd,
     "rmsnorm_bwd": rmsnorm_bwd,
     **dict.fromkeys(("layernorm_fwd", "layernorm_bwd"), layers.no_layer_norm),
@@ -104,18 +114,29 @@ def faked() -> Iterator[None]:
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         package_problem()  # sets what the package reads in the environment
-        modules = [sys.modules[name] for name in (math.EXTENSION, layers.REEXPORTED, layers.RMSNORM)]
+        modules = [
+            sys.modules[name] for name in (math.EXTENSION, layers.REEXPORTED, layers.RMSNORM)
+        ]
         for name, function in STAND_INS.items():
             for module in modules:
                 patch.setattr(module, name, function, raising=False)
-        for name, function in (("fused_attn_fwd", fused_attn_fwd), ("fused_attn_bwd", fused_attn_bwd)):
-            for module in (sys.modules[one] for one in (math.CONTEXT_PARALLEL, math.BACKENDS, math.FUSED)):
+        for name, function in (
+            ("fused_attn_fwd", fused_attn_fwd),
+            ("fused_attn_bwd", fused_attn_bwd),
+        ):
+            for module in (
+                sys.modules[one] for one in (math.CONTEXT_PARALLEL, math.BACKENDS, math.FUSED)
+            ):
                 patch.setattr(module, name, named(getattr(module, name), function))
-        for module in (sys.modules[one] for one in (layers.LINEAR, layers.NORM_LINEAR, layers.NORM_MLP)):
+        for module in (
+            sys.modules[one] for one in (layers.LINEAR, layers.NORM_LINEAR, layers.NORM_MLP)
+        ):
             patch.setattr(module, "general_gemm", named(module.general_gemm, general_gemm))
         utils = sys.modules[math.UTILS]
         select = utils.get_attention_backend
         plain = lambda parameters: select(dataclasses.replace(parameters, qkv_type=torch.Tensor))  # noqa: E731
         patch.setattr(utils, "get_attention_backend", plain)
-        patch.setattr(build, "select_backend", lambda config, grid: TransformerEngineBackend(grid, config))
+        patch.setattr(
+            build, "select_backend", lambda config, grid: TransformerEngineBackend(grid, config)
+        )
         yield

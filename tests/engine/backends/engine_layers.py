@@ -1,7 +1,8 @@
-"""Reference math under Transformer Engine's linears, norms, MLP and FusedAdam, on top of that of its attention.
+"""Reference math under Transformer Engine's linears, norms, MLP and FusedAdam, on top of that of
+its attention.
 
-Its modules, autograd functions and communication are the real ones; only products, norms, SwiGLU and the update are
-torch. What it returns beside a fused weight gradient is NaN: nobody may read it.
+Its modules, autograd functions and communication are the real ones; only products, norms, SwiGLU
+and the update are torch. What it returns beside a fused weight gradient is NaN: nobody may read it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ CONSTANTS = "transformer_engine.pytorch.constants"
 
 
 def general_gemm(call: Call) -> tuple[Any, ...]:
-    """`TN`: `B A^T`, `NN`: `B A`, `NT`: `B^T A`; a bias is added, in backward its gradient is given back."""
+    """`TN`: `B A^T`, `NN`: `B A`, `NT`: `B^T A`; a bias is added, in backward its gradient is given
+    back.
+    """
     a, b, bias = call["A"], call["B"], call["bias"]
     assert not call["gelu"] and call["ub"] is None
-    result = {"TN": lambda: b @ a.t(), "NN": lambda: b @ a, "NT": lambda: b.t() @ a}[call["layout"]]()
+    result = {"TN": lambda: b @ a.t(), "NN": lambda: b @ a, "NT": lambda: b.t() @ a}[
+        call["layout"]
+    ]()
     bias_gradient = None
     if bias is not None:
         if call["grad"]:
@@ -47,8 +52,12 @@ def general_gemm(call: Call) -> tuple[Any, ...]:
     return result, bias_gradient, None, call["extra_output"]
 
 
-def rmsnorm_fwd(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *args: Any) -> tuple[Any, ...]:
-    """`x[n, h]` -> the result, nothing, and the scale of each row; the last argument adds 1 to the weight."""
+def rmsnorm_fwd(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, *args: Any
+) -> tuple[Any, ...]:
+    """`x[n, h]` -> the result, nothing, and the scale of each row; the last argument adds 1 to the
+    weight.
+    """
     scale = torch.rsqrt(x.square().mean(-1) + epsilon)
     return x * scale[:, None] * (weight + args[-1]), None, scale
 
@@ -74,7 +83,9 @@ def geglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def backward_of(function: Any, grad: torch.Tensor, x: torch.Tensor, quantizer: None) -> torch.Tensor:
+def backward_of(
+    function: Any, grad: torch.Tensor, x: torch.Tensor, quantizer: None
+) -> torch.Tensor:
     """The gradient `[n, 2f]` of a gate's input."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
@@ -96,8 +107,13 @@ def multi_tensor_adam(
 ) -> None:
     """AdamW with decoupled decay over lists of gradients, parameters and moments."""
     assert mode == 1 and correct == 1 and flag.dtype == torch.int32 and len(lists) == 4 and lists[0]
-    # common/multi_tensor/multi_tensor_apply.cuh: a tensor without a chunk leaves those before it unlaunched
-    assert all(x.numel() > 0 and x.is_contiguous() and x.dtype == torch.float32 for some in lists for x in some)
+    # common/multi_tensor/multi_tensor_apply.cuh: a tensor without a chunk leaves those before it
+    # unlaunched
+    assert all(
+        x.numel() > 0 and x.is_contiguous() and x.dtype == torch.float32
+        for some in lists
+        for x in some
+    )
     for grad, parameter, first, second in zip(*lists, strict=True):
         first.lerp_(grad, 1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -141,7 +157,9 @@ def emulated_layers(release: str = NEWEST) -> Iterator[Any]:
             patch.setattr(module, "general_gemm", named(module.general_gemm, general_gemm))
         for module in (sys.modules[name] for name in (LINEAR, NORM_LINEAR)):
             patch.setattr(
-                module, "get_dummy_wgrad", lambda shape, dtype, zero=False: torch.full(shape, torch.nan, dtype=dtype)
+                module,
+                "get_dummy_wgrad",
+                lambda shape, dtype, zero=False: torch.full(shape, torch.nan, dtype=dtype),
             )
         patch.setattr(sys.modules[NORM_MLP], "torch", EmptyIsNan())
         for module in (extension, sys.modules[REEXPORTED]):
@@ -152,7 +170,9 @@ def emulated_layers(release: str = NEWEST) -> Iterator[Any]:
         for function in (swiglu, geglu, multi_tensor_adam):
             patch.setattr(extension, function.__name__, function, raising=False)
         for function in (swiglu, geglu):
-            patch.setattr(extension, f"d{function.__name__}", partial(backward_of, function), raising=False)
+            patch.setattr(
+                extension, f"d{function.__name__}", partial(backward_of, function), raising=False
+            )
         patch.setattr(sys.modules[UTILITIES], "_empty_tensor", lambda: torch.empty(0))
         patch.setattr(norm, "rmsnorm_fwd", rmsnorm_fwd)
         patch.setattr(norm, "rmsnorm_bwd", rmsnorm_bwd)

@@ -1,11 +1,12 @@
-"""Reference math in the place of Transformer Engine's cuDNN calls and of its CUDA functions over packed sequences.
+"""Reference math in the place of Transformer Engine's cuDNN calls and of its CUDA functions over
+packed sequences.
 
-Each stand-in is a loop over sequences that says what the CUDA code does for one of them. Rows that belong to no token
-hold NaN, as the real kernels promise nothing about them. Halves are computed in float64 and rounded where the real code
-writes them: log-sum-exps are then float32.
+Each stand-in is a loop over sequences that says what the CUDA code does for one of them. Rows that
+belong to no token hold NaN, as the real kernels promise nothing about them. Halves are computed in
+float64 and rounded where the real code writes them: log-sum-exps are then float32.
 
-The assertions are what the C++ demands, or reads as if it were so, of its arguments: `csrc/extensions/attention.cpp`
-and `common/fused_attn/context_parallel.cu` of Transformer Engine.
+The assertions are what the C++ demands, or reads as if it were so, of its arguments:
+`csrc/extensions/attention.cpp` and `common/fused_attn/context_parallel.cu` of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ def stats(x: torch.Tensor) -> torch.dtype:
 def demand_lengths(*places: torch.Tensor) -> None:
     """Cumulative lengths are int32 `[n + 1]`, read through their pointer."""
     for each in places:
-        assert each.dtype == torch.int32 and each.dim() == 1 and len(each) >= 2 and each.is_contiguous(), each
+        assert (
+            each.dtype == torch.int32
+            and each.dim() == 1
+            and len(each) >= 2
+            and each.is_contiguous()
+        ), each
 
 
 def demand_tokens(x: torch.Tensor, tokens: int) -> None:
@@ -51,13 +57,17 @@ def demand_tokens(x: torch.Tensor, tokens: int) -> None:
 
 
 def visible(queries: int, keys: int, mask: Mask) -> torch.Tensor:
-    """bool `[queries, keys]`: causal masks stand at the top left, or at the bottom right; a padding mask sees all. A
-    window reaches so many keys to the left of the diagonal.
+    """bool `[queries, keys]`: causal masks stand at the top left, or at the bottom right; a padding
+    mask sees all. A window reaches so many keys to the left of the diagonal.
     """
     kind, left = mask
     if "causal" not in kind:
         return torch.ones(queries, keys, dtype=torch.bool)
-    back = torch.arange(queries)[:, None] + (keys - queries if "bottom_right" in kind else 0) - torch.arange(keys)[None]
+    back = (
+        torch.arange(queries)[:, None]
+        + (keys - queries if "bottom_right" in kind else 0)
+        - torch.arange(keys)[None]
+    )
     return (back >= 0) & ((back <= left) | (left < 0))
 
 
@@ -68,12 +78,18 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: Mask) -> torch.
     return found.masked_fill(~visible(q.shape[0], k.shape[0], mask), -torch.inf)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask) -> tuple[torch.Tensor, ...]:
-    """`out[n, heads, d]` and `lse[n, heads]` of one sequence; rows that see nothing get 0 and -inf."""
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
+) -> tuple[torch.Tensor, ...]:
+    """`out[n, heads, d]` and `lse[n, heads]` of one sequence; rows that see nothing get 0 and
+    -inf.
+    """
     s = scores(q, k, scale, mask)
     lse = torch.logsumexp(s, -1)  # [heads, n]
     weights = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return torch.einsum("hnm,mhd->nhd", weights, v.repeat_interleave(q.shape[1] // v.shape[1], 1)), lse.t()
+    return torch.einsum(
+        "hnm,mhd->nhd", weights, v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    ), lse.t()
 
 
 def attend_backward(
@@ -99,7 +115,10 @@ def attend_backward(
 
 def spans_of(lengths: torch.Tensor, places: torch.Tensor) -> list[slice]:
     """The true tokens of each sequence."""
-    return [slice(start, start + n) for start, n in zip(places[:-1].tolist(), lengths.diff().tolist(), strict=True)]
+    return [
+        slice(start, start + n)
+        for start, n in zip(places[:-1].tolist(), lengths.diff().tolist(), strict=True)
+    ]
 
 
 Call = dict[str, Any]
@@ -151,12 +170,19 @@ def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
 
 
 def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
-    """cuDNN's backward; keys that no query saw get 0, as those behind a step's are added up by the caller."""
+    """cuDNN's backward; keys that no query saw get 0, as those behind a step's are added up by the
+    caller.
+    """
     mask, scale = (call["attn_mask_type"], call["window_size"][0]), call["attn_scale"]
     q, k, v, o, d_o = (call[name].double() for name in ("q", "k", "v", "o", "d_o"))
-    grads = [torch.full_like(call["q"], torch.nan), *(torch.zeros_like(call[name]) for name in "kv")]
+    grads = [
+        torch.full_like(call["q"], torch.nan),
+        *(torch.zeros_like(call[name]) for name in "kv"),
+    ]
     o, d_o, lse = o.view(q.shape), d_o.view(q.shape), call["aux_ctx_tensors"][0]
-    assert lse.dtype == stats(call["q"]) and call["o"].is_contiguous() and call["d_o"].is_contiguous()
+    assert (
+        lse.dtype == stats(call["q"]) and call["o"].is_contiguous() and call["d_o"].is_contiguous()
+    )
     for mine, theirs in _sequences(call):
         qkv = (q[mine], k[theirs], v[theirs])
         found = attend_backward(qkv, o[mine], d_o[mine], lse[mine][..., 0], scale, mask)
@@ -181,27 +207,42 @@ def thd_read_half_tensor(x: torch.Tensor, places: torch.Tensor, half: int) -> to
 
 
 def thd_out_correction(out: torch.Tensor, step: torch.Tensor, *rest: Any) -> None:
-    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`. Up to 2.19 `new` is that of all steps, and
-    there is no `old` one."""
+    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`. Up to 2.19 `new` is that
+    of all steps, and there is no `old` one."""
     *olds, new, step_lse, places, second_half, packed = rest
     old = olds[0] if olds else new
-    assert packed and out.dtype == step.dtype and old.dtype == new.dtype == step_lse.dtype == stats(out)
+    assert (
+        packed
+        and out.dtype == step.dtype
+        and old.dtype == new.dtype == step_lse.dtype == stats(out)
+    )
     demand_lengths(places)
     demand_tokens(out, int(places[-1]))
     rows = _halves(places, 1) if second_half else torch.arange(out.shape[0])
     before, now = (torch.exp(x - new[:, rows]).t()[..., None] for x in (old[:, rows], step_lse))
-    out[rows] = (out[rows] * before + step.view(-1, *out.shape[1:]) * now).to(out.dtype)  # in float32, rounded once
+    out[rows] = (out[rows] * before + step.view(-1, *out.shape[1:]) * now).to(
+        out.dtype
+    )  # in float32, rounded once
 
 
-def thd_second_half_lse_correction(lse: torch.Tensor, step: torch.Tensor, places: torch.Tensor, packed: bool) -> None:
+def thd_second_half_lse_correction(
+    lse: torch.Tensor, step: torch.Tensor, places: torch.Tensor, packed: bool
+) -> None:
     """Merge `step[heads, t / 2]` into the second halves of `lse[heads, t]`."""
-    assert packed and lse.dtype == step.dtype and lse.dim() == step.dim() == 2 and len(lse) == len(step)
+    assert (
+        packed
+        and lse.dtype == step.dtype
+        and lse.dim() == step.dim() == 2
+        and len(lse) == len(step)
+    )
     demand_lengths(places)
     rows = _halves(places, 1)
     lse[:, rows] = torch.logaddexp(lse[:, rows], step)
 
 
-def thd_read_second_half_lse(lse: torch.Tensor, places: torch.Tensor, packed: bool, length: int) -> torch.Tensor:
+def thd_read_second_half_lse(
+    lse: torch.Tensor, places: torch.Tensor, packed: bool, length: int
+) -> torch.Tensor:
     """`[heads, t] -> [heads, t / 2]`."""
     rows = _halves(places, 1)
     demand_lengths(places)
@@ -209,8 +250,12 @@ def thd_read_second_half_lse(lse: torch.Tensor, places: torch.Tensor, packed: bo
     return lse[:, rows].contiguous()
 
 
-def thd_grad_correction(grad: torch.Tensor, step: torch.Tensor, places: torch.Tensor, first: str, second: str) -> None:
-    """Write `step` to the halves of `grad` by `add`, `copy`, `zero` or `none`; it holds those written from it."""
+def thd_grad_correction(
+    grad: torch.Tensor, step: torch.Tensor, places: torch.Tensor, first: str, second: str
+) -> None:
+    """Write `step` to the halves of `grad` by `add`, `copy`, `zero` or `none`; it holds those
+    written from it.
+    """
     ways: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "add": lambda old, new: old + new,
         "copy": lambda old, new: new,
@@ -228,8 +273,12 @@ def thd_grad_correction(grad: torch.Tensor, step: torch.Tensor, places: torch.Te
             grad[rows] = 0.0
 
 
-def thd_get_partitioned_indices(places: torch.Tensor, tokens: int, cp: int, rank: int) -> torch.Tensor:
-    """Rows of the whole batch that a rank holds: chunks `rank` and `2 cp - 1 - rank` of each sequence."""
+def thd_get_partitioned_indices(
+    places: torch.Tensor, tokens: int, cp: int, rank: int
+) -> torch.Tensor:
+    """Rows of the whole batch that a rank holds: chunks `rank` and `2 cp - 1 - rank` of each
+    sequence.
+    """
     demand_lengths(places)
     assert tokens > 0 and tokens % (2 * cp) == 0 and not (places % (2 * cp)).any()
     found = []
@@ -239,12 +288,18 @@ def thd_get_partitioned_indices(places: torch.Tensor, tokens: int, cp: int, rank
     return torch.cat(found)
 
 
-def thd_sequence_order_to_cp_rank_order(x: torch.Tensor, places: torch.Tensor, cp: int, tokens: int) -> torch.Tensor:
+def thd_sequence_order_to_cp_rank_order(
+    x: torch.Tensor, places: torch.Tensor, cp: int, tokens: int
+) -> torch.Tensor:
     """Rows of all sequences to rows of rank 0, rank 1, ..."""
-    return x[torch.cat([thd_get_partitioned_indices(places, tokens, cp, rank) for rank in range(cp)])]
+    return x[
+        torch.cat([thd_get_partitioned_indices(places, tokens, cp, rank) for rank in range(cp)])
+    ]
 
 
-def thd_cp_rank_order_to_sequence_order(x: torch.Tensor, places: torch.Tensor, cp: int, tokens: int) -> torch.Tensor:
+def thd_cp_rank_order_to_sequence_order(
+    x: torch.Tensor, places: torch.Tensor, cp: int, tokens: int
+) -> torch.Tensor:
     """The inverse."""
     order = torch.cat([thd_get_partitioned_indices(places, tokens, cp, rank) for rank in range(cp)])
     return x[order.argsort()]
@@ -296,11 +351,22 @@ class Float64AsHalf:
 
 
 def cudnn_support(*asked: Any) -> Any:
-    """`get_fused_attn_backend`: a backend and the reason against it; up to 2.18 the backend alone, by 19 arguments."""
+    """`get_fused_attn_backend`: a backend and the reason against it; up to 2.18 the backend alone,
+    by 19 arguments.
+    """
     if len(asked) == 1:
-        words = ("num_attn_heads", "num_gqa_groups", "max_seqlen_q", "max_seqlen_kv", "head_dim_qk", "head_dim_v")
+        words = (
+            "num_attn_heads",
+            "num_gqa_groups",
+            "max_seqlen_q",
+            "max_seqlen_kv",
+            "head_dim_qk",
+            "head_dim_v",
+        )
         *sizes, qk, v = (getattr(asked[0], word) for word in words)
-        assert asked[0].qkv_layout.name.endswith("THD_THD_THD") and min(asked[0].num_tokens_q, asked[0].num_tokens_kv)
+        assert asked[0].qkv_layout.name.endswith("THD_THD_THD") and min(
+            asked[0].num_tokens_q, asked[0].num_tokens_kv
+        )
     else:
         *sizes, qk, v = asked[8:14]
     assert min(sizes) > 0
@@ -312,16 +378,22 @@ def cudnn_support(*asked: Any) -> Any:
 
 @contextmanager
 def selecting(release: str = NEWEST) -> Iterator[Any]:
-    """`transformer_engine.pytorch` with its real selector over a cuDNN of `cudnn_support`, on a Hopper GPU."""
+    """`transformer_engine.pytorch` with its real selector over a cuDNN of `cudnn_support`, on a
+    Hopper GPU.
+    """
     with engine(release) as te, claimed_cuda(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[EXTENSION], "get_fused_attn_backend", cudnn_support, raising=False)
+        patch.setattr(
+            sys.modules[EXTENSION], "get_fused_attn_backend", cudnn_support, raising=False
+        )
         package_problem()  # sets what the package reads in the environment
         yield te
 
 
 @contextmanager
 def emulated(release: str = NEWEST, dtype: torch.dtype = torch.float64) -> Iterator[Any]:
-    """`transformer_engine.pytorch` whose attention computes on the CPU, over gloo; float64 passes for a half."""
+    """`transformer_engine.pytorch` whose attention computes on the CPU, over gloo; float64 passes
+    for a half.
+    """
     with selecting(release) as te, pytest.MonkeyPatch.context() as patch:
         cp, backends, utils = (sys.modules[name] for name in (CONTEXT_PARALLEL, BACKENDS, UTILS))
         send = cp.flash_attn_p2p_communicate

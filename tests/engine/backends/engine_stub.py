@@ -1,8 +1,9 @@
-"""Transformer Engine's own Python files under CPU torch: its extension module and its compilers are stand-ins.
+"""Transformer Engine's own Python files under CPU torch: its extension module and its compilers are
+stand-ins.
 
-Everything above the extension is the real package of the release that the extra `gpu` names, or of an older one. Each
-wheel stands in a folder of its own (`guests` in the virtual environment, made by the Makefile), because megatron-core
-breaks where it can import the wheel alone.
+Everything above the extension is the real package of the release that the extra `gpu` names, or of
+an older one. Each wheel stands in a folder of its own (`guests` in the virtual environment, made by
+the Makefile), because megatron-core breaks where it can import the wheel alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 import pytest
 
 NEWEST, OLDER = "2.20", ("2.10", "2.14", "2.18")
-"""Releases whose files stand beside the environment; all but `needs_release` and `engine` mean the newest."""
+"""Releases whose files stand beside the environment; all but `needs_release` and `engine` mean the
+newest.
+"""
 COMPILERS = ("einops", "onnx", "onnxscript", "triton", "triton.language", "triton.language.core")
 COMPILERS += ("triton.language.standard",)
 CUDNN = 91900
@@ -48,7 +51,9 @@ needs_engine = needs_release(NEWEST)
 
 
 class Anything:
-    """Whatever a kernel's source asks for while it is only defined: decorators give their function back."""
+    """Whatever a kernel's source asks for while it is only defined: decorators give their function
+    back.
+    """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not options else self
@@ -121,8 +126,14 @@ def _stand_ins(files: Path) -> Iterator[None]:
 @functools.cache
 def _modules(release: str) -> dict[str, types.ModuleType]:
     extension = Extension("transformer_engine_torch")
-    for name, members in json.loads(Path(__file__).with_name("engine_enums.json").read_text()).items():
-        dropped = {"NVTE_F16_max512_seqlen": 0} if name == "NVTE_Fused_Attn_Backend" and release in OLDER else {}
+    for name, members in json.loads(
+        Path(__file__).with_name("engine_enums.json").read_text()
+    ).items():
+        dropped = (
+            {"NVTE_F16_max512_seqlen": 0}
+            if name == "NVTE_Fused_Attn_Backend" and release in OLDER
+            else {}
+        )
         setattr(extension, name, enum.IntEnum(name, members | dropped))
     extension.get_cudnn_version = lambda: CUDNN  # type: ignore[attr-defined]
     before = set(sys.modules)
@@ -131,13 +142,17 @@ def _modules(release: str) -> dict[str, types.ModuleType]:
         common = importlib.import_module("transformer_engine.common")
         common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
         importlib.import_module("transformer_engine.pytorch")
-    names = [name for name in sys.modules if name.startswith("transformer_engine") and name not in before]
+    names = [
+        name for name in sys.modules if name.startswith("transformer_engine") and name not in before
+    ]
     return {name: sys.modules.pop(name) for name in names}
 
 
 @contextmanager
 def engine(release: str = NEWEST) -> Iterator[types.ModuleType]:
-    """`transformer_engine.pytorch`, importable inside of the context alone: elsewhere the package is not installed."""
+    """`transformer_engine.pytorch`, importable inside of the context alone: elsewhere the package
+    is not installed.
+    """
     modules = _modules(release)
     sys.modules.update(modules)
     try:
@@ -163,7 +178,9 @@ class NoStream:
 
 @contextmanager
 def claimed_cuda() -> Iterator[None]:
-    """CPU tensors that say they are on CUDA, a Hopper GPU that does not exist, streams that do nothing."""
+    """CPU tensors that say they are on CUDA, a Hopper GPU that does not exist, streams that do
+    nothing.
+    """
     import contextlib
 
     import torch
@@ -175,7 +192,11 @@ def claimed_cuda() -> Iterator[None]:
         patch.setattr(torch.cuda, "Event", NoStream)
         patch.setattr(torch.cuda, "current_stream", NoStream)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=9, minor=0))
+        patch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: types.SimpleNamespace(major=9, minor=0),
+        )
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.version, "cuda", "13.0")

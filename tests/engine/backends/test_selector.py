@@ -1,6 +1,8 @@
-"""What a run decides about Transformer Engine, by its release and by its own selector of attention kernels.
+"""What a run decides about Transformer Engine, by its release and by its own selector of attention
+kernels.
 
-The selector is the package's; below it a stand-in says what cuDNN takes (`engine_math.cudnn_support`). On a Hopper GPU.
+The selector is the package's; below it a stand-in says what cuDNN takes
+(`engine_math.cudnn_support`). On a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -28,21 +30,34 @@ from tests.engine.backends.engine_stub import NEWEST, OLDER, needs_engine, needs
 
 COMM_TYPES = [row.name for row in TRANSPORTS.values() if row.engine is not None]
 
-RELEASES = [pytest.param(release, marks=(needs_release(release), pytest.mark.slow)) for release in OLDER]
+RELEASES = [
+    pytest.param(release, marks=(needs_release(release), pytest.mark.slow)) for release in OLDER
+]
 RELEASES += [pytest.param(NEWEST, marks=needs_engine)]
 WIDTH = 128
 
 
-def packed(comm_type: str, cp: int, inner: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
+def packed(
+    comm_type: str, cp: int, inner: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """Our side of an attention over ranks that do not exist."""
     parts = [SimpleNamespace(group=object() if size > 1 else None) for size in (inner, cp // inner)]
     monkeypatch.setattr(thd, "split_axis", lambda axis, inner: parts)
-    attention = SimpleNamespace(deterministic=deterministic, set_context_parallel_group=lambda **options: None)
+    attention = SimpleNamespace(
+        deterministic=deterministic, set_context_parallel_group=lambda **options: None
+    )
     axis: Any = SimpleNamespace(size=cp, group=object(), global_ranks=tuple(range(cp)))
     return PackedAttention(attention, WIDTH**-0.5, axis, comm_type, inner, torch.device("cpu"))
 
 
-def accepts(comm_type: str, cp: int, inner: int, heads: Heads, deterministic: bool, row: tuple[int, int, int]) -> bool:
+def accepts(
+    comm_type: str,
+    cp: int,
+    inner: int,
+    heads: Heads,
+    deterministic: bool,
+    row: tuple[int, int, int],
+) -> bool:
     """The selector's word on a row of `tokens` with `count` sequences, the longest of `length`."""
     utils = sys.modules[UTILS]
     count, length, tokens = row
@@ -67,7 +82,11 @@ def accepts(comm_type: str, cp: int, inner: int, heads: Heads, deterministic: bo
         "cp_size_a2a": inner if comm_type == "a2a+p2p" else 1,
         "deterministic": deterministic,
     }
-    return bool(utils.get_attention_backend(utils.AttentionParams(**{k: v for k, v in asked.items() if k in known}))[2])
+    return bool(
+        utils.get_attention_backend(
+            utils.AttentionParams(**{k: v for k, v in asked.items() if k in known})
+        )[2]
+    )
 
 
 def rows_of(tokens: int, cp: int) -> list[tuple[int, int, int]]:
@@ -79,7 +98,9 @@ def rows_of(tokens: int, cp: int) -> list[tuple[int, int, int]]:
 
 @needs_engine
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
-def test_our_decision_is_the_selectors_for_every_row_of_a_run(comm_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_decision_is_the_selectors_for_every_row_of_a_run(
+    comm_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decided = set()
     with selecting():
         for cp, heads, groups, deterministic, tokens in itertools.product(
@@ -88,8 +109,15 @@ def test_our_decision_is_the_selectors_for_every_row_of_a_run(comm_type: str, mo
             inner = 3 if cp == 3 else 2
             if heads % groups:
                 continue
-            settings = {"context_parallel_size": cp, "num_attention_heads": heads, "num_query_groups": groups}
-            settings |= {"kv_channels": WIDTH, "hierarchical_context_parallel_sizes": (inner, cp // inner)}
+            settings = {
+                "context_parallel_size": cp,
+                "num_attention_heads": heads,
+                "num_query_groups": groups,
+            }
+            settings |= {
+                "kv_channels": WIDTH,
+                "hierarchical_context_parallel_sizes": (inner, cp // inner),
+            }
             config = with_values(RunConfig(), {**settings, "cp_comm_type": comm_type})
             ours = packed(comm_type, cp, inner, deterministic, monkeypatch)
             shape, taken = Heads(heads, groups, WIDTH), ours.cp["cp_comm_type"]
@@ -97,15 +125,27 @@ def test_our_decision_is_the_selectors_for_every_row_of_a_run(comm_type: str, mo
             if not list(
                 attention_reasons(config)
             ):  # by these its forward would refuse, the selector does not know them
-                theirs = all(accepts(taken, cp, inner, shape, deterministic, row) for row in rows_of(tokens, cp))
-                assert (problem is None) == theirs, (cp, heads, groups, deterministic, tokens, problem)
+                theirs = all(
+                    accepts(taken, cp, inner, shape, deterministic, row)
+                    for row in rows_of(tokens, cp)
+                )
+                assert (problem is None) == theirs, (
+                    cp,
+                    heads,
+                    groups,
+                    deterministic,
+                    tokens,
+                    problem,
+                )
                 decided.add((deterministic, tokens, theirs))
     assert {(False, 9216, True), (True, 384, True), (True, 9216, False)} <= decided
     assert (False, 384, False) in decided or "a2a" not in comm_type  # an odd number of heads
 
 
 @needs_engine
-def test_a_refusal_is_told_in_the_selectors_words(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_refusal_is_told_in_the_selectors_words(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     with selecting():
         attention = packed("a2a", 3, 3, False, monkeypatch)
         odd = selector_problem(attention, Heads(9, 3, 64), torch.bfloat16, 96, 96)
@@ -114,7 +154,9 @@ def test_a_refusal_is_told_in_the_selectors_words(monkeypatch: pytest.MonkeyPatc
         narrow = selector_problem(attention, Heads(6, 6, 60), torch.bfloat16, 96, 96)
         assert "heads of 60 and 60" in str(narrow)
         monkeypatch.setattr(sys.modules[UTILS], "get_device_compute_capability", lambda: (7, 5))
-        assert "compute capability < sm80" in str(selector_problem(attention, Heads(6, 6, 64), torch.bfloat16, 96, 96))
+        assert "compute capability < sm80" in str(
+            selector_problem(attention, Heads(6, 6, 64), torch.bfloat16, 96, 96)
+        )
     assert capfd.readouterr() == ("", "")
 
 
@@ -134,12 +176,21 @@ def test_auto_takes_releases_from_2_18_on_and_says_why_not_an_older_one(
         else:
             assert backend.name == "native" and f"Transformer Engine is {release}." in told[0]
             assert "2.18 is the least" in told[0]
-            with pytest.raises(ValueError, match=f"--transformer-impl transformer_engine: .* is {release}"):
-                select_backend(with_values(RunConfig(), {**SETTINGS, "transformer_impl": "transformer_engine"}), place)
+            with pytest.raises(
+                ValueError, match=f"--transformer-impl transformer_engine: .* is {release}"
+            ):
+                select_backend(
+                    with_values(
+                        RunConfig(), {**SETTINGS, "transformer_impl": "transformer_engine"}
+                    ),
+                    place,
+                )
         refused = [
             comm_type
             for comm_type in COMM_TYPES
-            if selector_problem(packed(comm_type, 4, 2, False, monkeypatch), Heads(8, 8, 64), torch.bfloat16, 96, 96)
+            if selector_problem(
+                packed(comm_type, 4, 2, False, monkeypatch), Heads(8, 8, 64), torch.bfloat16, 96, 96
+            )
         ]
     # up to 2.14 all_gather and a2a+p2p pass the selector and are asserted away in the forward
     assert refused == {"2.18": ["a2a+p2p"]}.get(release, [])
@@ -150,7 +201,8 @@ def test_determinism_is_asked_for_as_the_attention_has_it(monkeypatch: pytest.Mo
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     with selecting():
         backend = select_backend(
-            with_values(RunConfig(), {**SETTINGS, "seq_length": 8192}), build_grid(GridShape(), 0, "cuda")
+            with_values(RunConfig(), {**SETTINGS, "seq_length": 8192}),
+            build_grid(GridShape(), 0, "cuda"),
         )
     (line,) = backend.warnings()
     assert "ours for every row" in line and "workspace limitation" in line

@@ -1,4 +1,6 @@
-"""Where Transformer Engine's attention and its layers are refused, and what a run may ask of them."""
+"""Where Transformer Engine's attention and its layers are refused, and what a run may ask of
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from megacp.training.start.status import REFUSED
 
 COMM_TYPES = [row.name for row in TRANSPORTS.values() if row.engine is not None]
 
-TP, CP, SIZES = "tensor_model_parallel_size", "context_parallel_size", "hierarchical_context_parallel_sizes"
+TP, CP, SIZES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "hierarchical_context_parallel_sizes",
+)
 WIDE = {"dtype": "bfloat16", "hidden_size": 512, "num_attention_heads": 8, CP: 4, SIZES: (2, 2)}
 """Heads of 64 for every transport."""
 SIX = {"num_attention_heads": 6, "kv_channels": 64}
@@ -43,7 +49,9 @@ ATTENTION_CASES = [
 
 
 @pytest.mark.parametrize("settings, expected", ATTENTION_CASES)
-def test_attention_is_refused_where_heads_cannot_be_dealt(settings: dict, expected: dict[str, str]) -> None:
+def test_attention_is_refused_where_heads_cannot_be_dealt(
+    settings: dict, expected: dict[str, str]
+) -> None:
     for comm_type in COMM_TYPES:
         config = with_values(RunConfig(), {**WIDE, **settings, "cp_comm_type": comm_type})
         reasons = list(attention_reasons(config))
@@ -52,19 +60,36 @@ def test_attention_is_refused_where_heads_cannot_be_dealt(settings: dict, expect
 
 
 def test_one_rank_has_no_constraint_of_context_parallelism() -> None:
-    settings = {**WIDE, CP: 1, "cp_comm_type": "kv_exchange", "num_attention_heads": 7, "kv_channels": 64}
+    settings = {
+        **WIDE,
+        CP: 1,
+        "cp_comm_type": "kv_exchange",
+        "num_attention_heads": 7,
+        "kv_channels": 64,
+    }
     assert list(attention_reasons(with_values(RunConfig(), settings))) == []
 
 
 def engine_config(**settings: object) -> RunConfig:
-    return with_values(RunConfig(), {"dtype": "bfloat16", "transformer_impl": "transformer_engine", **settings})
+    return with_values(
+        RunConfig(), {"dtype": "bfloat16", "transformer_impl": "transformer_engine", **settings}
+    )
 
 
-def test_all_reasons_against_transformer_engine_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reasons_against_transformer_engine_come_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(select, "package_problem", lambda: "it is not installed")
-    config = engine_config(fp8="delayed", recompute_granularity="full", hidden_size=40, num_attention_heads=5)
+    config = engine_config(
+        fp8="delayed", recompute_granularity="full", hidden_size=40, num_attention_heads=5
+    )
     problems = "\n".join(backend_problems(config, "cpu"))
-    for part in ("runs on CUDA", "not installed", "--recompute-granularity full", "--hidden-size 40"):
+    for part in (
+        "runs on CUDA",
+        "not installed",
+        "--recompute-granularity full",
+        "--hidden-size 40",
+    ):
         assert part in problems
     with pytest.raises(ValueError, match="(?s)runs on CUDA.*not installed.*--hidden-size 40"):
         select_backend(config, build_grid(GridShape(), 0))
@@ -83,7 +108,9 @@ def test_every_reason_against_the_layers_of_a_run_can_be_the_only_one() -> None:
     assert [len(reasons) for reasons in found] == [1] * len(cases)
 
 
-def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(select, "package_problem", lambda: None)
     monkeypatch.setattr(select, "fp8_problem", lambda name: f"no {name} here")
     assert backend_problems(engine_config(fp8="blockwise"), "cuda") == [
@@ -92,7 +119,9 @@ def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(monkeypatc
     assert backend_problems(engine_config(), "cuda") == []
 
 
-def test_what_is_imported_finds_how_many_threads_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_imported_finds_how_many_threads_a_rank_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch's compiler reads it once, when it is first imported."""
     found = list[str]()
 
@@ -107,7 +136,10 @@ def test_what_is_imported_finds_how_many_threads_a_rank_has(monkeypatch: pytest.
         monkeypatch.setattr(select, name, problem)
     with mock.patch.dict(os.environ):
         os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS", None)
-        assert main(["--nproc", "2", "--vocab-size", "64", "--transformer-impl", "transformer_engine"]) == REFUSED
+        assert (
+            main(["--nproc", "2", "--vocab-size", "64", "--transformer-impl", "transformer_engine"])
+            == REFUSED
+        )
     assert found == ["7", "7"]
 
 
@@ -124,14 +156,18 @@ def test_auto_is_native_on_a_cpu_and_imports_nothing(monkeypatch: pytest.MonkeyP
 
 def test_auto_on_cuda_says_why_it_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "package_problem", lambda: "it is not installed")
-    backend = select_backend(with_values(RunConfig(), {"vocab_size": 64}), build_grid(GridShape(), 0, "cuda"))
+    backend = select_backend(
+        with_values(RunConfig(), {"vocab_size": 64}), build_grid(GridShape(), 0, "cuda")
+    )
     (line,) = backend.warnings()
     assert backend.name == "native" and "it is not installed" in line and "float32" in line
     assert backend.warnings() == []
 
 
 def test_settings_of_transformer_engine_contradict_native_layers() -> None:
-    (problem,) = backend_problems(with_values(RunConfig(), {"transformer_impl": "native", "fp8": "current"}), None)
+    (problem,) = backend_problems(
+        with_values(RunConfig(), {"transformer_impl": "native", "fp8": "current"}), None
+    )
     assert "--fp8 current" in problem
 
 
@@ -165,7 +201,9 @@ def test_the_kind_of_apex_is_found_without_running_its_code(
     assert apex_status() == status
 
 
-def test_an_impostor_is_named_with_the_way_to_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impostor_is_named_with_the_way_to_the_real_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, monkeypatch, "apex")
     assert "pip uninstall apex" in describe_apex()
     assert "NVIDIA/apex" in describe_apex()

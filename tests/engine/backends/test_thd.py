@@ -1,4 +1,6 @@
-"""Rows in Transformer Engine's packed form: its order of tokens is ours, or the reason says why not."""
+"""Rows in Transformer Engine's packed form: its order of tokens is ours, or the reason says why
+not.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from tests.engine.backends.engine_stub import claimed_cuda, engine, needs_engine
 from tests.ranks import grid
 
 
-def padded_row(document: list[int], cp: int, layout: str, span: int = 0, branch: int = 0) -> Metadata:
+def padded_row(
+    document: list[int], cp: int, layout: str, span: int = 0, branch: int = 0
+) -> Metadata:
     def metadata(documents: np.ndarray) -> Metadata:
         n = len(documents)
         return Metadata.of_documents(documents, branch * (np.arange(n) * 3 // n), span)
@@ -48,8 +52,14 @@ def plan_of(metadata: Metadata, cp: int, layout: str, rank: int = 0) -> Attentio
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 9), st.sampled_from([2, 3, 4, 8]))
-def test_zigzag_in_each_document_is_transformer_engines_order(lengths: list[int], padding: int, cp: int) -> None:
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.integers(0, 9),
+    st.sampled_from([2, 3, 4, 8]),
+)
+def test_zigzag_in_each_document_is_transformer_engines_order(
+    lengths: list[int], padding: int, cp: int
+) -> None:
     document = [i for i, n in enumerate(lengths) for _ in range(n)] + [-1] * padding
     metadata = padded_row(document, cp, "zigzag_document")
     plan = plan_of(metadata, cp, "zigzag_document")
@@ -57,7 +67,10 @@ def test_zigzag_in_each_document_is_transformer_engines_order(lengths: list[int]
     assert isinstance(sequences, Sequences)
     for rank in range(1, cp):
         other = thd_sequences(plan_of(metadata, cp, "zigzag_document", rank))
-        assert isinstance(other, Sequences) and other.cu_padded.tolist() == sequences.cu_padded.tolist()
+        assert (
+            isinstance(other, Sequences)
+            and other.cu_padded.tolist() == sequences.cu_padded.tolist()
+        )
     places = torch.from_numpy(sequences.cu_padded)
     token = np.concatenate(
         [
@@ -73,8 +86,12 @@ def test_zigzag_in_each_document_is_transformer_engines_order(lengths: list[int]
 
 @needs_engine
 @pytest.mark.parametrize("world", [2, 4])
-def test_its_own_function_deals_a_row_as_our_layout_does(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data loader function of Transformer Engine; it asks torch.distributed for the size and the rank alone."""
+def test_its_own_function_deals_a_row_as_our_layout_does(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data loader function of Transformer Engine; it asks torch.distributed for the size and
+    the rank alone.
+    """
     document = [i for i, n in enumerate((16, 8, 32)) for _ in range(n)]
     metadata = padded_row(document, world, "zigzag_document")
     row = torch.arange(len(metadata))
@@ -89,12 +106,16 @@ def test_its_own_function_deals_a_row_as_our_layout_does(world: int, monkeypatch
                 get_batch_on_this_cp_rank,
             )
 
-            theirs, _, _ = get_batch_on_this_cp_rank(torch.from_numpy(sequences.cu_padded), row, row, row)
+            theirs, _, _ = get_batch_on_this_cp_rank(
+                torch.from_numpy(sequences.cu_padded), row, row, row
+            )
         assert theirs.tolist() == plan.local.tolist()
 
 
 def test_lengths_are_true_and_padded_and_the_rest_is_a_sequence_without_tokens() -> None:
-    plan = plan_of(padded_row([0] * 5 + [1] * 8 + [-1] * 11, 2, "zigzag_document"), 2, "zigzag_document")
+    plan = plan_of(
+        padded_row([0] * 5 + [1] * 8 + [-1] * 11, 2, "zigzag_document"), 2, "zigzag_document"
+    )
     sequences = thd_sequences(plan)
     assert isinstance(sequences, Sequences)
     assert sequences.cu_lengths.tolist() == [0, 5, 13, 13]
@@ -114,7 +135,11 @@ def test_one_rank_takes_a_row_as_it_stands() -> None:
 def test_zigzag_over_the_row_serves_one_document(padding: int) -> None:
     plan = plan_of(padded_row([0] * 26 + [-1] * padding, 4, "zigzag"), 4, "zigzag")
     sequences = thd_sequences(plan)
-    assert isinstance(sequences, Sequences) and sequences.true.tolist() == [26] and sequences.padded.tolist() == [32]
+    assert (
+        isinstance(sequences, Sequences)
+        and sequences.true.tolist() == [26]
+        and sequences.padded.tolist() == [32]
+    )
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
@@ -135,7 +160,9 @@ def test_other_masks_than_causal_documents_are_named(span: int, branch: int, wor
 
 def test_padding_with_a_span_hands_over_the_row_all_the_same() -> None:
     metadata = padded_row([0] * 8, 2, "zigzag_document")
-    metadata = Metadata.of_row(np.append(metadata.leave, [0] * 4), np.append(metadata.span, [0] * 4))
+    metadata = Metadata.of_row(
+        np.append(metadata.leave, [0] * 4), np.append(metadata.span, [0] * 4)
+    )
     assert isinstance(thd_sequences(plan_of(metadata, 2, "zigzag_document")), Sequences)
 
 
@@ -148,11 +175,15 @@ def test_chunks_are_named_and_windows_where_the_ring_has_none() -> None:
         with claimed_cuda():
             packed = PackedAttention(attention, 1.0, axis, comm_type, 1, torch.device("cpu"))
         found = packed.sequences(plan.within(Reach(window=4)))
-        assert isinstance(found, Sequences) == windows and (windows or "no sliding window under p2p" in found)
+        assert isinstance(found, Sequences) == windows and (
+            windows or "no sliding window under p2p" in found
+        )
         assert isinstance(packed.sequences(plan), Sequences)
 
 
-@pytest.mark.parametrize(("inner", "name", "heads_over"), [(1, "p2p", 1), (2, "a2a+p2p", 2), (4, "a2a", 1)], ids=str)
+@pytest.mark.parametrize(
+    ("inner", "name", "heads_over"), [(1, "p2p", 1), (2, "a2a+p2p", 2), (4, "a2a", 1)], ids=str
+)
 def test_a_single_group_or_groups_of_one_have_a_word_of_their_own(
     inner: int, name: str, heads_over: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +204,10 @@ def test_a_single_group_or_groups_of_one_have_a_word_of_their_own(
 
 
 def test_a_row_of_padding_is_no_row_for_it() -> None:
-    assert thd_sequences(plan_of(padded_row([-1] * 8, 2, "zigzag"), 2, "zigzag")) == "the row holds padding alone"
+    assert (
+        thd_sequences(plan_of(padded_row([-1] * 8, 2, "zigzag"), 2, "zigzag"))
+        == "the row holds padding alone"
+    )
 
 
 HIDDEN, FFN = 16, 24
@@ -181,8 +215,15 @@ HIDDEN, FFN = 16, 24
 
 def block_of(tile: int, recompute: str = "none", **values: Any) -> Block:
     """A block with the same weights for any tile."""
-    sizes = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": 2, "dtype": "float64"}
-    config = with_values(RunConfig(), {**sizes, "add_mlp_bias": True, "mlp_chunk_tokens": tile, **values})
+    sizes = {
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": FFN,
+        "num_attention_heads": 2,
+        "dtype": "float64",
+    }
+    config = with_values(
+        RunConfig(), {**sizes, "add_mlp_bias": True, "mlp_chunk_tokens": tile, **values}
+    )
     block = Block(0, config.model, NativeBackend(grid(), config), RECOMPUTE_MODES[recompute])
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
@@ -191,11 +232,17 @@ def block_of(tile: int, recompute: str = "none", **values: Any) -> Block:
 
 
 def run(block: Block, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The result of the MLP alone or of the block, and the gradients of the input and of all parameters."""
+    """The result of the MLP alone or of the block, and the gradients of the input and of all
+    parameters.
+    """
     places, zeros = np.arange(tokens), np.zeros(tokens, np.int32)
     plan = AttentionPlan(places[None], Metadata.of_documents(zeros), 0)
-    rotary = cos_sin(torch.arange(tokens), inverse_frequencies(HIDDEN // 2, 1e4, RotaryScaling()), torch.float64)
-    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    rotary = cos_sin(
+        torch.arange(tokens), inverse_frequencies(HIDDEN // 2, 1e4, RotaryScaling()), torch.float64
+    )
+    x = torch.randn(
+        tokens, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).requires_grad_()
     out = block(x, BlockInputs(plan, (rotary, rotary), *[torch.arange(tokens)] * 2, 1))
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return out, list(torch.autograd.grad((out * weights).sum(), [x, *block.parameters()]))
@@ -204,7 +251,9 @@ def run(block: Block, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("tile", [1, 5, 12, 100])
-def test_any_tile_gives_the_gradients_of_the_whole_row(tile: int, dropout: float, recompute: str) -> None:
+def test_any_tile_gives_the_gradients_of_the_whole_row(
+    tile: int, dropout: float, recompute: str
+) -> None:
     """Sums in another order: 1e-12."""
     expected_out, expected = run(block_of(0, hidden_dropout=dropout), 12)
     out, found = run(block_of(tile, recompute, hidden_dropout=dropout), 12)
@@ -232,7 +281,11 @@ def test_a_frozen_mlp_passes_the_gradient_of_its_input() -> None:
     found = []
     for tile in (0, 5):
         mlp = mlp_of(tile).requires_grad_(False)
-        x = torch.linspace(-1, 1, 12 * HIDDEN, dtype=torch.float64).view(12, HIDDEN).requires_grad_()
+        x = (
+            torch.linspace(-1, 1, 12 * HIDDEN, dtype=torch.float64)
+            .view(12, HIDDEN)
+            .requires_grad_()
+        )
         mlp(x, lambda function, *inputs: function(*inputs)).square().sum().backward()
         assert all(parameter.grad is None for parameter in mlp.parameters())
         found.append(x.grad)
@@ -260,7 +313,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize("recompute, dropout, times", [("none", 0.0, 2), ("full", 0.0, 2), ("full", 0.2, 3)])
+@pytest.mark.parametrize(
+    "recompute, dropout, times", [("none", 0.0, 2), ("full", 0.0, 2), ("full", 0.2, 3)]
+)
 def test_a_tile_is_computed_twice_and_its_last_product_once(
     monkeypatch: pytest.MonkeyPatch, recompute: str, dropout: float, times: int
 ) -> None:

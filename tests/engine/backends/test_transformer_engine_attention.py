@@ -1,9 +1,9 @@
 """Transformer Engine's own context parallelism, over gloo, through our backend's attention.
 
-Its autograd functions, its order of tokens, its groups and its cumulative lengths are the real ones; cuDNN's calls are
-reference math (engine_math.py). In float64 a tolerance of 1e-11 is some thousand roundings of sums of up to ten terms
-of size one, and a token in a wrong place is an error of size one. In bfloat16 its sums of halves cost what is said
-there.
+Its autograd functions, its order of tokens, its groups and its cumulative lengths are the real
+ones; cuDNN's calls are reference math (engine_math.py). In float64 a tolerance of 1e-11 is some
+thousand roundings of sums of up to ten terms of size one, and a token in a wrong place is an error
+of size one. In bfloat16 its sums of halves cost what is said there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Case(NamedTuple):
 pytestmark = needs_engine
 
 
-def row(lengths: tuple[int, ...], padding: int, cp: int, layout: str = "zigzag_document") -> Metadata:
+def row(
+    lengths: tuple[int, ...], padding: int, cp: int, layout: str = "zigzag_document"
+) -> Metadata:
     """Documents of some lengths, and what the layout wants behind them."""
     document = np.repeat(np.arange(len(lengths)), lengths)
     document = np.append(document, np.full(padding, -1))
@@ -74,7 +76,9 @@ def row(lengths: tuple[int, ...], padding: int, cp: int, layout: str = "zigzag_d
     return metadata(np.append(document, np.full(length - len(document), -1)))
 
 
-def plan_of(metadata: Metadata, cp: int, rank: int, layout: str = "zigzag_document") -> AttentionPlan:
+def plan_of(
+    metadata: Metadata, cp: int, rank: int, layout: str = "zigzag_document"
+) -> AttentionPlan:
     chosen = LAYOUTS["contiguous" if cp == 1 else layout]
     return AttentionPlan(chosen.deal(metadata, cp), metadata, rank)
 
@@ -83,7 +87,10 @@ def tensors(tokens: int, heads: Heads, dtype: torch.dtype) -> list[torch.Tensor]
     """q, k, v and the gradient of the output for a whole row."""
     generator = torch.Generator().manual_seed(5)
     sizes = (heads.heads, heads.groups, heads.groups, heads.heads)
-    return [torch.randn(tokens, n, heads.dim, generator=generator, dtype=torch.float64).to(dtype) for n in sizes]
+    return [
+        torch.randn(tokens, n, heads.dim, generator=generator, dtype=torch.float64).to(dtype)
+        for n in sizes
+    ]
 
 
 def reference(metadata: Metadata, case: Case) -> list[torch.Tensor]:
@@ -96,9 +103,11 @@ def reference(metadata: Metadata, case: Case) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout * real[:, None, None])]
 
 
-def errors(found: list[torch.Tensor], expected: list[torch.Tensor], indices: np.ndarray) -> list[tuple[float, float]]:
-    """Of each tensor: the largest error over the largest value, and this rank's share of the square of the relative one
-    in the 2-norm.
+def errors(
+    found: list[torch.Tensor], expected: list[torch.Tensor], indices: np.ndarray
+) -> list[tuple[float, float]]:
+    """Of each tensor: the largest error over the largest value, and this rank's share of the square
+    of the relative one in the 2-norm.
     """
     apart = [(a - b[torch.from_numpy(indices)]).abs() for a, b in zip(found, expected, strict=True)]
     norms = [(float(b.abs().max()), float(b.square().sum())) for b in expected]
@@ -109,10 +118,14 @@ def errors(found: list[torch.Tensor], expected: list[torch.Tensor], indices: np.
 
 
 def packed_errors(rank: int, world: int, case: Case, kernel: str = "") -> list[tuple[float, float]]:
-    """Errors of out, dq, dk, dv of this rank, padding included, where all is 0; `kernel`: of our own transport."""
+    """Errors of out, dq, dk, dv of this rank, padding included, where all is 0; `kernel`: of our
+    own transport.
+    """
     heads, axis, cpu = case.heads, grid(cp=world).cp, torch.device("cpu")
     model = ModelConfig(
-        hidden_size=heads.heads * heads.dim, num_attention_heads=heads.heads, num_query_groups=heads.groups
+        hidden_size=heads.heads * heads.dim,
+        num_attention_heads=heads.heads,
+        num_query_groups=heads.groups,
     )
     metadata = row(case.lengths, case.padding, world, case.layout)
     plan = plan_of(metadata, world, rank, case.layout).within(Reach(case.window))
@@ -121,16 +134,32 @@ def packed_errors(rank: int, world: int, case: Case, kernel: str = "") -> list[t
     q, k, v = (x[mine].requires_grad_() for x in whole[:3])
     with emulated(case.release, case.dtype):
         if kernel:
-            where, sizes = torch.device("cuda" if kernel == "cudnn" else "cpu"), (case.inner, world // case.inner)
-            transport = select_transport(case.comm_type, kernel, axis, where, sizes, tell=TOLD.append)
+            where, sizes = (
+                torch.device("cuda" if kernel == "cudnn" else "cpu"),
+                (case.inner, world // case.inner),
+            )
+            transport = select_transport(
+                case.comm_type, kernel, axis, where, sizes, tell=TOLD.append
+            )
             out = transport.attend(q, k, v, plan, heads.dim**-0.5)
         else:
             sequences = thd_sequences(plan)
             assert isinstance(sequences, Sequences), sequences
-            packed = packed_attention(model, single_axis("tp"), axis, case.comm_type, case.inner, cpu)
+            packed = packed_attention(
+                model, single_axis("tp"), axis, case.comm_type, case.inner, cpu
+            )
             with asked() as params:
-                asking = packed, heads, case.dtype, len(metadata), int(sequences.padded.max()), case.window
-                assert selector_problem(*asking) is None and isinstance(packed.sequences(plan), Sequences)
+                asking = (
+                    packed,
+                    heads,
+                    case.dtype,
+                    len(metadata),
+                    int(sequences.padded.max()),
+                    case.window,
+                )
+                assert selector_problem(*asking) is None and isinstance(
+                    packed.sequences(plan), Sequences
+                )
                 out = packed(q, k, v, plan, sequences)
             assert not (found := differences(*params)), found
         # the gradient at padding is whatever the next layer sends: nothing of it may reach a token
@@ -144,15 +173,26 @@ def asked() -> Iterator[list[Any]]:
     utils, found = sys.modules[UTILS], list[Any]()
     select = utils.get_attention_backend
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "get_attention_backend", lambda params: found.append(params) or select(params))
+        patch.setattr(
+            utils, "get_attention_backend", lambda params: found.append(params) or select(params)
+        )
         yield found
 
 
-OF_A_ROW = ("batch_size", "max_seqlen_q", "max_seqlen_kv", "num_tokens_q", "num_tokens_kv", "pad_between_seqs")
+OF_A_ROW = (
+    "batch_size",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "num_tokens_q",
+    "num_tokens_kv",
+    "pad_between_seqs",
+)
 
 
 def differences(start: Any, forward: Any) -> list[str]:
-    """Where the question of a run's start is another than that of a forward, apart from what only a row can say."""
+    """Where the question of a run's start is another than that of a forward, apart from what only a
+    row can say.
+    """
     names = {field.name for field in fields(start)} - {*OF_A_ROW, "fp8_meta"}
     return [name for name in names if getattr(start, name) != getattr(forward, name)]
 
@@ -162,14 +202,18 @@ PACKS = [((32,), 0), ((24, 8, 40), 0), ((19, 5, 1, 30), 0), ((11, 20), 13)]
 
 @pytest.mark.parametrize("lengths, padding", PACKS)
 @pytest.mark.slow
-def test_packed_attention_of_one_rank_is_the_dense_one(lengths: tuple[int, ...], padding: int) -> None:
+def test_packed_attention_of_one_rank_is_the_dense_one(
+    lengths: tuple[int, ...], padding: int
+) -> None:
     found = run_ranks(packed_errors, 1, Case(lengths, padding, layout="contiguous"))
     assert np.max(found) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("comm_type, inner", [("p2p", 1), ("all_gather", 1), ("a2a", 1), ("a2a+p2p", 2)])
+@pytest.mark.parametrize(
+    "comm_type, inner", [("p2p", 1), ("all_gather", 1), ("a2a", 1), ("a2a+p2p", 2)]
+)
 @pytest.mark.parametrize("lengths, padding", PACKS)
 def test_packed_attention_of_several_ranks_is_the_dense_one(
     comm_type: str, inner: int, ranks: int, lengths: tuple[int, ...], padding: int
@@ -193,22 +237,32 @@ MANY = [
         for window in (2, 7, 70)
     ),
     (3, Case(LONG, comm_type="all_gather", window=33)),
-    *((2, Case(LONG, comm_type=comm_type, release="2.18")) for comm_type in ("p2p", "all_gather", "a2a")),
+    *(
+        (2, Case(LONG, comm_type=comm_type, release="2.18"))
+        for comm_type in ("p2p", "all_gather", "a2a")
+    ),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks, case", [pytest.param(*some, marks=needs_release(some[1].release), id=str(i)) for i, some in enumerate(MANY)]
+    "ranks, case",
+    [
+        pytest.param(*some, marks=needs_release(some[1].release), id=str(i))
+        for i, some in enumerate(MANY)
+    ],
 )
-def test_an_odd_and_a_large_number_of_ranks_and_the_least_release_are_the_dense_one(ranks: int, case: Case) -> None:
+def test_an_odd_and_a_large_number_of_ranks_and_the_least_release_are_the_dense_one(
+    ranks: int, case: Case
+) -> None:
     assert np.max(run_ranks(packed_errors, ranks, case)) < TOLERANCE
 
 
 @pytest.mark.slow
 def test_sums_of_halves_cost_the_ring_a_rounding_for_each_rank_and_ours_none() -> None:
-    """A ring of n adds up n results in bfloat16, each rounded before: the error is at most n u of their sizes (Higham,
-    Accuracy and Stability of Numerical Algorithms, 4.4) with u = 2^-8, here of the largest value. Ours adds in float32.
+    """A ring of n adds up n results in bfloat16, each rounded before: the error is at most n u of
+    their sizes (Higham, Accuracy and Stability of Numerical Algorithms, 4.4) with u = 2^-8, here of
+    the largest value. Ours adds in float32.
     """
     found = {}
     for ranks, native in itertools.product((1, 3, 8), ("", "math")):
@@ -230,13 +284,19 @@ DEALT = [((19, 5, 1, 30), 13), ((5, 1), 40), ((64,), 0)]
 
 def kernel_errors(rank: int, world: int, transports: list[str]) -> float:
     """The largest error of cuDNN's kernel over layouts and packs."""
-    heads, inner = Heads(*{1: (4, 2), 3: (6, 2), 8: (16, 4)}.get(world, (8, 2)), 8), 2 if world % 2 == 0 else 1
+    heads, inner = (
+        Heads(*{1: (4, 2), 3: (6, 2), 8: (16, 4)}.get(world, (8, 2)), 8),
+        2 if world % 2 == 0 else 1,
+    )
     cases = [
         Case(lengths, padding, comm_type, inner, layout, heads)
         for comm_type, layout, (lengths, padding) in itertools.product(transports, LAYOUTS, DEALT)
         if "p2p" != comm_type[4:] or inner > 1
     ]
-    cases += [Case(LONG, 3, "a2a", layout=layout, heads=heads, window=7) for layout in ("contiguous", "balanced")]
+    cases += [
+        Case(LONG, 3, "a2a", layout=layout, heads=heads, window=7)
+        for layout in ("contiguous", "balanced")
+    ]
     worst = max(np.max(packed_errors(rank, world, case, "cudnn")) for case in cases)
     assert set(TOLD) == {"attention: cuDNN's for documents under the causal rule"}
     return float(worst)
@@ -250,7 +310,9 @@ def test_cudnns_kernel_in_our_transports_is_the_dense_one_under_every_layout(ran
 
 
 def by_parts(kernel: Kernel, device: str, case: Case, cp: int) -> Any:
-    """out, dq, dk, dv of a row, of which its ranks take their own keys and then all others; and the exact ones."""
+    """out, dq, dk, dv of a row, of which its ranks take their own keys and then all others; and the
+    exact ones.
+    """
     metadata, scale = row(case.lengths, case.padding, cp, case.layout), case.heads.dim**-0.5
     given = tensors(len(metadata), case.heads, case.dtype)
     found = [torch.zeros_like(x, dtype=torch.float64) for x in (given[0], *given[:3])]
@@ -260,12 +322,17 @@ def by_parts(kernel: Kernel, device: str, case: Case, cp: int) -> Any:
         others = np.setdiff1d(plan.indices, plan.local)
         sources = [(plan.local, plan.table(rank)), (others, plan.tiles(plan.local, others))]
         out, dq, dk, dv = (
-            x.cpu().double() for x in by_tiles(kernel, [q[plan.local], k, v, dout[plan.local]], sources, scale)
+            x.cpu().double()
+            for x in by_tiles(kernel, [q[plan.local], k, v, dout[plan.local]], sources, scale)
         )
         found[0][plan.local], found[1][plan.local] = out, dq
         found[2] += dk
         found[3] += dv
-    return zip(found, by_autograd([x.double() for x in given], allowed(metadata, metadata), scale), strict=True)
+    return zip(
+        found,
+        by_autograd([x.double() for x in given], allowed(metadata, metadata), scale),
+        strict=True,
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -277,7 +344,9 @@ def test_parts_of_cudnns_kernel_are_merged_to_the_dense_one(layout: str) -> None
                 assert (found - exact).abs().max() < TOLERANCE * exact.abs().max()
 
 
-def whole_row(kernel: Kernel, device: str, heads: Heads, dtype: torch.dtype, window: int = 0) -> Any:
+def whole_row(
+    kernel: Kernel, device: str, heads: Heads, dtype: torch.dtype, window: int = 0
+) -> Any:
     """The same by the one call of a rank that holds the row, with padding in it."""
     metadata = Metadata.of_documents(np.repeat([-1, 0, -1, 1, 2, -1], [3, 90, 2, 1, 40, 5]))
     plan = AttentionPlan(np.arange(141)[None], metadata, 0).within(Reach(window))
@@ -285,12 +354,16 @@ def whole_row(kernel: Kernel, device: str, heads: Heads, dtype: torch.dtype, win
     q, k, v, dout = (x.to(device).requires_grad_() for x in given)
     out = WholeAttention(kernel).attend(q, k, v, plan, heads.dim**-0.5)
     found = [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
-    exact = by_autograd([x.double() for x in given], allowed(metadata, metadata, plan.reach), heads.dim**-0.5)
+    exact = by_autograd(
+        [x.double() for x in given], allowed(metadata, metadata, plan.reach), heads.dim**-0.5
+    )
     return zip(found, exact, strict=True)
 
 
 @pytest.mark.parametrize("window", [0, 17, 90])
-def test_a_whole_row_of_cudnns_kernel_is_the_dense_one_whose_padding_sees_nothing(window: int) -> None:
+def test_a_whole_row_of_cudnns_kernel_is_the_dense_one_whose_padding_sees_nothing(
+    window: int,
+) -> None:
     with emulated():
         kernel = select_kernel("cudnn", torch.device("cuda"))
         for found, exact in whole_row(kernel, "cpu", Heads(4, 2, 8), torch.float64, window):
@@ -303,7 +376,9 @@ MORE = "their mask is more than documents under the causal rule"
 def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
     plan, heads = plan_of(row((20, 12), 0, 2), 2, 0), Heads(4, 2, 8)
     images = Metadata.of_documents(np.zeros(12, int), span=np.repeat([0, 1], 6))
-    chunked = Metadata.of_documents(np.zeros(4, int), span=np.repeat([1, 0], [3, 1]))  # as many pairs as a triangle
+    chunked = Metadata.of_documents(
+        np.zeros(4, int), span=np.repeat([1, 0], [3, 1])
+    )  # as many pairs as a triangle
     with selecting(), pytest.MonkeyPatch.context() as patch:
         assert not isinstance(fused_calls(plan.table(0), heads, False), str)
         for table, width, words in (
@@ -325,7 +400,9 @@ def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
     told: list[str] = []
     given = tensors(12, heads, torch.float64)
     with emulated():
-        found = by_tiles(CudnnKernel(MathKernel(), told.append), given, [(np.arange(12), images.own_table)], 0.3)
+        found = by_tiles(
+            CudnnKernel(MathKernel(), told.append), given, [(np.arange(12), images.own_table)], 0.3
+        )
     for mine, exact in zip(found, by_autograd(given, allowed(images, images), 0.3), strict=True):
         torch.testing.assert_close(mine, exact, rtol=TOLERANCE, atol=TOLERANCE)
     assert set(told) == {f"attention: FlexAttention for some rows, {MORE}"}
@@ -336,9 +413,14 @@ def test_auto_takes_cudnns_kernel_where_transformer_engine_is_and_tells_once() -
     plan = plan_of(row((9, 3), 2, 1), 1, 0)
     q, k, v, _ = tensors(14, Heads(4, 4, 8), torch.bfloat16)
     with emulated(dtype=torch.bfloat16):
-        backend = NativeBackend(build_grid(GridShape(), 0, "cuda"), with_values(RunConfig(), settings))
+        backend = NativeBackend(
+            build_grid(GridShape(), 0, "cuda"), with_values(RunConfig(), settings)
+        )
         backend.prepare(plan)
-        assert [auto_kernel("cuda", dtype) for dtype in (torch.bfloat16, torch.float16)] == ["cudnn", "flex"]
+        assert [auto_kernel("cuda", dtype) for dtype in (torch.bfloat16, torch.float16)] == [
+            "cudnn",
+            "flex",
+        ]
         outs = [backend.attention(q, k, v, plan, 0.3) for _ in range(2)]
     assert backend.warnings() == ["attention: cuDNN's for documents under the causal rule"]
     assert torch.equal(*outs) and not outs[0].isnan().any() and not outs[0][12:].any()

@@ -1,7 +1,7 @@
 """Every call of ours to Transformer Engine against the real signatures of its release.
 
-The calls are recorded while a model is built and used. Each must bind, go by keyword, and stop to bind once one of its
-keywords is renamed or removed over there.
+The calls are recorded while a model is built and used. Each must bind, go by keyword, and stop to
+bind once one of its keywords is renamed or removed over there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def spied(patch: pytest.MonkeyPatch, name: str, calls: list[Call]) -> inspect.Si
     def spy(*args: Any, **options: Any) -> Any:
         caller = Path(inspect.stack()[1].filename).name
         through_torch = caller == "module.py"  # nn.Module.__call__
-        if caller in ("transformer_engine.py", "cudnn.py") or (through_torch and name == "attention"):
+        if caller in ("transformer_engine.py", "cudnn.py") or (
+            through_torch and name == "attention"
+        ):
             calls.append((name, args[1:] if classes else args, options))
         return real(*args, **options)
 
@@ -87,18 +89,32 @@ def spied(patch: pytest.MonkeyPatch, name: str, calls: list[Call]) -> inspect.Si
     return signature
 
 
-def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signature], release: str = NEWEST) -> None:
+def exercise(
+    recipe: str, calls: list[Call], signatures: dict[str, inspect.Signature], release: str = NEWEST
+) -> None:
     """Build a decoder, take a gradient and an update, and open the contexts."""
-    settings = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "vocab_size": 32}
+    settings = {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "vocab_size": 32,
+    }
     settings |= {"dtype": "float64", "qk_layernorm": "head", "seq_length": 32}
     config = with_values(RunConfig(), settings)
     with emulated_layers(release), pytest.MonkeyPatch.context() as patch:
         for name in TARGETS:
             signatures[name] = spied(patch, name, calls)
-        patch.setattr(torch.backends.cudnn, "version", None)  # fails in a CUDA torch that sees no device
+        patch.setattr(
+            torch.backends.cudnn, "version", None
+        )  # fails in a CUDA torch that sees no device
         backend = TransformerEngineBackend(build_grid(GridShape(), 0), config)
         chunk = LanguageModelChunk(config.model, range(1), backend)
-        batch = shard_batch(mock_batch([0], MockRules(32, 32)).with_padding_to(35), backend.tp, LAYOUTS["contiguous"])
+        batch = shard_batch(
+            mock_batch([0], MockRules(32, 32)).with_padding_to(35),
+            backend.tp,
+            LAYOUTS["contiguous"],
+        )
         chunk.hidden(None, batch)
         x = torch.zeros(4)
         x.grad = torch.ones(4)
@@ -124,7 +140,9 @@ def recorded() -> tuple[list[Call], dict[str, inspect.Signature]]:
 
 
 @pytest.mark.slow
-def test_every_entry_is_called_and_binds_by_keyword(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
+def test_every_entry_is_called_and_binds_by_keyword(
+    recorded: tuple[list[Call], dict[str, inspect.Signature]],
+) -> None:
     calls, signatures = recorded
     for name, args, options in calls:
         signatures[name].bind(*args, **options)
@@ -133,7 +151,9 @@ def test_every_entry_is_called_and_binds_by_keyword(recorded: tuple[list[Call], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", [pytest.param(release, marks=needs_release(release)) for release in OLDER])
+@pytest.mark.parametrize(
+    "release", [pytest.param(release, marks=needs_release(release)) for release in OLDER]
+)
 def test_older_releases_take_the_same_calls(release: str) -> None:
     """Also those that are refused: what they lack is in no signature."""
     calls: list[Call] = []
@@ -141,17 +161,33 @@ def test_older_releases_take_the_same_calls(release: str) -> None:
     exercise("current", calls, signatures, release)
     for name, _, options in calls:
         signatures[name].bind(**options)
-    assert {name for name, _, _ in calls} >= {"attention", "question", "FusedAdam", "LayerNormMLP", "autocast"}
+    assert {name for name, _, _ in calls} >= {
+        "attention",
+        "question",
+        "FusedAdam",
+        "LayerNormMLP",
+        "autocast",
+    }
 
 
-def test_trained_linears_fuse_their_gradients(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
+def test_trained_linears_fuse_their_gradients(
+    recorded: tuple[list[Call], dict[str, inspect.Signature]],
+) -> None:
     names = ("Linear", "LayerNormLinear", "LayerNormMLP")
-    linears = [(name, options["fuse_wgrad_accumulation"]) for name, _, options in recorded[0] if name in names]
+    linears = [
+        (name, options["fuse_wgrad_accumulation"])
+        for name, _, options in recorded[0]
+        if name in names
+    ]
     assert set(linears) == {(name, True) for name in names}
 
 
-def test_attention_gets_true_and_padded_lengths(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
-    """Both are int32, one object where there is no padding, and the longest sequence counts its padding."""
+def test_attention_gets_true_and_padded_lengths(
+    recorded: tuple[list[Call], dict[str, inspect.Signature]],
+) -> None:
+    """Both are int32, one object where there is no padding, and the longest sequence counts its
+    padding.
+    """
     calls = [options for name, _, options in recorded[0] if name == "attention"]
     for options in calls:
         lengths, places = options["cu_seqlens_q"], options["cu_seqlens_q_padded"]
@@ -168,7 +204,8 @@ def test_the_group_setter_binds(recorded: tuple[list[Call], dict[str, inspect.Si
     found = [
         node
         for node in ast.walk(source)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("set_context_parallel_group")
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("set_context_parallel_group")
     ]
     keywords = {keyword.arg for keyword in found[0].keywords}
     parameters = recorded[1]["groups"].parameters
@@ -178,7 +215,9 @@ def test_the_group_setter_binds(recorded: tuple[list[Call], dict[str, inspect.Si
 def test_other_attention_kernels_are_switched_off_before_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads one of the two variables when it is imported: set later, flash attention would take over."""
+    """It reads one of the two variables when it is imported: set later, flash attention would take
+    over.
+    """
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '2.20.0+local'")

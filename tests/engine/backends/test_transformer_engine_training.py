@@ -1,9 +1,10 @@
 """Whole training steps on Transformer Engine's real modules, over gloo, against the native backend.
 
-Their products, norms, SwiGLU and attention are reference math (engine_layers.py); tensor and sequence parallelism,
-gradients fused into the buckets, recomputation and the choice of attention are the real code. float64, so a difference
-is a mistake: 1e-10 is some thousand roundings of the largest parameters after two updates. Its backward runs in a
-thread of its own, as autograd's does on CUDA.
+Their products, norms, SwiGLU and attention are reference math (engine_layers.py); tensor and
+sequence parallelism, gradients fused into the buckets, recomputation and the choice of attention
+are the real code. float64, so a difference is a mistake: 1e-10 is some thousand roundings of the
+largest parameters after two updates. Its backward runs in a thread of its own, as autograd's does
+on CUDA.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Trained:
     specs: list[Any]
     warnings: list[str]
     layers: Counter[str]
-    """Transformer Engine's modules in a block, by their class; of all blocks, divided by their number."""
+    """Transformer Engine's modules in a block, by their class; of all blocks, divided by their
+    number.
+    """
     attended: int
     """Calls of its attention."""
 
@@ -110,21 +113,29 @@ def train(config: RunConfig, here: Any, mask: str) -> Trained:
         packed.attention.register_forward_hook(lambda *given: attended.append(1))
     for step in (1, 2):
         batches = step_batches(step, mask)
-        losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches), 0).loss)
+        losses.append(
+            model.train(batches, step, sum(batch.weight_sum for batch in batches), 0).loss
+        )
         warnings += model.backend.warnings()
     losses.append(model.evaluate(batches, sum(batch.weight_sum for batch in batches)))
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]
     modules = [m for chunk in model.chunks for block in chunk.blocks for m in block.modules()]
-    engine = Counter(type(m).__name__ for m in modules if type(m).__module__.startswith("transformer_engine"))
+    engine = Counter(
+        type(m).__name__ for m in modules if type(m).__module__.startswith("transformer_engine")
+    )
     layers = Counter({name: n // SIZES["num_layers"] for name, n in engine.items()})
     values = [p.detach().numpy().copy() for p in parameters]
-    return Trained(losses, values, [spec_of(p) for p in parameters], warnings, layers, len(attended))
+    return Trained(
+        losses, values, [spec_of(p) for p in parameters], warnings, layers, len(attended)
+    )
 
 
 def differences(
     rank: int, world: int, shape: dict[str, int], settings: dict[str, Any], mask: str
 ) -> tuple[float, bool, Trained]:
-    """Largest difference of losses and parameters from native; whether all specs agree; the run on the engine."""
+    """Largest difference of losses and parameters from native; whether all specs agree; the run on
+    the engine.
+    """
     config, here = config_of(shape, settings), grid(**shape)
     expected = train(config, here, mask)
     with emulated_layers(), pytest.MonkeyPatch.context() as patch:
@@ -134,7 +145,10 @@ def differences(
         found = train(config, here, mask)
     apart = [abs(a - b).max() for a, b in zip(found.values, expected.values, strict=True)]
     apart += [abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)]
-    unfused = [[dataclasses.replace(spec, fused_gradient=False) for spec in run.specs] for run in (found, expected)]
+    unfused = [
+        [dataclasses.replace(spec, fused_gradient=False) for spec in run.specs]
+        for run in (found, expected)
+    ]
     assert not expected.layers and not np.isnan(apart).any()
     return float(max(apart)), unfused[0] == unfused[1], found
 
@@ -182,27 +196,40 @@ def test_training_on_transformer_engine_is_training_on_native(
         assert worst < 1e-10
         assert same
         assert found.layers == (APART if selective else FUSED)
-        assert len([line for line in found.warnings if "Transformer Engine's fused one" in line]) == (mask == "packed")
+        assert len(
+            [line for line in found.warnings if "Transformer Engine's fused one" in line]
+        ) == (mask == "packed")
         assert len([line for line in found.warnings if "apart" in line]) == selective
-        rows = 2 * 2 + 2  # of the steps and the loss after them; none a second time for a block that is computed again
+        rows = (
+            2 * 2 + 2
+        )  # of the steps and the loss after them; none a second time for a block that is computed again
         assert found.attended == SIZES["num_layers"] * rows * (mask == "packed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [FULL, {**REPLICATED, **TILED}], ids=str)
-def test_norms_after_a_product_are_the_engines_and_norms_over_all_heads_ours(more: dict[str, Any]) -> None:
+def test_norms_after_a_product_are_the_engines_and_norms_over_all_heads_ours(
+    more: dict[str, Any],
+) -> None:
     settings = {"norm_position": "after", "qk_layernorm": "all_heads", **more}
     for worst, same, found in run_ranks(differences, 2, {"tp": 2}, settings, "packed"):
         assert worst < 1e-10 and same
         assert found.layers == Counter({"RMSNorm": 2, "Linear": 4})
-        assert len([line for line in found.warnings if "apart" in line or "ours, Transformer" in line]) == 2
+        assert (
+            len([line for line in found.warnings if "apart" in line or "ours, Transformer" in line])
+            == 2
+        )
 
 
 @pytest.mark.slow
 def test_gemma_is_the_engines_layers_with_its_norms_behind_them() -> None:
-    for worst, same, found in run_ranks(differences, 2, {"tp": 2}, {**GEMMA, "kv_channels": 8}, "packed"):
+    for worst, same, found in run_ranks(
+        differences, 2, {"tp": 2}, {**GEMMA, "kv_channels": 8}, "packed"
+    ):
         assert worst < 1e-10 and same
-        assert found.layers == Counter({"LayerNormLinear": 1, "LayerNormMLP": 1, "Linear": 1, "RMSNorm": 4})
+        assert found.layers == Counter(
+            {"LayerNormLinear": 1, "LayerNormMLP": 1, "Linear": 1, "RMSNorm": 4}
+        )
 
 
 def mlp_specs(hidden: int, ffn: int, bias: bool) -> tuple[NormSpec, LinearSpec, LinearSpec]:
@@ -213,7 +240,9 @@ def mlp_specs(hidden: int, ffn: int, bias: bool) -> tuple[NormSpec, LinearSpec, 
 
 
 def from_the_export(rank: int, world: int) -> float:
-    """Largest difference of our MLP from what the package's own export says that `LayerNormMLP` computes."""
+    """Largest difference of our MLP from what the package's own export says that `LayerNormMLP`
+    computes.
+    """
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(5, 32, generator=generator, dtype=torch.float64)
     config = config_of({}, {"add_mlp_bias": True})
@@ -234,8 +263,8 @@ def from_the_export(rank: int, world: int) -> float:
 
 
 def test_gate_and_up_stand_where_the_package_itself_says_that_its_swiglu_reads_them() -> None:
-    """The stand-in of the kernel is ours; the export for inference is the package's, with norm and SwiGLU in float32:
-    a few roundings of 2^-24 of values that a product of 48 terms averages.
+    """The stand-in of the kernel is ours; the export for inference is the package's, with norm and
+    SwiGLU in float32: a few roundings of 2^-24 of values that a product of 48 terms averages.
     """
     (worst,) = run_ranks(from_the_export, 1)
     assert worst < 1e-6
@@ -260,14 +289,19 @@ def eight_bits(rank: int, world: int) -> dict[str, Any]:
         patch.setattr(State, "reduce_and_update_fp8_tensors", lambda **options: None)
         backend = TransformerEngineBackend(here, config)
         seen: list[bool] = []
-        tower = backend.tower("vision").column_linear(LinearSpec("vision.x", {"up": Linear(16, 16, 0.02)}))
+        tower = backend.tower("vision").column_linear(
+            LinearSpec("vision.x", {"up": Linear(16, 16, 0.02)})
+        )
         found["fused"] = [
             isinstance(each.norm_mlp(*mlp_specs(16, 16, False)), backend_file.Fused)
             for each in (backend.tower("vision"), backend)
         ]
         decoder = backend.column_linear(LinearSpec("layers.0.x", {"up": Linear(16, 16, 0.02)}))
         patch.setattr(
-            torch.nn.Linear, "forward", lambda self, x: seen.append(State.is_fp8_enabled()) or x, raising=True
+            torch.nn.Linear,
+            "forward",
+            lambda self, x: seen.append(State.is_fp8_enabled()) or x,
+            raising=True,
         )
         tower.layer.linear = torch.nn.Linear(1, 1)
         decoder.linear = torch.nn.Linear(1, 1)
@@ -285,12 +319,18 @@ def eight_bits(rank: int, world: int) -> dict[str, Any]:
 def test_the_decoder_runs_in_eight_bits_and_the_towers_do_not() -> None:
     for found in run_ranks(eight_bits, 2):
         assert found["seen"] == found["fused"] == [False, True] and not found["after"]
-        assert found["group"] and "reduce_amax=True" in found["recipe"] and "DelayedScaling" in found["recipe"]
+        assert (
+            found["group"]
+            and "reduce_amax=True" in found["recipe"]
+            and "DelayedScaling" in found["recipe"]
+        )
         assert found["tokens"] == 16 and found["alone"] is False
 
 
 def recomputed_in_eight_bits(rank: int, world: int) -> list[tuple[bool, bool, str]]:
-    """Of each forward of a block: whether it is in this thread and in 8 bits, and the recipe; and what is left then."""
+    """Of each forward of a block: whether it is in this thread and in 8 bits, and the recipe; and
+    what is left then.
+    """
     config = config_of({}, {**FULL, "fp8": "current"})
     seen: list[tuple[bool, bool, str]] = []
     with emulated_layers():
@@ -326,7 +366,9 @@ def test_a_block_is_computed_again_in_eight_bits_in_the_thread_of_backward() -> 
 
 
 def adam_difference(rank: int, world: int) -> float:
-    """Largest difference of FusedAdam's slices and moments from torch's, over three updates resumed after the first."""
+    """Largest difference of FusedAdam's slices and moments from torch's, over three updates resumed
+    after the first.
+    """
     generator = torch.Generator().manual_seed(3)
     hows = [(40, 0.1, 1.0), (7, 0.0, 0.5), (9, 0.1, 0.5)]
     start = [torch.randn(n, generator=generator) for n, _, _ in hows]

@@ -1,4 +1,6 @@
-"""The command line and YAML: order of flags and files, an exact round trip, refusals that name flag, file and key."""
+"""The command line and YAML: order of flags and files, an exact round trip, refusals that name
+flag, file and key.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,15 @@ def test_flags_are_megatrons_and_flat() -> None:
         "--tensor-model-parallel-size 2 --no-sequence-parallel --num-query-groups=4 --lr 3e-4 --cp-layout contiguous "
         "--qk-layernorm head --lr-decay-style WSD --kv_channels 64".split()
     )
-    assert (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel) == (2, False)
-    assert (config.model.num_query_groups, config.model.kv_channels, config.model.qk_layernorm) == (4, 64, "head")
+    assert (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel) == (
+        2,
+        False,
+    )
+    assert (config.model.num_query_groups, config.model.kv_channels, config.model.qk_layernorm) == (
+        4,
+        64,
+        "head",
+    )
     assert (config.training.lr, config.training.lr_decay_style) == (3e-4, "WSD")
 
 
@@ -50,28 +59,48 @@ def test_of_flags_and_files_the_last_one_wins(tmp_path: Path) -> None:
     assert (between.training.lr, between.training.seed, between.model.num_layers) == (2.0, 1, 4)
     assert between.checkpoint.save is None
     argv = ["--hidden-size=256", "--no-add-qkv-bias", *b, "--vision-feature-layers", "-1", "-7"]
-    assert given_names(argv) == {"hidden_size", "add_qkv_bias", "lr", "save", "vision_feature_layers"}
+    assert given_names(argv) == {
+        "hidden_size",
+        "add_qkv_bias",
+        "lr",
+        "save",
+        "vision_feature_layers",
+    }
 
 
 def test_every_field_can_be_given_as_a_flag() -> None:
     changed = {}
     for name, value in flatten(RunConfig()).items():
-        changed[name] = value + 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+        changed[name] = (
+            value + 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+        )
     assert parse(flags_of(changed)) == with_values(RunConfig(), changed)
 
 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--sequence-lenth", "8", "--lr", "1"], "unknown flag --sequence-lenth, did you mean --seq-length?"),
-        (["--lr", "1", "--tensor-model-parallel", "2"], "did you mean --tensor-model-parallel-size?"),
+        (
+            ["--sequence-lenth", "8", "--lr", "1"],
+            "unknown flag --sequence-lenth, did you mean --seq-length?",
+        ),
+        (
+            ["--lr", "1", "--tensor-model-parallel", "2"],
+            "did you mean --tensor-model-parallel-size?",
+        ),
         (["--no-lr", "--xyzzy"], "unknown flag --xyzzy"),
-        (["--learning-rate=1e-5", "--output_dir", "a"], "--lr?\nunknown flag --output_dir, did you mean --save?"),
+        (
+            ["--learning-rate=1e-5", "--output_dir", "a"],
+            "--lr?\nunknown flag --output_dir, did you mean --save?",
+        ),
         (
             ["--bf16", "--fsdp"],
             "--dtype bfloat16?\nunknown flag --fsdp, did you mean --data-parallel-sharding-strategy?",
         ),
-        (["--parallel", "auto"], "--parallel no longer exists: plan a layout with `megacp-plan --output best.yaml`"),
+        (
+            ["--parallel", "auto"],
+            "--parallel no longer exists: plan a layout with `megacp-plan --output best.yaml`",
+        ),
         (["--config"], "--config needs the path"),
         (["--seed", "1", "--config", "--lr", "2"], "--config needs the path"),
         (["--config", "none.yaml"], "--config none.yaml: cannot be read"),
@@ -84,11 +113,13 @@ def test_an_unknown_flag_and_a_missing_file_are_refused(argv: list[str], told: s
 
 
 def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() -> None:
-    others = (
-        "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
-    )
-    undeclared = "config help-all fake image video no-thinking vision"  # by no literal; the last is before several
-    actions = [*prepare_command.preprocess_parser()._actions, *convert_command.convert_parser()._actions]
+    others = "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
+    # by no literal; the last is before several
+    undeclared = "config help-all fake image video no-thinking vision"
+    actions = [
+        *prepare_command.preprocess_parser()._actions,
+        *convert_command.convert_parser()._actions,
+    ]
     for action in actions:  # which grows by those of the commands below a command
         if isinstance(action, argparse._SubParsersAction):
             actions += [own for command in action.choices.values() for own in command._actions]
@@ -99,16 +130,28 @@ def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() ->
     }
     real |= {flag(f"{no}{name}")[2:] for name in fields() for no in ("", "no_")}
     root = Path(__file__).resolve().parents[3]
-    text = "".join(path.read_text() for room in ("megacp", "tools", "bench") for path in (root / room).rglob("*.py"))
+    text = "".join(
+        path.read_text()
+        for room in ("megacp", "tools", "bench")
+        for path in (root / room).rglob("*.py")
+    )
     real |= {*re.findall(r'\badd(?:_argument)?\(\s*"--([a-z-]+)"', text)}
     assert {*re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text)} - real == set()
-    assert {said.split()[0] for said in ELSEWHERE.values()} <= {*fields()} and not {*ELSEWHERE} & {*fields()}
-    having = [action for action in actions if action.default not in (None, False, (), argparse.SUPPRESS)]
+    assert {said.split()[0] for said in ELSEWHERE.values()} <= {*fields()} and not {*ELSEWHERE} & {
+        *fields()
+    }
+    having = [
+        action for action in actions if action.default not in (None, False, (), argparse.SUPPRESS)
+    ]
     assert [action for action in having if not re.search(r"default|\(", str(action.help))] == []
 
 
-@pytest.mark.parametrize("argv", [["--num-layers", "two"], ["--cp-layout", "spiral"], ["--add-qkv-bias", "true"]])
-def test_a_value_of_the_wrong_type_ends_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "argv", [["--num-layers", "two"], ["--cp-layout", "spiral"], ["--add-qkv-bias", "true"]]
+)
+def test_a_value_of_the_wrong_type_ends_with_status_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         parse(argv)
     assert stop.value.code == 2
@@ -128,7 +171,13 @@ def test_help_shows_every_flag_and_the_values_of_the_yaml_before_it(
 
 
 def test_every_field_says_what_it_is() -> None:
-    rooms = [RunConfig, *(type(getattr(RunConfig(), room)) for room in {i.room for i in fields().values() if i.room})]
+    rooms = [
+        RunConfig,
+        *(
+            type(getattr(RunConfig(), room))
+            for room in {i.room for i in fields().values() if i.room}
+        ),
+    ]
     documented = set()
     for owner in rooms:
         (body,) = (
@@ -148,7 +197,21 @@ BY_TYPE = {
     float: st.floats(allow_nan=False),
     str: st.text(st.characters(exclude_categories=["Cs"]))
     | st.sampled_from(
-        ["null", "1e5", "3.", "yes", "~", "0x1F", "- a", "#", "=", "2001-01-01", "1_000", "-.5e-3", "none"]
+        [
+            "null",
+            "1e5",
+            "3.",
+            "yes",
+            "~",
+            "0x1F",
+            "- a",
+            "#",
+            "=",
+            "2001-01-01",
+            "1_000",
+            "-.5e-3",
+            "none",
+        ]
     ),
 }
 
@@ -168,9 +231,9 @@ def values_of(hint: typing.Any) -> st.SearchStrategy:
     return BY_TYPE[hint]
 
 
-CONFIGS = st.fixed_dictionaries({}, optional={name: values_of(info.hint) for name, info in fields().items()}).map(
-    lambda values: with_values(RunConfig(), values)
-)
+CONFIGS = st.fixed_dictionaries(
+    {}, optional={name: values_of(info.hint) for name, info in fields().items()}
+).map(lambda values: with_values(RunConfig(), values))
 
 
 @pytest.mark.slow
@@ -182,8 +245,14 @@ def test_a_config_survives_the_round_trip_exactly(config: RunConfig) -> None:
 
 
 def test_yaml_reads_flags_exponents_truths_and_nothing() -> None:
-    config = from_yaml("seq-length: 2048\nlr: 3e-4\nweight_decay: 0\nload: ckpt\nnum_query_groups: null\nfp8: off")
-    assert (config.data.seq_length, config.training.lr, config.checkpoint.load) == (2048, 3e-4, "ckpt")
+    config = from_yaml(
+        "seq-length: 2048\nlr: 3e-4\nweight_decay: 0\nload: ckpt\nnum_query_groups: null\nfp8: off"
+    )
+    assert (config.data.seq_length, config.training.lr, config.checkpoint.load) == (
+        2048,
+        3e-4,
+        "ckpt",
+    )
     assert type(config.training.weight_decay) is float and config.training.fp8 == "off"
     assert from_yaml("") == from_yaml("# only a comment") == RunConfig()
     assert from_yaml("hidden_size: &width 64\nffn_hidden_size: *width").model.ffn_hidden_size == 64
@@ -200,7 +269,10 @@ def test_yaml_reads_flags_exponents_truths_and_nothing() -> None:
         ("num_layers: null", "num_layers: expected a whole number, got None (NoneType)"),
         ("sequence_parallel: 1", "sequence_parallel: expected true or false, got 1 (int)"),
         ("data_path: 7", "data_path: expected a string (quote it), got 7 (int)"),
-        ("data_path: [[0.6, captions]]", "data_path: expected a string (quote it), got [[0.6, 'captions']] (list)"),
+        (
+            "data_path: [[0.6, captions]]",
+            "data_path: expected a string (quote it), got [[0.6, 'captions']] (list)",
+        ),
         ("vision_feature_layers: [1]", "vision_feature_layers: expected 2 whole numbers, got [1]"),
         ("cp_layout: spiral", "cp_layout: got 'spiral', allowed are zigzag, zigzag_document"),
         ("cp_layout: [zigzag]", "cp_layout: got ['zigzag'], allowed are"),
@@ -221,12 +293,20 @@ def test_wrong_yaml_is_refused_by_name(text: str, words: str) -> None:
 
 
 def test_a_flag_of_an_older_release_is_skipped_where_it_asks_for_nothing(tmp_path: Path) -> None:
-    """A checkpoint holds the layout that it led to; a file of flags with `auto` would start another run."""
-    assert from_yaml("parallel: auto\nlr: 1") == from_yaml("parallel: given\nlr: 1") == from_yaml("lr: 1")
+    """A checkpoint holds the layout that it led to; a file of flags with `auto` would start another
+    run.
+    """
+    assert (
+        from_yaml("parallel: auto\nlr: 1")
+        == from_yaml("parallel: given\nlr: 1")
+        == from_yaml("lr: 1")
+    )
     (tmp_path / "old.yaml").write_text("parallel: given\nlr: 1")
     assert values_of_file(str(tmp_path / "old.yaml")) == {"lr": 1.0}
     (tmp_path / "old.yaml").write_text("parallel: auto\nlr: 1")
-    with pytest.raises(ValueError, match=r"old.yaml: parallel 'auto' no longer exists: .*megacp-plan.*LAYOUT=auto"):
+    with pytest.raises(
+        ValueError, match=r"old.yaml: parallel 'auto' no longer exists: .*megacp-plan.*LAYOUT=auto"
+    ):
         values_of_file(str(tmp_path / "old.yaml"))
 
 
@@ -244,7 +324,9 @@ def test_a_blend_is_weights_and_folders_on_the_command_line_and_in_yaml(tmp_path
     config = parse(["--data-path", *blend, "--valid-data-path", "held_out", "--lr", "1e-3"])
     assert (config.data.data_path, config.data.valid_data_path) == (blend, "held_out")
     assert from_yaml(to_yaml(config)) == config
-    (tmp_path / "a.yaml").write_text("data_path: [0.6, captions, 0.4, text]\nvalid_data_path: held_out\n")
+    (tmp_path / "a.yaml").write_text(
+        "data_path: [0.6, captions, 0.4, text]\nvalid_data_path: held_out\n"
+    )
     assert parse(["--config", str(tmp_path / "a.yaml"), "--lr", "1e-3"]) == config
 
 
@@ -252,7 +334,9 @@ def test_weights_are_exact_and_a_weight_of_zero_leaves_its_dataset_out() -> None
     found = weighted_folders("--data-path", ("0.1", "a", "0", "missing", "3e-1", "b"))
     assert found == (WeightedFolder("a", Fraction(1, 10)), WeightedFolder("b", Fraction(3, 10)))
     for path in ("a b", "0.5", ("0.5",), ("7", "0.5")):
-        assert [one.folder for one in weighted_folders("--data-path", path)] == ["0.5" if "0.5" in path else "a b"]
+        assert [one.folder for one in weighted_folders("--data-path", path)] == [
+            "0.5" if "0.5" in path else "a b"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +345,10 @@ def test_weights_are_exact_and_a_weight_of_zero_leaves_its_dataset_out() -> None
         (("a", "b"), "--data-path a b: it takes one folder, or pairs of WEIGHT FOLDER"),
         (("0.5", "a", "b"), "--data-path 0.5 a b: it takes one folder"),
         (("0.5", "a", "0.5"), "--data-path 0.5 a 0.5: it takes one folder"),
-        (("1", "a", "-2", "b", "nan", "c"), "--data-path: b has the weight -2, it must be at least 0"),
+        (
+            ("1", "a", "-2", "b", "nan", "c"),
+            "--data-path: b has the weight -2, it must be at least 0",
+        ),
         (("1", "a", "nan", "c"), "--data-path: c has the weight nan, it must be at least 0"),
         (("inf", "a", "1", "c"), "--data-path: a has the weight inf, it must be at least 0"),
         (("0", "a", "0.0", "b"), "--data-path: all 2 weights are 0"),
@@ -277,13 +364,24 @@ def test_everything_wrong_is_told_and_a_folder_has_one_weight(tmp_path: Path) ->
     blend = ("-1", "a", "1", str(tmp_path), "1", str(tmp_path / "link"), "1", "./a")
     first, *others = path_problems("--data-path", blend)
     assert first == "--data-path: a has the weight -1, it must be at least 0"
-    assert {reason.split()[2] for reason in others} == {"a", "./a", str(tmp_path), str(tmp_path / "link")}
-    assert all(reason.endswith("more than once: give it the sum of its weights") for reason in others)
+    assert {reason.split()[2] for reason in others} == {
+        "a",
+        "./a",
+        str(tmp_path),
+        str(tmp_path / "link"),
+    }
+    assert all(
+        reason.endswith("more than once: give it the sum of its weights") for reason in others
+    )
 
 
 GOOD = with_values(RunConfig(), {"vocab_size": 64})
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-ZB, V, STRATEGY = "pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy"
+ZB, V, STRATEGY = (
+    "pipeline_schedule",
+    "num_virtual_stages_per_pipeline_rank",
+    "data_parallel_sharding_strategy",
+)
 DYNAMIC = {"dynamic_context_parallel": True, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"}
 SIZES = "hierarchical_context_parallel_sizes"
 SEES = {
@@ -318,36 +416,92 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"num_experts": 3, "moe_router_topk": 4}, 1, "--moe-router-topk 4"),
     ({**EXPERTS, "moe_layer_freq": "[0,2]"}, 1, "--moe-layer-freq [0,2]"),
     ({**EXPERTS, "moe_layer_freq": "[0,0,0,0]"}, 1, "gives none of"),
-    ({**EXPERTS, "moe_layer_freq": "[0,1]"}, 1, "--moe-layer-freq [0,1] tells of 2 layers, --num-layers is 4"),
+    (
+        {**EXPERTS, "moe_layer_freq": "[0,1]"},
+        1,
+        "--moe-layer-freq [0,1] tells of 2 layers, --num-layers is 4",
+    ),
     ({**EXPERTS, "moe_layer_freq": "[0,1,1,1,0]"}, 1, "tells of 5 layers"),
-    ({"moe_shared_expert_intermediate_size": 64}, 1, "--moe-shared-expert-intermediate-size 64 acts only with"),
+    (
+        {"moe_shared_expert_intermediate_size": 64},
+        1,
+        "--moe-shared-expert-intermediate-size 64 acts only with",
+    ),
     ({**EXPERTS, "moe_shared_expert_gate": True}, 1, "--moe-shared-expert-gate acts only with"),
     ({**EXPERTS, TP: 2, "moe_shared_expert_intermediate_size": 65}, 2, "64 or 66"),
     ({"moe_z_loss_coeff": 0.1}, 1, "--moe-z-loss-coeff 0.1"),
     ({**EXPERTS, "moe_aux_loss_coeff": 0.1, "lora_rank": 4}, 1, "--moe-aux-loss-coeff 0.1"),
-    ({"moe_router_score_function": "sigmoid"}, 1, "--moe-router-score-function sigmoid acts only with"),
-    ({**EXPERTS, **SIGMOID, "moe_router_bias_update_rate": 0.1, "lora_rank": 4}, 1, "0.1: the router that it is for"),
+    (
+        {"moe_router_score_function": "sigmoid"},
+        1,
+        "--moe-router-score-function sigmoid acts only with",
+    ),
+    (
+        {**EXPERTS, **SIGMOID, "moe_router_bias_update_rate": 0.1, "lora_rank": 4},
+        1,
+        "0.1: the router that it is for",
+    ),
     ({**EXPERTS, "moe_router_bias_update_rate": 0.1}, 1, "--moe-router-score-function sigmoid"),
     ({**EXPERTS, "moe_router_num_groups": 4}, 1, "--moe-router-score-function sigmoid"),
     ({**EXPERTS, **SIGMOID, "moe_router_num_groups": 3}, 1, "--moe-router-num-groups 3"),
-    ({**EXPERTS, **SIGMOID, "moe_router_topk": 3, "moe_router_num_groups": 4}, 1, "--moe-router-group-topk 1"),
+    (
+        {**EXPERTS, **SIGMOID, "moe_router_topk": 3, "moe_router_num_groups": 4},
+        1,
+        "--moe-router-group-topk 1",
+    ),
     (
         {**EXPERTS, **SIGMOID, "moe_router_group_topk": 2},
         1,
         "--moe-router-group-topk 2 is above --moe-router-num-groups 1",
     ),
-    ({**EXPERTS, TOPK: 1}, 1, "--moe-router-topk 1: the softmax over the chosen expert is always 1"),
-    ({**EXPERTS, **SIGMOID, TOPK: 1}, 1, "--moe-router-topk 1: the share of the chosen expert is always 1"),
-    ({**EXPERTS, TOPK: 1, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}, 1, "use --moe-router-pre-softmax"),
+    (
+        {**EXPERTS, TOPK: 1},
+        1,
+        "--moe-router-topk 1: the softmax over the chosen expert is always 1",
+    ),
+    (
+        {**EXPERTS, **SIGMOID, TOPK: 1},
+        1,
+        "--moe-router-topk 1: the share of the chosen expert is always 1",
+    ),
+    (
+        {**EXPERTS, TOPK: 1, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
+        1,
+        "use --moe-router-pre-softmax",
+    ),
     ({**EXPERTS, **SEES, TOPK: 1, "freeze": "vision"}, 1, "use --moe-router-pre-softmax"),
-    ({"num_experts": 1, TOPK: 1, "moe_router_pre_softmax": True}, 1, "--num-experts 1: the softmax over one expert"),
+    (
+        {"num_experts": 1, TOPK: 1, "moe_router_pre_softmax": True},
+        1,
+        "--num-experts 1: the softmax over one expert",
+    ),
     ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
-    ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),
-    ({**EXPERTS, "lora_rank": 4, "lora_targets": "q,up", "lora_dropout": 0.1}, 1, "--lora-dropout 0.1 on experts.up"),
-    ({"linear_attention_rule": "mamba2", "linear_attention_freq": "[1]", **Q_DOWN}, 1, "--lora-targets q: no layer"),
-    ({"num_distributed_optimizer_instances": 4, "global_batch_size": 12}, 6, "--num-distributed-optimizer-instances 4"),
-    ({STRATEGY: "optim_grads", "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),
+    (
+        {**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2},
+        4,
+        "--num-distributed-optimizer-instances 2",
+    ),
+    (
+        {**EXPERTS, "lora_rank": 4, "lora_targets": "q,up", "lora_dropout": 0.1},
+        1,
+        "--lora-dropout 0.1 on experts.up",
+    ),
+    (
+        {"linear_attention_rule": "mamba2", "linear_attention_freq": "[1]", **Q_DOWN},
+        1,
+        "--lora-targets q: no layer",
+    ),
+    (
+        {"num_distributed_optimizer_instances": 4, "global_batch_size": 12},
+        6,
+        "--num-distributed-optimizer-instances 4",
+    ),
+    (
+        {STRATEGY: "optim_grads", "gradient_accumulation_fusion": True},
+        1,
+        "--gradient-accumulation-fusion",
+    ),
     ({"lora_rank": 4, "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),
     ({PP: 2, ZB: "zero_bubble", STRATEGY: "optim_grads"}, 2, "--pipeline-schedule zero_bubble"),
     ({PP: 2, ZB: "zero_bubble", "lora_rank": 4}, 2, "--lora-rank 4"),
@@ -377,9 +531,17 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"lr_warmup_iters": 51, "lr_decay_iters": 50}, 1, "--lr-decay-iters 50"),
     ({"lr_wsd_decay_iters": 5}, 1, "--lr-wsd-decay-iters 5"),
     ({"lr_warmup_iters": 101}, 1, "--lr-warmup-iters 101 is above --train-iters 100"),
-    ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.5}, 1, "--lr-warmup-iters 2 and --lr-warmup-fraction 0.5"),
+    (
+        {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.5},
+        1,
+        "--lr-warmup-iters 2 and --lr-warmup-fraction 0.5",
+    ),
     ({"lr_decay_style": "WSD"}, 1, "--lr-wsd-decay-iters"),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 95, "lr_warmup_iters": 10}, 1, "--lr-wsd-decay-iters 95"),
+    (
+        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 95, "lr_warmup_iters": 10},
+        1,
+        "--lr-wsd-decay-iters 95",
+    ),
     ({"profile": "12:10"}, 1, "--profile 12:10"),
     ({"profile": "101:102"}, 1, "--profile 101:102"),
     ({"eval_interval": 2}, 1, "--valid-data-path"),
@@ -390,18 +552,38 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"load": "a", "load_hf": "b", "dry_run": True}, 1, "--load-hf b"),
     ({"vision_from_hf": "none"}, 1, "--load-hf"),
     ({"lora_alpha": 16.0}, 1, "--lora-rank"),
-    ({"lora_rank": 4, "lora_targets": "v,up", "lora_dropout": 0.1, "mlp_chunk_tokens": 64}, 1, "--lora-dropout 0.1"),
+    (
+        {"lora_rank": 4, "lora_targets": "v,up", "lora_dropout": 0.1, "mlp_chunk_tokens": 64},
+        1,
+        "--lora-dropout 0.1",
+    ),
     ({"lora_rank": 4, "lora_targets": "q,query,all"}, 1, "--lora-targets q,query,all"),
     ({"lora_rank": 4, "lora_targets": "q,attention.z"}, 1, "(not attention.z)"),
-    ({"lora_rank": 4, "lora_targets": "q:0:4,k:2:inf,v:2,up:2:nan,gate:2:-1"}, 1, "q:0:4, k:2:inf, v:2, up:2:nan, gat"),
-    ({"lora_rank": 4, "lora_targets": "q,shared.up"}, 1, "--lora-targets shared.up: no layer has one of them"),
+    (
+        {"lora_rank": 4, "lora_targets": "q:0:4,k:2:inf,v:2,up:2:nan,gate:2:-1"},
+        1,
+        "q:0:4, k:2:inf, v:2, up:2:nan, gat",
+    ),
+    (
+        {"lora_rank": 4, "lora_targets": "q,shared.up"},
+        1,
+        "--lora-targets shared.up: no layer has one of them",
+    ),
     ({"lora_rank": 4, "lora_targets": "v,attention.q:257:8"}, 1, "attention.q (257 of 256)"),
-    ({**EXPERTS, "num_layers": 4096, "num_experts": 32}, 1, "--num-experts 32 in 4096 layers are 131,072"),
+    (
+        {**EXPERTS, "num_layers": 4096, "num_experts": 32},
+        1,
+        "--num-experts 32 in 4096 layers are 131,072",
+    ),
     ({**EXPERTS, "num_experts": 8193}, 1, "--num-experts: got 8193"),
     ({"lora_rank": 65, "num_query_groups": 2, "lora_targets": "all"}, 1, "--lora-rank 65"),
     (HYBRID | {"lora_rank": 4, "linear_attention_freq": "[1]"}, 1, "--lora-targets q v"),
     (HYBRID | {"lora_rank": 65, "num_query_groups": 2}, 1, "--lora-rank 65"),
-    ({"lora_rank": 4, "vision_from_hf": "none", "load_hf": "a", "dry_run": True}, 1, "--vision-from-hf none"),
+    (
+        {"lora_rank": 4, "vision_from_hf": "none", "load_hf": "a", "dry_run": True},
+        1,
+        "--vision-from-hf none",
+    ),
     ({CP: 2, "attention_kernel": "dense"}, 2, "--attention-kernel dense"),
     ({"seq_length": 16384, "attention_kernel": "dense"}, 1, "--attention-kernel dense"),
     ({**DYNAMIC, "attention_kernel": "dense"}, 2, "--attention-kernel dense"),
@@ -444,7 +626,9 @@ def test_a_contradiction_is_told_once_by_its_flag(values: dict, world: int, name
 
 
 def test_a_router_without_a_gradient_may_be_frozen_or_converted() -> None:
-    """A published model with one expert for a token still takes low-rank pairs, and becomes a folder again."""
+    """A published model with one expert for a token still takes low-rank pairs, and becomes a
+    folder again.
+    """
     top_1 = {**EXPERTS, TOPK: 1}
     assert check(with_values(GOOD, top_1), 1, trains=False) == []
     for values in ({"lora_rank": 4}, {**SEES, "freeze": "text"}, {"moe_router_pre_softmax": True}):
@@ -453,18 +637,38 @@ def test_a_router_without_a_gradient_may_be_frozen_or_converted() -> None:
 
 def test_all_reasons_are_told_at_once() -> None:
     with pytest.raises(ValueError) as error:
-        require(with_values(GOOD, {TP: 3, "num_query_groups": 5, "min_lr": 5.0, "save_interval": 1}), 4)
-    named = ("a world of 4", "--num-attention-heads 8", "--num-query-groups 5", "--min-lr 5", "--save-interval")
+        require(
+            with_values(GOOD, {TP: 3, "num_query_groups": 5, "min_lr": 5.0, "save_interval": 1}), 4
+        )
+    named = (
+        "a world of 4",
+        "--num-attention-heads 8",
+        "--num-query-groups 5",
+        "--min-lr 5",
+        "--save-interval",
+    )
     assert [name for name in named if name not in str(error.value)] == []
     assert check(GOOD, 0) == ["the world size is 0, it must be at least 1"]
 
 
 def test_every_number_has_a_range_and_is_named_beyond_it() -> None:
-    kinds = (int, float, int | Literal["auto"], int | None, float | None, tuple[int, int], tuple[int, int] | None)
-    assert [name for name, info in fields().items() if (info.hint in kinds) != (info.range is not None)] == []
+    kinds = (
+        int,
+        float,
+        int | Literal["auto"],
+        int | None,
+        float | None,
+        tuple[int, int],
+        tuple[int, int] | None,
+    )
+    assert [
+        name for name, info in fields().items() if (info.hint in kinds) != (info.range is not None)
+    ] == []
     for name in (name for name, info in fields().items() if info.range):
         reasons = check(with_values(GOOD, {name: -1}), 1)
-        assert [reason for reason in reasons if reason.startswith(f"{flag(name)}: got -1, it must be")] == reasons
+        assert [
+            reason for reason in reasons if reason.startswith(f"{flag(name)}: got -1, it must be")
+        ] == reasons
 
 
 @given(st.data())
@@ -493,18 +697,30 @@ def test_layouts_built_to_fit_are_accepted(data: st.DataObject) -> None:
     assert check(with_values(GOOD, values), tp * pp * cp * dp) == []
 
 
-def test_a_directory_with_the_checkpoints_of_another_run_is_only_gone_on_with(tmp_path: Path) -> None:
+def test_a_directory_with_the_checkpoints_of_another_run_is_only_gone_on_with(
+    tmp_path: Path,
+) -> None:
     step, save = tmp_path / "step_0000002", {"save": str(tmp_path)}
     step.mkdir()
     (step / "manifest.json").write_text("{}")
     (reason,) = check(with_values(GOOD, save), 1)
-    assert reason.startswith(f"--save {tmp_path} holds the checkpoints of a run") and "--load" in reason
-    for more in ({"load": str(tmp_path)}, {"load": str(step)}, {"dry_run": True}, {"auto_resume": True}):
+    assert (
+        reason.startswith(f"--save {tmp_path} holds the checkpoints of a run")
+        and "--load" in reason
+    )
+    for more in (
+        {"load": str(tmp_path)},
+        {"load": str(step)},
+        {"dry_run": True},
+        {"auto_resume": True},
+    ):
         assert check(with_values(GOOD, {**save, **more}), 1) == []
     assert len(check(with_values(GOOD, {**save, "load": str(tmp_path), "finetune": True}), 1)) == 1
 
 
-def test_paths_are_looked_at_except_in_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_looked_at_except_in_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text("{}")
     (tmp_path / "file").write_text("")
@@ -524,12 +740,17 @@ def test_paths_are_looked_at_except_in_a_dry_run(tmp_path: Path, monkeypatch: py
     reasons = check(with_values(GOOD, values), 1)
     assert [reason.split()[0] for reason in reasons] == [flag(name) for name in values]
     assert check(with_values(GOOD, {**values, "dry_run": True}), 1) == []
-    blends = {"data_path": ("1", "no_a", "0", "no_b", "2", "no_c"), "valid_data_path": ("1", "v", "x", "w")}
+    blends = {
+        "data_path": ("1", "no_a", "0", "no_b", "2", "no_c"),
+        "valid_data_path": ("1", "v", "x", "w"),
+    }
     reasons = check(with_values(GOOD, blends), 1)
     assert [reason.split(":")[0] for reason in reasons if "no_" in reason] == [
         f"--data-path no_{name}" for name in "ac"
     ]
-    assert any(reason.startswith("--valid-data-path 1 v x w: it takes one folder") for reason in reasons)
+    assert any(
+        reason.startswith("--valid-data-path 1 v x w: it takes one folder") for reason in reasons
+    )
     monkeypatch.setattr("megacp.engine.checks.os.access", lambda path, mode: False)
     (reason,) = check(with_values(GOOD, {"save": str(tmp_path / "a" / "b")}), 1)
     assert reason.startswith("--save ")

@@ -18,7 +18,16 @@ from megacp.prepare.command import preprocess_parser
 from megacp.storage.place import at_home
 from megacp.verify import plot
 
-PATHS = {"data_path", "valid_data_path", "save", "load", "load_hf", "vision_from_hf", "load_adapter", "log_file"}
+PATHS = {
+    "data_path",
+    "valid_data_path",
+    "save",
+    "load",
+    "load_hf",
+    "vision_from_hf",
+    "load_adapter",
+    "log_file",
+}
 PATHS |= {"tensorboard_dir"}
 
 
@@ -47,7 +56,9 @@ def test_a_flag_and_a_file_of_flags_have_the_users_folder(name: str, home: Path)
 
 
 def test_a_blend_has_it_in_each_folder_and_a_url_stays(home: Path) -> None:
-    config = parse(["--data-path", "0.5", "~/a", "0.5", "~/b", "--save", "s3://bucket/~x", "--load", "a/~/b"])
+    config = parse(
+        ["--data-path", "0.5", "~/a", "0.5", "~/b", "--save", "s3://bucket/~x", "--load", "a/~/b"]
+    )
     assert config.data.data_path == ("0.5", f"{home}/a", "0.5", f"{home}/b")
     assert (config.checkpoint.save, config.checkpoint.load) == ("s3://bucket/~x", "a/~/b")
     (home / "a.yaml").write_text("data_path: [0.5, ~/a, 0.5, b]\nwandb_project: ~x\n")
@@ -57,7 +68,9 @@ def test_a_blend_has_it_in_each_folder_and_a_url_stays(home: Path) -> None:
 
 
 def test_a_user_that_is_not_known_is_refused_with_the_flag() -> None:
-    with pytest.raises(ValueError, match=r"--save ~nobody-of-this-name/x: .*write \./~nobody-of-this-name/x"):
+    with pytest.raises(
+        ValueError, match=r"--save ~nobody-of-this-name/x: .*write \./~nobody-of-this-name/x"
+    ):
         parse(["--save", "~nobody-of-this-name/x"])
     assert at_home("./~x") == "./~x"
     with pytest.raises(SystemExit):
@@ -82,7 +95,11 @@ PARSERS: dict[str, tuple[Callable[[], argparse.ArgumentParser], str, dict[str, A
             "text_key": "~",
         },
     ),
-    "inspect": (preprocess_parser, "inspect ~/d --html ~/p.html", {"dataset": "H/d", "html": "H/p.html"}),
+    "inspect": (
+        preprocess_parser,
+        "inspect ~/d --html ~/p.html",
+        {"dataset": "H/d", "html": "H/p.html"},
+    ),
     "stats": (preprocess_parser, "stats ~/d", {"dataset": "H/d"}),
     "verify": (preprocess_parser, "verify ~/d ~", {"dataset": ["H/d", "H"]}),
     "converter": (
@@ -103,13 +120,28 @@ def test_the_flags_of_other_commands_have_it_too(name: str, home: Path) -> None:
             return [at(one) for one in value]
         return type(value)(str(value).replace("H", str(home)))
 
-    assert {key: found[key] for key in expected} == {key: at(value) for key, value in expected.items()}
+    assert {key: found[key] for key in expected} == {
+        key: at(value) for key, value in expected.items()
+    }
 
 
 def test_generate_and_plot_have_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--checkpoint", "~/run", "--prompt", "~/stays", "--image", "~/a.png", "--tokenizer", "~/t"]
+    flags = [
+        "--checkpoint",
+        "~/run",
+        "--prompt",
+        "~/stays",
+        "--image",
+        "~/a.png",
+        "--tokenizer",
+        "~/t",
+    ]
     found = generate_command.parsed(flags)
-    assert (found.checkpoint, found.prompt, found.tokenizer) == (f"{home}/run", ["~/stays"], f"{home}/t")
+    assert (found.checkpoint, found.prompt, found.tokenizer) == (
+        f"{home}/run",
+        ["~/stays"],
+        f"{home}/t",
+    )
     assert [one.value for one in found.media] == [f"{home}/a.png"]
     (home / "log.jsonl").write_text('{"kind": "train", "step": 1, "loss": 1.0}\n')
     assert plot.main(["--log", "~/log.jsonl", "--output", "~/new/loss.png"]) == 0

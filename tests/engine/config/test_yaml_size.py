@@ -1,4 +1,6 @@
-"""A file of flags that is large, or becomes so by its aliases, is refused at once and in few words."""
+"""A file of flags that is large, or becomes so by its aliases, is refused at once and in few
+words.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,28 @@ DOUBLED = "1"
 for level in range(60):
     DOUBLED = f"[&level_{level} {DOUBLED}, *level_{level}]"  # two references to one list
 FILES: dict[str, tuple[str, str]] = {
-    "unknown keys": ("".join(f"key_{i}: 1\n" for i in range(10_000)), "unknown key 'key_0'.*and 9980 more"),
-    "near keys": ("".join(f"seq_lenght_{i}: 1\n" for i in range(10_000)), "did you mean seq_length?.*and 9980 more"),
+    "unknown keys": (
+        "".join(f"key_{i}: 1\n" for i in range(10_000)),
+        "unknown key 'key_0'.*and 9980 more",
+    ),
+    "near keys": (
+        "".join(f"seq_lenght_{i}: 1\n" for i in range(10_000)),
+        "did you mean seq_length?.*and 9980 more",
+    ),
     "values": (
         f"lr: &a {LONG}\n" + "".join(f"k{i}: *a\n" for i in range(5000)),
         "lr: expected .* got 'xxx.*and 4981 more",
     ),
-    "a list": (f"lr: &a {LONG}\ndata_path: [{','.join(['*a'] * 5000)}]\n", "lr: expected a number, got 'xxx"),
+    "a list": (
+        f"lr: &a {LONG}\ndata_path: [{','.join(['*a'] * 5000)}]\n",
+        "lr: expected a number, got 'xxx",
+    ),
     "keys": (f"lr: &a '{LONG}'\n" + "*a : 1\n" * 5000, "the key xxx.* stands more than once"),
     "a long value": (f"lr: '{LONG}'\n", "lr: expected a number, got 'xxx.*xxx"),
-    "a long anchor": (f"lr: &{LONG} [1]\nmin_lr: *{LONG}\n", r"min_lr: expected a number, got \[1\]"),
+    "a long anchor": (
+        f"lr: &{LONG} [1]\nmin_lr: *{LONG}\n",
+        r"min_lr: expected a number, got \[1\]",
+    ),
     "a key that is a list": ("? [1, 2]\n: 3\n", "found unhashable key"),
     "lists that double 60 times": (f"lr: {DOUBLED}\n", r"lr: expected a number, got \[\["),
     "one key": ("lr: 1\n" * 10_000, "the key lr stands more than once"),

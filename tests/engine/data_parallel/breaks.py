@@ -73,7 +73,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "settings.weight_decay",
             "norms decay",
         ),
-        ("if not x.numel():", "if False:", "FusedAdam gets empty slices"),
+        (
+            "not x.numel()",
+            "False",
+            "FusedAdam gets empty slices",
+        ),
         (
             "return all_reduce(total, world).sqrt().item()",
             "return total.sqrt().item()",

@@ -1,4 +1,6 @@
-"""Gradient buckets: sums equal to one process, launched while the backward pass runs, in one order on all ranks."""
+"""Gradient buckets: sums equal to one process, launched while the backward pass runs, in one order
+on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,21 @@ def parameter(value: torch.Tensor, name: str = "p", **options: Any) -> nn.Parame
 
 
 class Stack(nn.Module):
-    """`DEPTH` square layers; the first layer's weight is used a second time at the end (a tied head)."""
+    """`DEPTH` square layers; the first layer's weight is used a second time at the end (a tied
+    head).
+    """
 
     def __init__(self, recompute: bool = False, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.recompute = recompute
         generator = torch.Generator().manual_seed(3)
-        drawn = [torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5 for _ in range(DEPTH)]
-        self.weights = nn.ParameterList([parameter(value.to(dtype), f"layers.{i}") for i, value in enumerate(drawn)])
+        drawn = [
+            torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
+            for _ in range(DEPTH)
+        ]
+        self.weights = nn.ParameterList(
+            [parameter(value.to(dtype), f"layers.{i}") for i, value in enumerate(drawn)]
+        )
 
     def forward(self, x: torch.Tensor, unused: int | None = None) -> torch.Tensor:
         for layer, weight in enumerate(self.weights):
@@ -72,11 +81,16 @@ def unused_layer(rank: int, microbatch: int) -> int | None:
 
 
 def gathered(flat: FlatBuckets) -> list[torch.Tensor]:
-    """The summed gradients of all parameters in bucket order, put together from the slices of all ranks."""
+    """The summed gradients of all parameters in bucket order, put together from the slices of all
+    ranks.
+    """
     found = []
     for i, bucket in enumerate(flat.buckets):
         whole = start_all_gather(flat.grad_shard(i), flat.buckets[i].axis).wait()
-        found += [whole[slot.start : slot.start + slot.parameter.numel()].clone() for slot in bucket.plan.slots]
+        found += [
+            whole[slot.start : slot.start + slot.parameter.numel()].clone()
+            for slot in bucket.plan.slots
+        ]
     return found
 
 
@@ -102,7 +116,9 @@ def _worst(axis: Axis, recompute: bool, bucket_elements: int, each: bool) -> flo
     for step in range(2):
         for microbatch in range(3):
             flat.start_backward(0, last=microbatch == 2)
-            model(inputs(rank, 3 * step + microbatch), unused_layer(rank, 3 * step + microbatch)).backward()
+            model(
+                inputs(rank, 3 * step + microbatch), unused_layer(rank, 3 * step + microbatch)
+            ).backward()
             flat.end_backward(0)
         flat.finish()
         twin = Stack()
@@ -120,7 +136,9 @@ def _worst(axis: Axis, recompute: bool, bucket_elements: int, each: bool) -> flo
 @pytest.mark.parametrize("bucket_elements", [1, 150, 10_000])
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.slow
-def test_bucket_sums_equal_one_process_on_all_data(shape: dict[str, int], bucket_elements: int, each: bool) -> None:
+def test_bucket_sums_equal_one_process_on_all_data(
+    shape: dict[str, int], bucket_elements: int, each: bool
+) -> None:
     """Tolerance: float64 sums in another order."""
     size = shape.get("dp", 1) * shape.get("cp", 1)
     assert max(run_ranks(_sums, size, shape, False, bucket_elements, each)) < 1e-12
@@ -128,7 +146,9 @@ def test_bucket_sums_equal_one_process_on_all_data(shape: dict[str, int], bucket
 
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("nccl", [False, True])
-def test_recomputed_layers_give_the_same_sums_also_in_place_as_on_nccl(each: bool, nccl: bool) -> None:
+def test_recomputed_layers_give_the_same_sums_also_in_place_as_on_nccl(
+    each: bool, nccl: bool
+) -> None:
     assert max(run_ranks(_sums, 2, {"dp": 2}, True, 150, each, nccl)) < 1e-12
 
 
@@ -147,7 +167,9 @@ def _events(monkeypatch: pytest.MonkeyPatch, flat: FlatBuckets, model: Stack) ->
     return events
 
 
-def test_buckets_are_reduced_in_order_while_the_last_backward_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_reduced_in_order_while_the_last_backward_still_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Stack()
     flat = FlatBuckets([model], {DATA: single_axis("dp_cp")}, {}, WIDTH * WIDTH)
     events = _events(monkeypatch, flat, model)
@@ -164,7 +186,9 @@ def test_buckets_are_reduced_in_order_while_the_last_backward_still_runs(monkeyp
     events.clear()
     flat.start_backward(0, last=True)
     model(inputs(0, 0), unused=2).backward()
-    assert [e for e in events if e.startswith("reduce")] == ["reduce 0"], "one without gradients holds back the rest"
+    assert [e for e in events if e.startswith("reduce")] == ["reduce 0"], (
+        "one without gradients holds back the rest"
+    )
     flat.finish()
     assert [e for e in events if e.startswith("reduce")] == [f"reduce {i}" for i in range(DEPTH)]
 
@@ -172,9 +196,15 @@ def test_buckets_are_reduced_in_order_while_the_last_backward_still_runs(monkeyp
 def test_reductions_of_a_microbatch_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     real = module.start_reduce_scatter
-    monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis, **how: launched.append(len(x)) or real(x, axis))
+    monkeypatch.setattr(
+        module,
+        "start_reduce_scatter",
+        lambda x, axis, **how: launched.append(len(x)) or real(x, axis),
+    )
     model = Stack()
-    flat = FlatBuckets([model], {DATA: single_axis("dp_cp")}, {}, WIDTH * WIDTH, each_microbatch=True)
+    flat = FlatBuckets(
+        [model], {DATA: single_axis("dp_cp")}, {}, WIDTH * WIDTH, each_microbatch=True
+    )
     for microbatch in (1, 2):
         flat.start_backward(0, last=microbatch == 2)
         model(inputs(0, microbatch), unused=3).backward()
@@ -212,31 +242,44 @@ def _partial(rank: int, world_size: int, instances: int) -> tuple[list[float], i
     options: list[dict[str, Any]] = [{}, *[{"weight_decay": False, "partial_over": ("tp",)}] * 2]
     options.append({"reduced_over": "other"})
     names = ("cut", "norm", "bias", "expert")
-    model = nn.ParameterList([parameter(torch.zeros(3), n, **o) for n, o in zip(names, options, strict=True)])
+    model = nn.ParameterList(
+        [parameter(torch.zeros(3), n, **o) for n, o in zip(names, options, strict=True)]
+    )
     axes = {DATA: place.over("dp", "cp"), "other": place.tp}
     partial = {"tp": place.tp, "embedding": place.embedding}
     flat = FlatBuckets([model], axes, partial, 1000, instances=instances)
     calls = []
     real = shards.all_reduce
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "all_reduce", lambda x, axis: calls.append(axis.name) or real(x, axis))
+        patch.setattr(
+            shards, "all_reduce", lambda x, axis: calls.append(axis.name) or real(x, axis)
+        )
         (sum((i + 1) * p for i, p in enumerate(model)) * 10.0**rank).sum().backward()
         flat.finish()
     return [whole[0].item() for whole in gathered(flat)], len(calls)
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_partial_gradients_are_summed_over_tp_in_one_call_and_others_are_not(instances: int) -> None:
+def test_partial_gradients_are_summed_over_tp_in_one_call_and_others_are_not(
+    instances: int,
+) -> None:
     results = run_ranks(_partial, 4, instances)
     for rank, (sums, calls) in enumerate(results):
         own = 101.0 if rank % 2 == 0 else 1010.0  # tp is fastest: ranks 0 and 2 share a tp rank
         expert = 44.0 if rank < 2 else 4400.0
-        assert sums == [expert, 3333.0, 2222.0, own]  # in backward order; each is reduced over its own axis
+        assert sums == [
+            expert,
+            3333.0,
+            2222.0,
+            own,
+        ]  # in backward order; each is reduced over its own axis
         assert calls == (1 if instances == 1 else 3), "and each axis has its own copies"
 
 
 def _gather(rank: int, world_size: int) -> list[list[float]]:
-    flat = FlatBuckets([Stack(dtype=torch.float32)], {DATA: grid(dp=world_size).over("dp", "cp")}, {}, 150)
+    flat = FlatBuckets(
+        [Stack(dtype=torch.float32)], {DATA: grid(dp=world_size).over("dp", "cp")}, {}, 150
+    )
     for bucket in flat.buckets:
         bucket.parameter_shard.fill_(rank)
     flat.publish()
@@ -246,17 +289,25 @@ def _gather(rank: int, world_size: int) -> list[list[float]]:
 def test_gathered_parameters_are_every_ranks_slice_in_order() -> None:
     results = run_ranks(_gather, 4)
     assert all(found == results[0] for found in results)
-    assert all(flat == [float(rank) for rank in range(4) for _ in range(len(flat) // 4)] for flat in results[0])
+    assert all(
+        flat == [float(rank) for rank in range(4) for _ in range(len(flat) // 4)]
+        for flat in results[0]
+    )
 
 
 def test_parameters_share_the_flat_buffer_and_its_memory_goes_with_the_last_user() -> None:
     model, twin = Stack(), Stack()
     flat = FlatBuckets([model], {DATA: single_axis("dp")}, {}, 150)
-    assert all(torch.equal(moved, kept) for moved, kept in zip(model.weights, twin.weights, strict=True))
+    assert all(
+        torch.equal(moved, kept) for moved, kept in zip(model.weights, twin.weights, strict=True)
+    )
     model(torch.ones(2, WIDTH, dtype=torch.float64)).backward()
     flat.buckets[0].parameters.zero_()
     assert not model.weights[-1].any()
-    gone = [weakref.ref(flat.buckets[0]), *(weakref.ref(parameter) for parameter in model.parameters())]
+    gone = [
+        weakref.ref(flat.buckets[0]),
+        *(weakref.ref(parameter) for parameter in model.parameters()),
+    ]
     del model, flat
     gc.collect()
     assert [reference() for reference in gone] == [None] * len(gone)
@@ -265,13 +316,23 @@ def test_parameters_share_the_flat_buffer_and_its_memory_goes_with_the_last_user
 kinds = st.tuples(st.integers(1, 300), st.booleans(), st.sampled_from([(), ("tp",)]), st.booleans())
 
 
-def of_kind(elements: int, decay: bool = True, partial: tuple[str, ...] = (), counted: bool = True) -> nn.Parameter:
-    return parameter(torch.zeros(elements), weight_decay=decay, partial_over=partial, counted=counted)
+def of_kind(
+    elements: int, decay: bool = True, partial: tuple[str, ...] = (), counted: bool = True
+) -> nn.Parameter:
+    return parameter(
+        torch.zeros(elements), weight_decay=decay, partial_over=partial, counted=counted
+    )
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
-@given(st.lists(st.lists(kinds, max_size=8), min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 900))
-def test_every_parameter_has_one_place_among_its_like(chunks: list[list[tuple]], size: int, limit: int) -> None:
+@given(
+    st.lists(st.lists(kinds, max_size=8), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 900),
+)
+def test_every_parameter_has_one_place_among_its_like(
+    chunks: list[list[tuple]], size: int, limit: int
+) -> None:
     models = [nn.ParameterList([of_kind(*kind) for kind in chunk]) for chunk in chunks]
     order = [p for model in reversed(models) for p in reversed(list(model))]
     plans = plan_buckets(models, {DATA: size}, limit)
@@ -279,7 +340,10 @@ def test_every_parameter_has_one_place_among_its_like(chunks: list[list[tuple]],
     for plan in plans:
         assert plan.elements % (size * ALIGNMENT) == 0
         assert len(plan.slots) == 1 or sum(s.parameter.numel() for s in plan.slots) <= limit
-        assert len({(s.spec.partial_over, s.spec.weight_decay, s.spec.counted) for s in plan.slots}) == 1
+        assert (
+            len({(s.spec.partial_over, s.spec.weight_decay, s.spec.counted) for s in plan.slots})
+            == 1
+        )
         end = 0
         for slot in plan.slots:
             assert slot.start >= end and slot.start % ALIGNMENT == 0
@@ -304,16 +368,24 @@ def test_the_slices_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int
 
 
 AHEAD: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"dp": 2}, {"data_parallel_sharding_strategy": "optim_grads", "recompute_granularity": "full"}),
+    (
+        {"dp": 2},
+        {"data_parallel_sharding_strategy": "optim_grads", "recompute_granularity": "full"},
+    ),
     ({"dp": 2, "pp": 2}, {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4}),
     ({"cp": 2}, {"dtype": "float32", "untie_embeddings_and_output_weights": True}),
-    ({"dp": 2}, {**MODELS["tiny_vlm"], "vocab_size": 64, "seq_length": 64}),  # its rows have no image
+    (
+        {"dp": 2},
+        {**MODELS["tiny_vlm"], "vocab_size": 64, "seq_length": 64},
+    ),  # its rows have no image
 ]
 RULES = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed")
 
 
 class Late:
-    """A gather that fills its bucket when somebody waits for it, as late as a slow network would."""
+    """A gather that fills its bucket when somebody waits for it, as late as a slow network
+    would.
+    """
 
     def __init__(self, bucket: torch.Tensor, begun: Any) -> None:
         begun.wait()
@@ -324,11 +396,15 @@ class Late:
         self._bucket.copy_(self._values)
 
 
-def three_steps(rank: int, world: int, shape: dict[str, int], settings: dict[str, Any], ahead: bool) -> list[Any]:
+def three_steps(
+    rank: int, world: int, shape: dict[str, int], settings: dict[str, Any], ahead: bool
+) -> list[Any]:
     """Losses, a validation loss and all parameters in the end."""
     names = {"pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
     sizes = {names[key]: n for key, n in shape.items() if key in names}
-    config = with_values(RunConfig(), {**SIZES, **sizes, **settings, "lr": 0.01, "lr_warmup_iters": 0})
+    config = with_values(
+        RunConfig(), {**SIZES, **sizes, **settings, "lr": 0.01, "lr_warmup_iters": 0}
+    )
 
     def with_parts(chunks: Any, *arguments: Any, **options: Any) -> FlatBuckets:
         return FlatBuckets(chunks, *arguments, **{**options, "parts": build._parts(chunks)})
@@ -336,7 +412,9 @@ def three_steps(rank: int, world: int, shape: dict[str, int], settings: dict[str
     with pytest.MonkeyPatch.context() as patch:
         if ahead:
             patch.setattr(build, "FlatBuckets", with_parts)
-            patch.setattr(module, "gather_into", lambda out, x, axis: Late(out, gather_into(out, x, axis)))
+            patch.setattr(
+                module, "gather_into", lambda out, x, axis: Late(out, gather_into(out, x, axis))
+            )
         model = ParallelModel(config, grid(**shape))
         own = 10 * rank * (shape.get("dp", 1) > 1) * (shape.get("pp", 1) == 1)
         rows = [mock_batch([own + i], RULES) for i in range(2)]
@@ -352,14 +430,18 @@ def test_a_run_that_gathers_parameters_ahead_is_the_same_bit_for_bit(
     shape: dict[str, int], settings: dict[str, Any]
 ) -> None:
     world = int(np.prod(list(shape.values())))
-    waiting, ahead = (run_ranks(three_steps, world, shape, settings, late) for late in (False, True))
+    waiting, ahead = (
+        run_ranks(three_steps, world, shape, settings, late) for late in (False, True)
+    )
     for (losses, expected), (found_losses, found) in zip(waiting, ahead, strict=True):
         assert found_losses == losses and np.isfinite(losses).all()
         for a, b in zip(expected, found, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-def test_a_part_waits_for_its_own_buckets_alone_and_sums_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_waits_for_its_own_buckets_alone_and_sums_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str] = []
 
     class Gather:
@@ -376,7 +458,9 @@ def test_a_part_waits_for_its_own_buckets_alone_and_sums_for_all(monkeypatch: py
     whole = nn.Sequential(*parts)
     flat = FlatBuckets([whole], {DATA: Axis("dp_cp", 2, 0, (0, 1))}, {}, 4, parts=[*parts, whole])
     monkeypatch.setattr(module, "gather_into", lambda out, x, axis: Gather(out))
-    monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis, **how: module.Pending([], lambda: x))
+    monkeypatch.setattr(
+        module, "start_reduce_scatter", lambda x, axis, **how: module.Pending([], lambda: x)
+    )
     flat.publish()
     for _ in range(2):
         parts[1](parts[0](torch.zeros(1, 2)))

@@ -104,7 +104,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/engine/expert_parallel/exchange.py", "tests/engine/expert_parallel"): [
-        ("rows.shape[1])  #", "-1)  #", "a rank without tokens has no shape"),
+        (
+            "route.collect(rows)\n            .index_select(0, route.slots)\n            .view(*route.chosen.shape, rows.shape[1])",
+            "route.collect(rows).index_select(0, route.slots).view(*route.chosen.shape, -1)",
+            "a rank without tokens has no shape",
+        ),
     ],
     ("megacp/engine/expert_parallel/experts.py", "tests/engine/expert_parallel"): [
         (
@@ -149,8 +153,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/engine/layers/table.py", "tests/engine/expert_parallel"): [
         (
-            '"uniform", down_std, treated="matrix", reduced_over=over)',
-            '"uniform", down_std, treated="matrix")',
+            'yield Tensor(\n                f"{name}.{A}",\n                down,\n                down_cut,\n                "uniform",\n                down_std,\n                treated="matrix",\n                reduced_over=over,\n            )',
+            'yield Tensor(f"{name}.{A}", down, down_cut, "uniform", down_std, treated="matrix")',
             "pairs of experts are summed over dp x cp",
         ),
     ],

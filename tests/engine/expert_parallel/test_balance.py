@@ -1,6 +1,7 @@
 """Terms of balance and corrections of the choice: what they may depend on, and what they may not.
 
-Their values are a reference's in tests/engine/models/test_language.py, on any grid in test_grids.py.
+Their values are a reference's in tests/engine/models/test_language.py, on any grid in
+test_grids.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ def packed(lengths: list[int], first: int) -> PackedBatch:
     rngs = [np.random.default_rng(first + place) for place in range(len(lengths))]
     number = np.repeat([*range(len(lengths)), -1], [*lengths, 5])
     tokens, labels = (
-        np.concatenate([*(rng.integers(0, 53, n) for rng, n in zip(rngs, lengths, strict=True)), np.zeros(5, np.int64)])
+        np.concatenate(
+            [
+                *(rng.integers(0, 53, n) for rng, n in zip(rngs, lengths, strict=True)),
+                np.zeros(5, np.int64),
+            ]
+        )
         for _ in range(2)
     )
     row = random_batch(rngs[0], len(tokens), weights="all")
@@ -61,7 +67,9 @@ def test_a_layer_that_is_computed_again_counts_no_token_twice_and_adds_no_term_t
         config = config_of({**ONE_LAYER, **SIGMOID, "recompute_granularity": recompute}, {})
         reports, gradients, weights, _ = train(grid(), config, steps)
         assert reports[0][-1] == reports[1][-1] == 0, "validation is counted"
-        found.append((reports, *(values.tolist() for _, values in (gradients[1] | weights).values())))
+        found.append(
+            (reports, *(values.tolist() for _, values in (gradients[1] | weights).values()))
+        )
     assert found[0] == found[1] == found[2]
 
 
@@ -69,7 +77,9 @@ STAGES: Values = {**MOE, **SIGMOID, **BALANCE, "num_layers": 4, "moe_layer_freq"
 
 
 def reports_of(rank: int, world_size: int, schedule: str, virtual: int) -> list[tuple[float, ...]]:
-    """Loss, norm and figures of experts of a step of two microbatches, over as many stages as ranks."""
+    """Loss, norm and figures of experts of a step of two microbatches, over as many stages as
+    ranks.
+    """
     values = {"pipeline_schedule": schedule, "num_virtual_stages_per_pipeline_rank": virtual}
     shape = {"pp": world_size, "ep": 1}
     return train(grid(**shape), config_of({**STAGES, **values}, shape), [step_batches(2, 2)])[0]
@@ -80,7 +90,9 @@ def test_no_schedule_loses_a_term_or_a_count(schedule: str, virtual: int) -> Non
     """Nor what terms add to gradients, of which the norm is."""
     expected = reports_of(0, 1, "1f1b", 1)
     assert expected[0][2] > 0.1 and expected[0][-1] == 0
-    np.testing.assert_allclose(run_ranks(reports_of, 2, schedule, virtual), [expected] * 2, rtol=1e-10)
+    np.testing.assert_allclose(
+        run_ranks(reports_of, 2, schedule, virtual), [expected] * 2, rtol=1e-10
+    )
 
 
 def test_a_skipped_step_moves_no_correction() -> None:
@@ -96,7 +108,13 @@ def test_a_skipped_step_moves_no_correction() -> None:
 
 def test_counts_and_corrections_of_a_bfloat16_model_are_exact(tmp_path: Path) -> None:
     """In bfloat16 307 tokens would be 308; a correction would be another one after it was saved."""
-    values = {**ONE_LAYER, **SIGMOID, "num_experts": 4, "moe_router_topk": 4, "moe_router_group_topk": 2}
+    values = {
+        **ONE_LAYER,
+        **SIGMOID,
+        "num_experts": 4,
+        "moe_router_topk": 4,
+        "moe_router_group_topk": 2,
+    }
     values |= {"moe_router_num_groups": 2, "dtype": "bfloat16", "save": str(tmp_path)}
     config = config_of(values, {})
     model = ParallelModel(config, grid())
@@ -108,7 +126,9 @@ def test_counts_and_corrections_of_a_bfloat16_model_are_exact(tmp_path: Path) ->
     save(model, state, config)
     other = ParallelModel(config, grid())
     load(other, state, with_values(config, {"load": str(tmp_path)}))
-    assert correction.dtype == torch.float32 and torch.equal(other.balance.corrections[0], correction)
+    assert correction.dtype == torch.float32 and torch.equal(
+        other.balance.corrections[0], correction
+    )
 
 
 def test_equal_scores_in_groups_are_chosen_by_number() -> None:
@@ -124,7 +144,9 @@ def test_a_group_counts_by_its_two_best() -> None:
 
 @pytest.mark.parametrize("function", SCORES)
 def test_a_score_counts_the_same_wherever_it_stands(function: str) -> None:
-    """torch's sigmoid gives the last numbers of a tensor other bits: equal experts would be chosen by the row's end."""
+    """torch's sigmoid gives the last numbers of a tensor other bits: equal experts would be chosen
+    by the row's end.
+    """
     choice = SCORES[function].choice
     for dtype in (torch.float32, torch.float64):
         scores = torch.linspace(-4, 4, 2048, dtype=dtype)

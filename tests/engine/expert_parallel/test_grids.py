@@ -1,7 +1,8 @@
 """A mixture of experts on any grid equals one process: loss, norm, gradients, weights and routes.
 
-One process equals a dense reference in tests/engine/models/test_language.py. In float64 the choice of experts is the
-same on every grid, as long as no two scores at its edge are closer than rounding, which is asserted.
+One process equals a dense reference in tests/engine/models/test_language.py. In float64 the choice
+of experts is the same on every grid, as long as no two scores at its edge are closer than rounding,
+which is asserted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from megacp.engine.models.block import Block, BlockInputs
 from megacp.engine.step.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import BALANCE, GPT_OSS, MOE, SIGMOID, Values, config_of, parameter_pieces, train
+from tests.reference.training import (
+    BALANCE,
+    GPT_OSS,
+    MOE,
+    SIGMOID,
+    Values,
+    config_of,
+    parameter_pieces,
+    train,
+)
 from tests.training.test_golden_gradients import (
     STRATEGIES,
     TOLERANCE,
@@ -54,16 +64,21 @@ MODELS: dict[str, Values] = {
         "lora_targets": "q,k,v,output,gate,up,down,experts.gate+up:3:7,shared.down:1:4",
     },
 }
-"""Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without
-a token."""
+"""Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone,
+and experts without a token."""
 EQUAL_ROWS: dict[str, Values] = {
-    "equal rows, one of all": {**MOE, "num_experts": 6, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "equal rows, one of all": {
+        **MOE,
+        "num_experts": 6,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
     "equal rows, balanced": {**BALANCED, "moe_router_topk": 4, **SHARED},
     "equal rows, sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
     "equal rows, an odd number": {**MOE, "num_experts": 15, "moe_router_topk": 2},
 }
-"""Routers that begin with two or more copies of each row: without a promise for equal rows their products, and with
-them the choices, would depend on the grid."""
+"""Routers that begin with two or more copies of each row: without a promise for equal rows their
+products, and with them the choices, would depend on the grid."""
 Case = tuple[Shape, str, Values, Values]
 """Grid, model, what the reference needs too, and options of the grid alone."""
 Choices = dict[tuple[int, int], set[tuple[int, ...]]]
@@ -73,7 +88,12 @@ Choices = dict[tuple[int, int], set[tuple[int, ...]]]
 def grids(ranks: int) -> list[Shape]:
     """Every factorization with every ep that divides the ranks of a stage."""
     stages = [(shape, ranks // shape["pp"]) for shape in shapes(ranks)]
-    return [{**shape, "ep": ep} for shape, stage in stages for ep in range(1, stage + 1) if stage % ep == 0]
+    return [
+        {**shape, "ep": ep}
+        for shape, stage in stages
+        for ep in range(1, stage + 1)
+        if stage % ep == 0
+    ]
 
 
 def case_of(shape: Shape, number: int) -> Case:
@@ -85,16 +105,28 @@ def case_of(shape: Shape, number: int) -> Case:
         "num_virtual_stages_per_pipeline_rank": virtual,
         "pipeline_schedule": "zero_bubble" if zero_bubble else "1f1b",
         "recompute_granularity": ("none", "selective", "full")[number % 3],
-        "data_parallel_sharding_strategy": "optim" if zero_bubble else STRATEGIES[(number + number // 8 + 1) % 3],
-        "num_distributed_optimizer_instances": 2 if shape["dp"] % 2 == 0 == alike % 2 and number % 2 else 1,
+        "data_parallel_sharding_strategy": "optim"
+        if zero_bubble
+        else STRATEGIES[(number + number // 8 + 1) % 3],
+        "num_distributed_optimizer_instances": 2
+        if shape["dp"] % 2 == 0 == alike % 2 and number % 2
+        else 1,
         "activation_offload": 0.5 * (number % 5 == 0),
         "mlp_chunk_tokens": 0 if zero_bubble else (0, 7, 100)[(number // 2) % 3],
         "ddp_bucket_size": 3000 if number % 2 else 25_000_000,
         **context_options(number, shape["cp"]),
     }
     width = 48 if shape["tp"] == 3 else 32
-    heads = {"num_attention_heads": 24 if shape["tp"] == 3 else 8, "num_query_groups": 24 if shape["tp"] == 3 else 8}
-    sizes = {"num_layers": max(2, virtual * shape["pp"]), "hidden_size": width, "kv_channels": 4, **heads}
+    heads = {
+        "num_attention_heads": 24 if shape["tp"] == 3 else 8,
+        "num_query_groups": 24 if shape["tp"] == 3 else 8,
+    }
+    sizes = {
+        "num_layers": max(2, virtual * shape["pp"]),
+        "hidden_size": width,
+        "kv_channels": 4,
+        **heads,
+    }
     return shape, name, sizes, options
 
 
@@ -104,9 +136,11 @@ def dealt(ranks: int) -> list[Case]:
 
 @contextmanager
 def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
-    """Choices of this rank, and how far apart the last chosen and the first other score were, where not both are 0.
+    """Choices of this rank, and how far apart the last chosen and the first other score were, where
+    not both are 0.
 
-    Copies of a row stay equal up to rounding, which decides nothing; so their distances of rounding are left out.
+    Copies of a row stay equal up to rounding, which decides nothing; so their distances of rounding
+    are left out.
     """
     choices: Choices = defaultdict(set)
     margins: list[float] = []
@@ -116,7 +150,9 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
         out = run(self, x, inputs)
         if self.is_routed and inputs.routes is not None:
             chosen = inputs.routes.by_layer[self.layer].chosen.tolist()
-            for token, experts in zip(inputs.token_names[inputs.routes.places].tolist(), chosen, strict=True):
+            for token, experts in zip(
+                inputs.token_names[inputs.routes.places].tolist(), chosen, strict=True
+            ):
                 choices[self.layer, token].add(tuple(experts))
         return out
 
@@ -127,7 +163,9 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
         return choose(scores, count)
 
     def copied(box: TensorBox, tensor: str, seed: int, spec: ParameterSpec) -> torch.Tensor:
-        """Initial values, of a router with two or three copies of each row, at distances of 1 and more."""
+        """Initial values, of a router with two or three copies of each row, at distances of 1 and
+        more.
+        """
         if name not in EQUAL_ROWS or not tensor.endswith("router.weight"):
             return draw(box, tensor, seed, spec)
         experts, width = box.global_shape
@@ -152,11 +190,19 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
 
 @functools.cache
 def one_process(name: str, sizes: tuple[tuple[str, int], ...], count: int) -> tuple[Any, ...]:
-    config = config_of({**(MODELS | EQUAL_ROWS | CELLS)[name], **dict(sizes), "attention_kernel": "dense"}, {})
+    config = config_of(
+        {**(MODELS | EQUAL_ROWS | CELLS)[name], **dict(sizes), "attention_kernel": "dense"}, {}
+    )
     with watched(name) as (choices, margins):
         reports, gradients, weights, validation = train(grid(), config, steps(count))
     assert min(margins, default=1) > 1e-9, "a choice hangs on the order of a sum"
-    return reports, [assemble([pieces]) for pieces in gradients], assemble([weights]), validation, choices
+    return (
+        reports,
+        [assemble([pieces]) for pieces in gradients],
+        assemble([weights]),
+        validation,
+        choices,
+    )
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
@@ -172,16 +218,24 @@ def check(ranks: int, cases: list[Case]) -> None:
     found = run_ranks(on_ranks, ranks, cases, timeout=280)
     for number, (shape, name, sizes, options) in enumerate(cases):
         results, what = [of_rank[number] for of_rank in found], f"{shape} {name} {options}"
-        reports, gradients, weights, validation, routes = one_process(name, tuple(sizes.items()), microbatches(shape))
+        reports, gradients, weights, validation, routes = one_process(
+            name, tuple(sizes.items()), microbatches(shape)
+        )
         choices: Choices = defaultdict(set)
         for found_reports, _, _, found_validation, chosen in results:
-            np.testing.assert_allclose(found_reports, reports, rtol=TOLERANCE, err_msg=f"loss, norm: {what}")
+            np.testing.assert_allclose(
+                found_reports, reports, rtol=TOLERANCE, err_msg=f"loss, norm: {what}"
+            )
             np.testing.assert_allclose(found_validation, validation, rtol=TOLERANCE, err_msg=what)
             for token, experts in chosen.items():
                 choices[token] |= experts
         assert choices == routes, f"routes: {what}"
         for step in range(2):
-            compare(f"step {step + 1} gradient, {what}", assemble(r[1][step] for r in results), gradients[step])
+            compare(
+                f"step {step + 1} gradient, {what}",
+                assemble(r[1][step] for r in results),
+                gradients[step],
+            )
         compare(f"weight, {what}", assemble(r[2] for r in results), weights)
 
 
@@ -191,7 +245,13 @@ def test_two_ranks_equal_one_process() -> None:
 
 
 ONE: Shape = dict.fromkeys(("dp", "tp", "pp", "cp", "ep"), 1)
-WIDTH: Values = {"num_layers": 2, "hidden_size": 32, "kv_channels": 4, "num_attention_heads": 8, "num_query_groups": 8}
+WIDTH: Values = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "kv_channels": 4,
+    "num_attention_heads": 8,
+    "num_query_groups": 8,
+}
 FIRST, EVEN, GROUPED, ODD = EQUAL_ROWS
 STRATEGY = "data_parallel_sharding_strategy"
 ON_TWO: list[tuple[Shape, str, Values]] = [
@@ -203,9 +263,15 @@ ON_TWO: list[tuple[Shape, str, Values]] = [
     ({"tp": 2, "ep": 2}, FIRST, {}),
 ]
 ON_MORE: list[tuple[Shape, str, Values]] = [
-    *(({"cp": 4}, name, {"cp_layout": "balanced", "cp_comm_type": "kv_exchange"}) for name in EQUAL_ROWS),
+    *(
+        ({"cp": 4}, name, {"cp_layout": "balanced", "cp_comm_type": "kv_exchange"})
+        for name in EQUAL_ROWS
+    ),
     *(({"pp": 2, "cp": 2, "ep": 2}, name, {}) for name in (FIRST, EVEN, GROUPED)),
-    *(({"tp": 2, "cp": 2, "ep": 2}, name, {"mlp_chunk_tokens": 7}) for name in (FIRST, EVEN, GROUPED)),
+    *(
+        ({"tp": 2, "cp": 2, "ep": 2}, name, {"mlp_chunk_tokens": 7})
+        for name in (FIRST, EVEN, GROUPED)
+    ),
     *(({"tp": 2, "dp": 2}, name, {STRATEGY: "optim_grads_params"}) for name in (ODD, GROUPED)),
 ]
 
@@ -226,7 +292,13 @@ def test_equal_rows_of_the_router_are_chosen_alike_on_four_ranks() -> None:
 
 TWO_GROUPS: Values = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
 CELLS: dict[str, Values] = {
-    "two groups, biases": {**BALANCED, **SIGMOID, **TWO_GROUPS, "add_mlp_bias": True, "moe_router_bias": True},
+    "two groups, biases": {
+        **BALANCED,
+        **SIGMOID,
+        **TWO_GROUPS,
+        "add_mlp_bias": True,
+        "moe_router_bias": True,
+    },
 }
 """Options beside ep that no other fast test has."""
 
@@ -245,12 +317,19 @@ def test_biases_and_two_groups_over_ranks_that_share_experts_equal_one_process()
 def test_a_router_of_equal_rows_is_drawn_as_one() -> None:
     with watched(ODD):
         model = ParallelModel(config_of({**EQUAL_ROWS[ODD], **WIDTH}, {}), grid())
-    (router_,) = (x for name, x in assemble([parameter_pieces(model)]).items() if "1.mlp.router" in name)
+    (router_,) = (
+        x for name, x in assemble([parameter_pieces(model)]).items() if "1.mlp.router" in name
+    )
     assert len(np.unique(router_, axis=0)) == 7 and len(router_) == 15
 
 
 PARTS = {3: 1, 4: 3, 8: 6}
-SOME = [(ranks, part) for ranks, count in PARTS.items() for part in range(count) if ranks < 8 or part == 0]
+SOME = [
+    (ranks, part)
+    for ranks, count in PARTS.items()
+    for part in range(count)
+    if ranks < 8 or part == 0
+]
 REST = [pytest.param(8, part, marks=pytest.mark.long) for part in range(1, PARTS[8])]
 """What is left to `make test-all` of the 65 on eight ranks."""
 
@@ -271,7 +350,10 @@ def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:
     assert {name for _, name, _, _ in cases} == set(MODELS)
     kept = {(o["data_parallel_sharding_strategy"], o["recompute_granularity"]) for *_, o in cases}
     kept |= {(o["data_parallel_sharding_strategy"], o["activation_offload"]) for *_, o in cases}
-    kept |= {(o["data_parallel_sharding_strategy"], o["num_virtual_stages_per_pipeline_rank"]) for *_, o in cases}
+    kept |= {
+        (o["data_parallel_sharding_strategy"], o["num_virtual_stages_per_pipeline_rank"])
+        for *_, o in cases
+    }
     assert len(kept) == 3 * (3 + 2 + 2)
     met = {key: {options[key] for *_, options in cases} for key in cases[0][-1]}
     assert {key: len(values) for key, values in met.items()} == {

@@ -1,4 +1,6 @@
-"""Ranks that share experts, choices, bytes of the exchange, and what a step computes of a layer again."""
+"""Ranks that share experts, choices, bytes of the exchange, and what a step computes of a layer
+again.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,31 @@ from tests.reference.training import MOE, config_of, gradient_pieces, parameter_
 from tests.training.runs import TINY, grid_flags, losses, run
 from tests.training.test_saving import payload
 
-TP2_CP3_DP2 = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)], [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
+TP2_CP3_DP2 = (
+    [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)],
+    [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)],
+)
 
 
 @pytest.mark.parametrize(
     ("shape", "ep", "edp"),
     [
-        (GridShape(tp=2, cp=2, dp=2, ep=4), [(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        (GridShape(tp=2, dp=2, pp=2, ep=4), [(0, 1, 2, 3), (4, 5, 6, 7)], [(rank,) for rank in range(8)]),
+        (
+            GridShape(tp=2, cp=2, dp=2, ep=4),
+            [(0, 1, 2, 3), (4, 5, 6, 7)],
+            [(0, 4), (1, 5), (2, 6), (3, 7)],
+        ),
+        (
+            GridShape(tp=2, dp=2, pp=2, ep=4),
+            [(0, 1, 2, 3), (4, 5, 6, 7)],
+            [(rank,) for rank in range(8)],
+        ),
         (GridShape(tp=2, cp=3, dp=2, ep=4), *TP2_CP3_DP2),
     ],
 )
-def test_neighbours_in_a_stage_share_experts(shape: GridShape, ep: list[Any], edp: list[Any]) -> None:
+def test_neighbours_in_a_stage_share_experts(
+    shape: GridShape, ep: list[Any], edp: list[Any]
+) -> None:
     found = [shape.experts(rank) for rank in range(shape.world_size)]
     assert sorted({one for one, _ in found}) == ep and sorted({one for _, one in found}) == edp
     assert all(rank in one and rank in other for rank, (one, other) in enumerate(found))
@@ -52,13 +67,22 @@ def groups_made(shape: GridShape, rank: int) -> list[tuple[int, ...]]:
     """What the ranks of a grid would ask torch for."""
     made: list[tuple[int, ...]] = []
 
-    def axis(name: str, members: tuple[int, ...], me: int, near: None, timeout: None, group: Any = None) -> Axis:
+    def axis(
+        name: str, members: tuple[int, ...], me: int, near: None, timeout: None, group: Any = None
+    ) -> Axis:
         made.extend([members] * (len(members) > 1 and name != "world"))
         return Axis(name, len(members), members.index(me), members)
 
     with (
-        mock.patch.multiple(grid_file, _axis=axis, _near=lambda rank: None, new_group=lambda *args: made.append((-1,))),
-        mock.patch.multiple(dist, is_initialized=lambda: True, get_world_size=lambda: shape.world_size),
+        mock.patch.multiple(
+            grid_file,
+            _axis=axis,
+            _near=lambda rank: None,
+            new_group=lambda *args: made.append((-1,)),
+        ),
+        mock.patch.multiple(
+            dist, is_initialized=lambda: True, get_world_size=lambda: shape.world_size
+        ),
     ):
         build_grid(shape, rank)
     return made
@@ -67,11 +91,21 @@ def groups_made(shape: GridShape, rank: int) -> list[tuple[int, ...]]:
 def test_all_ranks_make_equally_many_groups_and_at_most_two_for_experts() -> None:
     """torch names them after how many a rank has made."""
     counts = set()
-    for tp, cp, dp, pp in [(2, 2, 2, 1), (2, 1, 2, 2), (1, 2, 2, 3), (2, 3, 2, 1), (1, 1, 4, 1), (4, 1, 1, 2)]:
+    for tp, cp, dp, pp in [
+        (2, 2, 2, 1),
+        (2, 1, 2, 2),
+        (1, 2, 2, 3),
+        (2, 3, 2, 1),
+        (1, 1, 4, 1),
+        (4, 1, 1, 2),
+    ]:
         stage = tp * cp * dp
         for ep in (n for n in range(1, stage + 1) if stage % n == 0):
             shape, without = GridShape(tp, cp, dp, pp, ep), GridShape(tp, cp, dp, pp)
-            more = {len(groups_made(shape, r)) - len(groups_made(without, r)) for r in range(shape.world_size)}
+            more = {
+                len(groups_made(shape, r)) - len(groups_made(without, r))
+                for r in range(shape.world_size)
+            }
             assert len(more) == 1, (shape, more)
             counts |= more
     assert counts == {0, 1, 2}
@@ -84,14 +118,22 @@ def test_equal_scores_are_chosen_by_the_number_of_the_expert() -> None:
 
 
 def test_scores_of_bfloat16_are_as_exact_as_float32() -> None:
-    x, weight = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((7, 64), (5, 64)))
+    x, weight = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        for shape in ((7, 64), (5, 64))
+    )
     found = logits(x.bfloat16(), weight.bfloat16())
     exact = x.bfloat16().double() @ weight.bfloat16().double().t()
-    assert found.dtype == torch.float32 and (found - exact).abs().max() < 64 * 2**-23 * exact.abs().max()
+    assert (
+        found.dtype == torch.float32
+        and (found - exact).abs().max() < 64 * 2**-23 * exact.abs().max()
+    )
 
 
 def test_outputs_of_experts_are_summed_in_float32() -> None:
-    """256 + 1 is 256 in bfloat16, so five slots of 256, 1, 1, 1, 1 are 260 only in a wider sum; gradients likewise."""
+    """256 + 1 is 256 in bfloat16, so five slots of 256, 1, 1, 1, 1 are 260 only in a wider sum;
+    gradients likewise.
+    """
     chosen = torch.arange(5).repeat(3, 1)  # [t, k]
     route = Route(chosen, torch.tensor([0, 2, 3]), 5, single_axis("ep"))
     of_expert = torch.tensor([256.0, 1, 1, 1, 1], dtype=torch.bfloat16)
@@ -113,16 +155,24 @@ def test_exactly_the_routers_without_a_gradient_are_refused(function: str, befor
             draw = torch.Generator().manual_seed(1)
             scores = torch.randn(7, count, generator=draw, dtype=torch.float64).requires_grad_()
             weights = SCORES[function].weigh[before](scores, choose(scores.detach(), topk))
-            (gradient,) = torch.autograd.grad((weights * torch.randn(7, topk, generator=draw)).sum(), scores)
-            learns = gradient.abs().max() > 1e-6  # else rounding is left: of a share, or of the 1e-20 beside a sum
+            (gradient,) = torch.autograd.grad(
+                (weights * torch.randn(7, topk, generator=draw)).sum(), scores
+            )
+            learns = (
+                gradient.abs().max() > 1e-6
+            )  # else rounding is left: of a share, or of the 1e-20 beside a sum
             assert (check(with_values(RunConfig(), values), 1) == []) == learns, (count, topk)
 
 
 SIZES = {**MOE, "num_layers": 1, "moe_layer_freq": "1"}
 
 
-def sent_by_a_step(rank: int, world_size: int, recompute: str, tile: int) -> tuple[int, int, int, int]:
-    """Bytes over ep, their number by the formulas, and rows sent and received; the last rank has no token."""
+def sent_by_a_step(
+    rank: int, world_size: int, recompute: str, tile: int
+) -> tuple[int, int, int, int]:
+    """Bytes over ep, their number by the formulas, and rows sent and received; the last rank has no
+    token.
+    """
     options = {"recompute_granularity": recompute, "mlp_chunk_tokens": tile}
     config = config_of({**SIZES, **options}, {"dp": world_size, "ep": world_size})
     here = grid(dp=world_size, ep=world_size)
@@ -145,9 +195,15 @@ def sent_by_a_step(rank: int, world_size: int, recompute: str, tile: int) -> tup
     there = sum(count for other, count in enumerate(route.sent) if other != rank)
     here_from = sum(count for other, count in enumerate(route.received) if other != rank)
     width = 8 * 32  # a row of float64
-    by_formula = 8 * 8 // world_size * (world_size - 1) + 2 * width * (there + here_from) + 8 * (there + here_from)
+    by_formula = (
+        8 * 8 // world_size * (world_size - 1)
+        + 2 * width * (there + here_from)
+        + 8 * (there + here_from)
+    )
     by_formula += (width + 8) * there * (recompute == "full")
-    assert len(route.chosen) == batch.real_tokens and sum(route.sent) == route.chosen.numel(), "padding is routed"
+    assert len(route.chosen) == batch.real_tokens and sum(route.sent) == route.chosen.numel(), (
+        "padding is routed"
+    )
     return moved() - before, by_formula, sum(route.sent), sum(route.groups.counts)
 
 
@@ -164,7 +220,9 @@ def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(
 
 
 def gathered_by_a_step(rank: int, world_size: int, tp: int, ep: int) -> tuple[dict[str, int], int]:
-    """Bytes over edp of two microbatches under full sharding, and those of a rank's part of the experts."""
+    """Bytes over edp of two microbatches under full sharding, and those of a rank's part of the
+    experts.
+    """
     shape = {"tp": tp, "dp": world_size // tp, "ep": ep}
     options = {"data_parallel_sharding_strategy": "optim_grads_params", "sequence_parallel": True}
     here = grid(**shape)
@@ -175,17 +233,25 @@ def gathered_by_a_step(rank: int, world_size: int, tp: int, ep: int) -> tuple[di
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), (1, 2)])
-def test_full_sharding_gathers_experts_twice_and_sums_their_gradients_once(tp: int, ep: int) -> None:
+def test_full_sharding_gathers_experts_twice_and_sums_their_gradients_once(
+    tp: int, ep: int
+) -> None:
     """Of two microbatches, each for itself; one rank of edp sends nothing."""
     ranks = 4 if tp == ep == 2 else 2
     for sent, part in run_ranks(gathered_by_a_step, ranks, tp, ep):
         assert sent == ({} if ranks == ep else {"all_gather": 4 * part, "reduce_scatter": 2 * part})
 
 
-def test_one_kernel_for_all_experts_makes_what_a_loop_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows, and both gradients, where the second of three experts has none; torch has that kernel for CPUs too."""
+def test_one_kernel_for_all_experts_makes_what_a_loop_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of rows, and both gradients, where the second of three experts has none; torch has that
+    kernel for CPUs too.
+    """
     draw = torch.Generator().manual_seed(1)
-    x, weight, grad = (torch.randn(shape, generator=draw) for shape in ((7, 16), (3 * 8, 16), (7, 8)))
+    x, weight, grad = (
+        torch.randn(shape, generator=draw) for shape in ((7, 16), (3 * 8, 16), (7, 8))
+    )
     groups, found = Groups(torch.tensor([5, 0, 2])), []
     for one in (False, True):
         monkeypatch.setattr(experts, "_one_kernel", lambda *_, one=one: one)
@@ -196,19 +262,34 @@ def test_one_kernel_for_all_experts_makes_what_a_loop_makes(monkeypatch: pytest.
     assert not found[1][2][8:16].any()
 
 
-@pytest.mark.parametrize("targets", ["q,up,experts.gate:2:5,down", "q,mlp.up,experts.gate+up:2:5,down"])
+@pytest.mark.parametrize(
+    "targets", ["q,up,experts.gate:2:5,down", "q,mlp.up,experts.gate+up:2:5,down"]
+)
 def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str) -> None:
-    """W + s B A in the place of W: the loss, and by the chain rule dA = s B^T dW and dB = s dW A^T."""
+    """W + s B A in the place of W: the loss, and by the chain rule dA = s B^T dW and dB = s dW
+    A^T.
+    """
     pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": targets}
     is_shared = "+" in targets
     scales = dict.fromkeys(("experts.gate", "experts.up") if is_shared else ("experts.gate",), 2.5)
-    adapted, whole = (ParallelModel(config_of({**MOE, **values}, {}), grid()) for values in (pairs, {}))
+    adapted, whole = (
+        ParallelModel(config_of({**MOE, **values}, {}), grid()) for values in (pairs, {})
+    )
     draw = np.random.default_rng(1)
-    tensors = {name: draw.normal(0, 0.1, x.shape) for name, x in assemble([parameter_pieces(adapted)]).items()}
+    tensors = {
+        name: draw.normal(0, 0.1, x.shape)
+        for name, x in assemble([parameter_pieces(adapted)]).items()
+    }
     fill(adapted.chunks[0], {name: torch.tensor(x) for name, x in tensors.items()})
-    made, linears = dict(tensors), {name.rsplit(".", 2)[0] for name in tensors if is_of_a_pair(name)}
+    made, linears = (
+        dict(tensors),
+        {name.rsplit(".", 2)[0] for name in tensors if is_of_a_pair(name)},
+    )
     # gate and up may have one A, under the name of gate
-    places = {name: name.replace(".up", ".gate") if is_shared and "experts" in name else name for name in linears}
+    places = {
+        name: name.replace(".up", ".gate") if is_shared and "experts" in name else name
+        for name in linears
+    }
     low, high = {places[name]: tensors[f"{places[name]}.{A}"] for name in linears}, {}
     for name in linears:
         tensors.pop(f"{name}.{A}", None)
@@ -218,7 +299,8 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
     assert ("layers.1.mlp.experts.7.up" in low) is not is_shared
     for name in linears:
         made[f"{name}.weight"] = (
-            tensors[f"{name}.weight"] + scales.get(lora_kind(name), 2.0) * high[name] @ low[places[name]]
+            tensors[f"{name}.weight"]
+            + scales.get(lora_kind(name), 2.0) * high[name] @ low[places[name]]
         )
     fill(whole.chunks[0], {name: torch.tensor(x) for name, x in made.items()})
     losses = [model.gradients(step_batches(2, 1), 1, 10.0) for model in (adapted, whole)]
@@ -237,22 +319,46 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
 
 def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:
     """Also where its input is not quite the same."""
-    model = ParallelModel(config_of({**SIZES, "recompute_granularity": "full", "dtype": "float32"}, {}), grid())
-    with mock.patch.object(layer, "choose", wraps=choose) as choices, mock.patch.object(layer, "logits") as found:
+    model = ParallelModel(
+        config_of({**SIZES, "recompute_granularity": "full", "dtype": "float32"}, {}), grid()
+    )
+    with (
+        mock.patch.object(layer, "choose", wraps=choose) as choices,
+        mock.patch.object(layer, "logits") as found,
+    ):
         noise = torch.Generator().manual_seed(1)
-        found.side_effect = lambda x, weight: torch.rand(len(x), 8, generator=noise) + 0 * logits(x, weight)
+        found.side_effect = lambda x, weight: (
+            torch.rand(len(x), 8, generator=noise) + 0 * logits(x, weight)
+        )
         model.gradients(step_batches(2, 1), 1, 10.0)
     assert (len(choices.mock_calls), len(found.mock_calls)) == (2, 4)
 
 
 CORRECTED = [
-    *(*TINY, "--num-experts", "8", "--moe-router-topk", "3", "--moe-router-score-function", "sigmoid"),
-    *("--moe-router-bias-update-rate", "0.05", "--moe-aux-loss-coeff", "0.3", "--lr-decay-iters", "4"),
+    *(
+        *TINY,
+        "--num-experts",
+        "8",
+        "--moe-router-topk",
+        "3",
+        "--moe-router-score-function",
+        "sigmoid",
+    ),
+    *(
+        "--moe-router-bias-update-rate",
+        "0.05",
+        "--moe-aux-loss-coeff",
+        "0.3",
+        "--lr-decay-iters",
+        "4",
+    ),
 ]
 
 
 def test_a_second_run_in_a_folder_goes_on_as_if_it_were_the_first(tmp_path: Path) -> None:
-    """In one process and bit for bit: weights, moments, corrections, and how many tokens the experts were given."""
+    """In one process and bit for bit: weights, moments, corrections, and how many tokens the
+    experts were given.
+    """
     flags = [*CORRECTED, "--num-layers", "1", "--global-batch-size", "1", "--train-iters", "3"]
     run(1, [*flags, "--save", str(tmp_path / "whole")])
     for more in (["--train-iters", "2"], ["--auto-resume"]):
@@ -276,7 +382,11 @@ def test_a_run_goes_on_with_any_number_of_ranks_that_share_experts(tmp_path: Pat
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
     assert losses(tmp_path / "moved", "expert_load") == losses(tmp_path / "whole", "expert_load")
     corrections = [
-        [tensor for name, tensor in load_checkpoint(folder, grid().world).whole_tensors() if "correction" in name]
+        [
+            tensor
+            for name, tensor in load_checkpoint(folder, grid().world).whole_tensors()
+            if "correction" in name
+        ]
         for folder in (tmp_path / "moved", tmp_path / "whole")
     ]
     assert torch.equal(*map(torch.stack, corrections)) and len(corrections[0]) == 4

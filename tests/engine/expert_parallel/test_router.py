@@ -1,7 +1,8 @@
-"""Equal rows of the router are chosen by the number of the expert, in any place and of any number of tokens.
+"""Equal rows of the router are chosen by the number of the expert, in any place and of any number
+of tokens.
 
-The reference sums each score by `math.fsum`, which rounds once, so equal rows have equal scores there. Different rows
-of the tests have clearly different ones.
+The reference sums each score by `math.fsum`, which rounds once, so equal rows have equal scores
+there. Different rows of the tests have clearly different ones.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ ALIKE = [
 
 def layer_of(values: Values, of: list[int]) -> MixtureOfExperts:
     """A layer whose experts have the rows, biases and corrections with the numbers `of`."""
-    base: Values = {"num_layers": 1, "hidden_size": HIDDEN, "moe_ffn_hidden_size": 8, "num_experts": len(of)}
+    base: Values = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "moe_ffn_hidden_size": 8,
+        "num_experts": len(of),
+    }
     (chunk,) = build_chunks(config_of({**base, **values, "moe_router_topk": len(of)}, {}), grid())
     (found,) = (module for module in chunk.modules() if isinstance(module, MixtureOfExperts))
     draw = torch.Generator().manual_seed(len(of))
@@ -67,14 +73,22 @@ def layer_of(values: Values, of: list[int]) -> MixtureOfExperts:
 def exact_scores(found: MixtureOfExperts, x: torch.Tensor) -> list[list[float]]:
     """What the experts of each token are chosen by."""
     rows = found.router.detach().tolist()
-    table = [[math.fsum(a * b for a, b in zip(token, row, strict=True)) for row in rows] for token in x.tolist()]
+    table = [
+        [math.fsum(a * b for a, b in zip(token, row, strict=True)) for row in rows]
+        for token in x.tolist()
+    ]
     if found.router_bias is not None:
         biases = found.router_bias.tolist()
-        table = [[score + bias for score, bias in zip(scores, biases, strict=True)] for scores in table]
+        table = [
+            [score + bias for score, bias in zip(scores, biases, strict=True)] for scores in table
+        ]
     if found.balance.correction is not None:
         corrections = found.balance.correction.tolist()
         table = [
-            [1 / (1 + math.exp(-score)) + correction for score, correction in zip(scores, corrections, strict=True)]
+            [
+                1 / (1 + math.exp(-score)) + correction
+                for score, correction in zip(scores, corrections, strict=True)
+            ]
             for scores in table
         ]
     return table
@@ -85,13 +99,18 @@ def assert_chosen_by_number(
 ) -> None:
     """For each of the `counts` of chosen experts, of the best `opened` of `groups`."""
     found = layer_of(values, of)
-    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=found.router.dtype)
+    x = torch.randn(
+        TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=found.router.dtype
+    )
     table = exact_scores(found, x)
     found.groups = groups, opened
     for count in counts:
         found.count = count
         model = ModelConfig(
-            num_experts=len(of), moe_router_topk=count, moe_router_num_groups=groups, moe_router_group_topk=opened
+            num_experts=len(of),
+            moe_router_topk=count,
+            moe_router_num_groups=groups,
+            moe_router_group_topk=opened,
         )
         wanted = [sorted(chosen_for(scores, model)) for scores in table]
         for tokens in (TOKENS, 5):  # other sizes of the product, as cp ranks have them
@@ -102,7 +121,9 @@ def assert_chosen_by_number(
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_equal_rows_are_chosen_by_the_number_of_the_expert(dtype: str, function: str, copies: str) -> None:
+def test_equal_rows_are_chosen_by_the_number_of_the_expert(
+    dtype: str, function: str, copies: str
+) -> None:
     values = {**FUNCTIONS[function], "dtype": dtype}
     for experts in (3, 6):
         assert_chosen_by_number(values, COPIES[copies](experts), range(1, experts + 1))
@@ -114,13 +135,21 @@ def test_equal_rows_are_chosen_by_the_number_of_the_expert(dtype: str, function:
 @pytest.mark.parametrize("of", ALIKE)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_equal_groups_are_chosen_by_number(dtype: str, of: list[int], biased: bool) -> None:
-    values: Values = {"moe_router_score_function": "sigmoid", "moe_router_bias": biased, "dtype": dtype}
+    values: Values = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_bias": biased,
+        "dtype": dtype,
+    }
     groups = 3 if len(of) == 9 else 4 if len(of) == 8 else 2
     for opened in range(1, groups + 1):
-        assert_chosen_by_number(values, of, range(1, opened * len(of) // groups + 1), groups, opened)
+        assert_chosen_by_number(
+            values, of, range(1, opened * len(of) // groups + 1), groups, opened
+        )
 
 
-def test_a_product_alone_does_not_give_equal_rows_equal_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_alone_does_not_give_equal_rows_equal_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else the tests above would show nothing on this machine."""
     monkeypatch.setattr(layer, "first_of_equals", lambda weight: torch.arange(len(weight)))
     with pytest.raises(AssertionError, match="at a time"):
@@ -130,26 +159,44 @@ def test_a_product_alone_does_not_give_equal_rows_equal_scores(monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_exactly_equal_rows_are_found(dtype: torch.dtype) -> None:
-    """Short mantissas, permutations, signs of zero, rows that differ in one last bit, odd widths; against a loop."""
+    """Short mantissas, permutations, signs of zero, rows that differ in one last bit, odd widths;
+    against a loop.
+    """
     for width in (1, 3, 4, 7, 32):
         draw = torch.Generator().manual_seed(width)
         drawn = torch.randn(5, width, generator=draw)
         nearly = drawn[:1].to(dtype).clone()
         nearly[0, -1] = torch.nextafter(nearly[0, -1], nearly.new_tensor(9.0))
         rows = [
-            *(drawn[[0, 1, 0, 2, 1, 0]], drawn.flip(1), torch.eye(width), 2 * torch.eye(width), -torch.eye(width)),
-            *(torch.zeros(2, width), -torch.zeros(2, width), torch.eye(width), drawn[[4, 0]], -drawn),
+            *(
+                drawn[[0, 1, 0, 2, 1, 0]],
+                drawn.flip(1),
+                torch.eye(width),
+                2 * torch.eye(width),
+                -torch.eye(width),
+            ),
+            *(
+                torch.zeros(2, width),
+                -torch.zeros(2, width),
+                torch.eye(width),
+                drawn[[4, 0]],
+                -drawn,
+            ),
         ]
         weight = torch.cat([nearly, *(part.to(dtype) for part in rows), nearly])
         wanted = [
-            next(other for other, row in enumerate(weight) if torch.equal(row, mine))  # 0.0 equals -0.0
+            next(
+                other for other, row in enumerate(weight) if torch.equal(row, mine)
+            )  # 0.0 equals -0.0
             for mine in weight
         ]
         assert first_of_equals(weight).tolist() == wanted
 
 
 def test_scores_that_only_rounding_separates_are_equal_in_float64() -> None:
-    """Wherever the bits of the two would be cut, and by chains of such scores; others keep their order."""
+    """Wherever the bits of the two would be cut, and by chains of such scores; others keep their
+    order.
+    """
     draw = torch.Generator().manual_seed(1)
     apart = torch.linspace(-3, 3, 7, dtype=torch.float64)  # 0 is among them
     of = torch.randint(0, 7, (500, 16), generator=draw)
@@ -164,15 +211,22 @@ def test_scores_that_only_rounding_separates_are_equal_in_float64() -> None:
 
 def test_scores_of_float64_keep_their_order_if_they_differ_clearly() -> None:
     draw = torch.Generator().manual_seed(1)
-    scores = torch.randn(500, 16, generator=draw, dtype=torch.float64) * 10.0 ** torch.linspace(-4, 2, 16)
+    scores = torch.randn(500, 16, generator=draw, dtype=torch.float64) * 10.0 ** torch.linspace(
+        -4, 2, 16
+    )
     scores[:, 3] = -torch.inf  # as in a closed group
     assert torch.equal(without_noise(scores), scores)
-    step = torch.tensor([[1.0, 1.0 + 1e-9, 1.0 - 1e-9, -torch.inf, -torch.inf]], dtype=torch.float64)
+    step = torch.tensor(
+        [[1.0, 1.0 + 1e-9, 1.0 - 1e-9, -torch.inf, -torch.inf]], dtype=torch.float64
+    )
     assert torch.equal(without_noise(step), step)
     assert choose(step, 1).tolist() == [[1]] and choose(step.float(), 1).tolist() == [[0]]
 
 
 def test_rows_with_one_fingerprint_are_not_taken_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacp.engine.expert_parallel.router._fingerprints", lambda weight: torch.zeros(len(weight)))
+    monkeypatch.setattr(
+        "megacp.engine.expert_parallel.router._fingerprints",
+        lambda weight: torch.zeros(len(weight)),
+    )
     weight = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])
     assert first_of_equals(weight).tolist() == [0, 1, 0]

@@ -3,8 +3,8 @@
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/engine/layers/table.py", "tests/engine/layers/test_by_hand.py"): [
         (
-            '"zeros", decays=False, reduced_over=over)',
-            '"zeros", decays=False)',
+            'yield Tensor(\n                f"{name}.bias", (self.outputs,), cut, "zeros", decays=False, reduced_over=over\n            )',
+            'yield Tensor(f"{name}.bias", (self.outputs,), cut, "zeros", decays=False)',
             "biases of experts are summed over dp x cp",
         ),
         (

@@ -1,6 +1,8 @@
-"""Lists of layers and of tensors, and initial draws, against lists and distributions that are written by hand.
+"""Lists of layers and of tensors, and initial draws, against lists and distributions that are
+written by hand.
 
-References and golden tests take the model's own layers and initial weights, so they see no mistake in either.
+References and golden tests take the model's own layers and initial weights, so they see no mistake
+in either.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ WINDOW: Values = {**SIX, "window_size": 9}
 MAMBA2: Values = {**SIX, "linear_attention_rule": "mamba2"}
 
 LISTS: list[tuple[Values, str]] = [
-    # a letter a layer: a attention, w with a window, n without rotary embedding, d delta rule, m Mamba-2
+    # a letter a layer: a attention, w with a window, n without rotary embedding, d delta rule, m
+    # Mamba-2
     (SIX, "a a a a a a"),
     ({**SIX, "no_rope_freq": "3"}, "a a n a a n"),
     ({**SIX, "no_rope_freq": "[1,0,0]"}, "n a a n a a"),
@@ -53,8 +56,9 @@ LISTS: list[tuple[Values, str]] = [
     ({**EXPERTS, **WINDOW, "moe_layer_freq": "2", "window_attn_skip_freq": "3"}, "wx w ax w wx a"),
     ({**EXPERTS, **MAMBA2, "moe_layer_freq": "2", "linear_attention_freq": "3"}, "mx m ax m mx a"),
 ]
-"""As Megatron's flags say it: of every N layers the last goes without a window, a state or the rotary embedding, while
-the first has experts. In lists 1 is a layer with experts, a window or a state, and one without rotary embedding."""
+"""As Megatron's flags say it: of every N layers the last goes without a window, a state or the
+rotary embedding, while the first has experts. In lists 1 is a layer with experts, a window or a
+state, and one without rotary embedding."""
 
 
 def letters(values: Values) -> str:
@@ -75,7 +79,9 @@ def letters(values: Values) -> str:
     return " ".join(found)
 
 
-@pytest.mark.parametrize(("values", "expected"), LISTS, ids=[str(number) for number in range(len(LISTS))])
+@pytest.mark.parametrize(
+    ("values", "expected"), LISTS, ids=[str(number) for number in range(len(LISTS))]
+)
 def test_flags_choose_the_layers_that_a_list_by_hand_has(values: Values, expected: str) -> None:
     assert letters(values) == expected
 
@@ -86,9 +92,20 @@ def test_every_flag_that_chooses_layers_has_a_list_by_hand() -> None:
 
 
 SIZES: Values = {
-    **{"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 12, "num_attention_heads": 4, "num_query_groups": 2},
+    **{
+        "num_layers": 1,
+        "hidden_size": 8,
+        "ffn_hidden_size": 12,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+    },
     **{"kv_channels": 6, "vocab_size": 10, "init_method_std": 0.5, "linear_num_key_heads": 2},
-    **{"linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3},
+    **{
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 3,
+    },
 }
 STATE = "[1]"
 DENSE = """
@@ -102,8 +119,8 @@ DENSE = """
     mlp.up.weight          12 8  rows     normal 0.5     matrix
     mlp.down.weight        8 12  columns  normal 0.35355 matrix
 """
-"""Name, shape, cut, and draw: 0.35355 is 0.5 / sqrt(2 x 1 layer). Then the rule of the optimizer, where it is not the
-one of vectors; those with one decay. Last the axis, where it is edp."""
+"""Name, shape, cut, and draw: 0.35355 is 0.5 / sqrt(2 x 1 layer). Then the rule of the optimizer,
+where it is not the one of vectors; those with one decay. Last the axis, where it is edp."""
 BIASED = """
     attention_norm.weight  8     whole    ones
     attention.q.weight     24 8  rows     normal 0.5     matrix
@@ -158,8 +175,8 @@ DELTA = f"""
     linear_attention.norm.weight           5      whole    ones
 {MLP}
 """
-"""torch's Conv1d draws up to 1 / sqrt(3 taps), a deviation of 1/3. Qwen3.5 has ones for dt_bias, and the logarithm of
-a number up to 16 for A_log."""
+"""torch's Conv1d draws up to 1 / sqrt(3 taps), a deviation of 1/3. Qwen3.5 has ones for dt_bias,
+and the logarithm of a number up to 16 for A_log."""
 MAMBA = f"""
     attention_norm.weight       8      whole    ones
     mamba.z.weight              20 8   rows     normal 0.5     matrix
@@ -185,9 +202,15 @@ ATTENDS = DENSE[: DENSE.index("    mlp_norm")]
 
 
 def of_expert(number: int) -> str:
-    """The six tensors of an expert: whole on each rank that has it, its gradients summed over edp."""
+    """The six tensors of an expert: whole on each rank that has it, its gradients summed over
+    edp.
+    """
     rows = ""
-    for name, shape, width, std in (("gate", "10 8", 10, 0.5), ("up", "10 8", 10, 0.5), ("down", "8 10", 8, 0.35355)):
+    for name, shape, width, std in (
+        ("gate", "10 8", 10, 0.5),
+        ("up", "10 8", 10, 0.5),
+        ("down", "8 10", 8, 0.35355),
+    ):
         rows += f"    mlp.experts.{number}.{name}.weight {shape} whole normal {std} matrix edp\n"
         rows += f"    mlp.experts.{number}.{name}.bias {width} whole zeros edp\n"
     return rows
@@ -217,12 +240,17 @@ PAIRS = """
     mlp.experts.1.down.lora_A.weight 2 10 whole  uniform 0.18257 matrix edp
     mlp.experts.1.down.lora_B.weight 8 2  whole  zeros           matrix edp
 """
-"""peft's Kaiming draw with a = sqrt(5): up to 1 / sqrt(inputs), a deviation of 1 / sqrt(3 x inputs)."""
+"""peft's Kaiming draw with a = sqrt(5): up to 1 / sqrt(inputs), a deviation of 1 / sqrt(3 x
+inputs).
+"""
 BIASES = dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), True)
 ROUTER: Values = {"num_experts": 3, "moe_ffn_hidden_size": 10}
 LAYERS: dict[str, tuple[Values, str]] = {
     "attention, dense": ({}, DENSE),
-    "biases, sinks, norms of heads": ({**BIASES, "softmax_type": "learnable", "qk_layernorm": "head"}, BIASED),
+    "biases, sinks, norms of heads": (
+        {**BIASES, "softmax_type": "learnable", "qk_layernorm": "head"},
+        BIASED,
+    ),
     "gates, norms around 1, before and after": (
         {
             **{"attention_output_gate": True, "apply_layernorm_1p": True, "norm_position": "both"},
@@ -234,7 +262,12 @@ LAYERS: dict[str, tuple[Values, str]] = {
     "Mamba-2": ({"linear_attention_freq": STATE, "linear_attention_rule": "mamba2"}, MAMBA),
     "experts": (
         {
-            **{**ROUTER, "add_mlp_bias": True, "moe_router_bias": True, "moe_shared_expert_gate": True},
+            **{
+                **ROUTER,
+                "add_mlp_bias": True,
+                "moe_router_bias": True,
+                "moe_shared_expert_gate": True,
+            },
             "moe_shared_expert_intermediate_size": 14,
         },
         ROUTED,
@@ -272,8 +305,18 @@ ENDS = """
 
 
 TOWER: Values = {
-    **{"vision_num_layers": 2, "vision_hidden_size": 6, "vision_ffn_hidden_size": 14, "vision_num_attention_heads": 2},
-    **{"vision_patch_size": 2, "vision_image_size": 4, "connector_ffn_hidden_size": 16, "additional_vocab_size": 3},
+    **{
+        "vision_num_layers": 2,
+        "vision_hidden_size": 6,
+        "vision_ffn_hidden_size": 14,
+        "vision_num_attention_heads": 2,
+    },
+    **{
+        "vision_patch_size": 2,
+        "vision_image_size": 4,
+        "connector_ffn_hidden_size": 16,
+        "additional_vocab_size": 3,
+    },
     "untie_embeddings_and_output_weights": True,
 }
 
@@ -329,7 +372,9 @@ CONNECTORS: dict[str, str] = {
         connector.mlp.down.bias   8     whole   zeros
     """,
 }
-"""Molmo2 pools the features of two layers, 6 wide each, by attention; Qwen3.5 joins four patches of two frames."""
+"""Molmo2 pools the features of two layers, 6 wide each, by attention; Qwen3.5 joins four patches of
+two frames.
+"""
 
 
 @pytest.mark.parametrize("family", CONNECTORS)
@@ -368,7 +413,9 @@ def test_outputs_of_deep_models_are_drawn_smaller() -> None:
     found = made(with_values(RunConfig(), {**SIZES, "num_layers": 8}))
     smaller = {name for name, row in found.items() if row[3] == 0.125}
     names = ("attention.output.weight", "mlp.down.weight")
-    assert smaller == {*names} | {f"layers.{layer}.{name}" for layer in range(1, 8) for name in names}
+    assert smaller == {*names} | {
+        f"layers.{layer}.{name}" for layer in range(1, 8) for name in names
+    }
 
 
 MANY = 4096
@@ -386,7 +433,8 @@ QUANTILES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": torch.special.ndtri,
     "uniform": lambda p: (2 * p - 1) * 3**0.5,  # of deviation 1
     "log_rate": lambda p: torch.log(0.01 + (16 - 0.01) * p),  # A is even up to 16, without 0
-    # steps are even in their logarithm from 0.001 to 0.1, and the bias is the inverse of softplus of the step
+    # steps are even in their logarithm from 0.001 to 0.1, and the bias is the inverse of softplus
+    # of the step
     "step": lambda p: torch.log(torch.expm1(0.001 * 100**p)),
 }
 """Values below which a part p of the numbers is."""
@@ -394,7 +442,9 @@ QUANTILES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", QUANTILES)
 def test_numbers_are_drawn_from_the_distribution_that_is_written_by_hand(name: str) -> None:
-    """By the greatest distance of the two cumulative distributions (Kolmogorov): 1.95 / sqrt(n) once in 1,000 draws."""
+    """By the greatest distance of the two cumulative distributions (Kolmogorov): 1.95 / sqrt(n)
+    once in 1,000 draws.
+    """
     values = drawn(name, 1.0)
     p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     below = torch.searchsorted(values, QUANTILES[name](p)) / MANY

@@ -24,9 +24,14 @@ FLAGS += ["num_virtual_stages_per_pipeline_rank"]
 Sizes = tuple[int, int, int, int]
 QUICK: list[Sizes] = [(2, 2, 2, 2)]
 SIZES = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2))
-GRIDS = [(tp, cp, pp, virtual) for tp, cp, pp, virtual in SIZES if tp * cp * pp == 8 and virtual <= pp]
+GRIDS = [
+    (tp, cp, pp, virtual) for tp, cp, pp, virtual in SIZES if tp * cp * pp == 8 and virtual <= pp
+]
 PAIRS = {"lora_rank": 2, "lora_targets": "q,k,v,output,gate,up,down,mlp.up:3:1"}
-STATE_PAIRS = {"lora_rank": 2, "lora_targets": "q,k,v,output,gate,up,down,linear_attention.z,linear_attention.b:3:4"}
+STATE_PAIRS = {
+    "lora_rank": 2,
+    "lora_targets": "q,k,v,output,gate,up,down,linear_attention.z,linear_attention.b:3:4",
+}
 CUT = {"rows": 0, "columns": 1, "whole": None}
 TABLES = ("embedding.weight", "head.weight")
 """Cut after padding, so not evenly."""
@@ -42,9 +47,14 @@ def _pairs(name: str) -> dict[str, object]:
 def alone(shape: GridShape, rank: int) -> ProcessGrid:
     """The grid of a rank that sends nothing, whose parameters have no values."""
     one = build_grid(GridShape(), 0, "meta")
-    members = {names: shape.members(rank, names) for names in one.axes} | {("world",): tuple(range(shape.world_size))}
+    members = {names: shape.members(rank, names) for names in one.axes} | {
+        ("world",): tuple(range(shape.world_size))
+    }
     members |= zip([("ep",), ("edp",)], shape.experts(rank), strict=True)
-    axes = {names: Axis(names[0], len(ranks), ranks.index(rank), ranks) for names, ranks in members.items()}
+    axes = {
+        names: Axis(names[0], len(ranks), ranks.index(rank), ranks)
+        for names, ranks in members.items()
+    }
     return replace(one, shape=shape, rank=rank, world=axes.pop(("world",)), axes=axes)
 
 
@@ -59,20 +69,31 @@ def held(config: RunConfig, shape: GridShape, rank: int) -> set[tuple[object, ..
     return found
 
 
-@pytest.mark.parametrize("grids", [QUICK, pytest.param(GRIDS, marks=pytest.mark.slow)], ids=["one grid", "all grids"])
+@pytest.mark.parametrize(
+    "grids", [QUICK, pytest.param(GRIDS, marks=pytest.mark.slow)], ids=["one grid", "all grids"]
+)
 @pytest.mark.parametrize("name", [*MODELS, "tiny_biased with pairs", "tiny_qwen3_5 with pairs"])
-def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(name: str, grids: list[Sizes]) -> None:
-    """A cut tensor is on the tp ranks part by part, a whole one on each of them; stages hold nothing else."""
+def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(
+    name: str, grids: list[Sizes]
+) -> None:
+    """A cut tensor is on the tp ranks part by part, a whole one on each of them; stages hold
+    nothing else.
+    """
     for grid in grids:
         given = dict(zip(FLAGS, grid, strict=True)) | _pairs(name)
         config = prepare(with_values(RunConfig(), given), given, model=name.split()[0]).config
         shape, parts = GridShape(*grid[:2], pp=grid[2], ep=1), defaultdict(list)
         for rank in range(shape.tp):
             stages = (held(config, shape, first + rank) for first in range(0, 8, 8 // shape.pp))
-            for *tensor, offsets, sizes in set().union(*stages):  # both ends of a pipeline hold a tied table
+            for *tensor, offsets, sizes in set().union(
+                *stages
+            ):  # both ends of a pipeline hold a tied table
                 parts[tuple(tensor)].append(list(zip(offsets, sizes, strict=True)))
         tensors = (*model_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
-        expected = {(t.name, t.shape, t.init, t.std, t.decays, t.treated, t.reduced_over): t for t in tensors}
+        expected = {
+            (t.name, t.shape, t.init, t.std, t.decays, t.treated, t.reduced_over): t
+            for t in tensors
+        }
         assert parts.keys() == expected.keys()
         for key, tensor in expected.items():
             for dim, size in enumerate(tensor.shape):

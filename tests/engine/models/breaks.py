@@ -17,7 +17,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/engine/expert_parallel/experts.py", "tests/engine/models/test_language.py"): [
-        ("groups, weights)\n", "groups)\n", "the bias of down is not weighed"),
+        (
+            "save(partial(activated, activation=self.activation), gate_up, weights), groups, weights",
+            "save(partial(activated, activation=self.activation), gate_up, weights), groups",
+            "the bias of down is not weighed",
+        ),
         (
             "_weights(weighed, weighed.new_ones",
             "_weights(grad, weighed.new_ones",
@@ -135,8 +139,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "layers with a window have the angles of the others",
         ),
         (
-            "window_rotary_base, RotaryScaling())",
-            "window_rotary_base, scaling)",
+            "frequencies = inverse_frequencies(\n                config.rotary_dim, config.window_rotary_base, RotaryScaling()\n            )",
+            "frequencies = inverse_frequencies(config.rotary_dim, config.window_rotary_base, scaling)",
             "a window's own base is stretched",
         ),
         (

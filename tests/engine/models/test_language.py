@@ -1,4 +1,6 @@
-"""One process equals a naive decoder in plain torch; initial weights, recomputation and dropout keep their promises."""
+"""One process equals a naive decoder in plain torch; initial weights, recomputation and dropout
+keep their promises.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,15 @@ from tests.reference.vision import TINY, document_with_images
 MODELS: dict[str, Values] = {
     "tied, grouped queries": {"num_query_groups": 2},
     "tied, loss in chunks": {"cross_entropy_chunk_tokens": 7},
-    "untied, loss token by token": {"untie_embeddings_and_output_weights": True, "cross_entropy_chunk_tokens": 1},
-    "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": "head", "kv_channels": 10},
+    "untied, loss token by token": {
+        "untie_embeddings_and_output_weights": True,
+        "cross_entropy_chunk_tokens": 1,
+    },
+    "untied, q/k norms": {
+        "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": "head",
+        "kv_channels": 10,
+    },
     "norms after, q/k norms over all heads": {
         "norm_position": "after",
         "qk_layernorm": "all_heads",
@@ -70,15 +79,29 @@ MODELS: dict[str, Values] = {
         "mlp_activation": "geglu",
     },
     "experts and a shared one": {**MOE, "moe_shared_expert_intermediate_size": 24},
-    "experts and a gated one": {**MOE, "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
+    "experts and a gated one": {
+        **MOE,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+    },
     "experts by sigmoids in groups, all terms of balance": {**MOE, **SIGMOID, **BALANCE},
     "experts by sigmoids as they are, biased scores, a correction": {
-        **{**MOE, "moe_router_bias": True, "moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"},
+        **{
+            **MOE,
+            "moe_router_bias": True,
+            "moe_router_pre_softmax": True,
+            "moe_router_score_function": "sigmoid",
+        },
         "moe_router_bias_update_rate": 0.05,
     },
     "as gpt-oss": GPT_OSS,
     "windows in two layers of three": {"window_size": 7, "window_attn_skip_freq": "3"},
-    "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
+    "all biases": {
+        "add_qkv_bias": True,
+        "add_attention_output_bias": True,
+        "add_mlp_bias": True,
+        "rotary_base": 500.0,
+    },
 }
 
 
@@ -89,20 +112,30 @@ def initial_weights(values: Values) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "kernel"),
-    [*((name, "auto") for name in MODELS), ("tied, grouped queries", "dense"), ("as Gemma 3", "dense")],
+    [
+        *((name, "auto") for name in MODELS),
+        ("tied, grouped queries", "dense"),
+        ("as Gemma 3", "dense"),
+    ],
 )
 def test_one_process_equals_the_naive_decoder_over_two_steps(name: str, kernel: str) -> None:
-    """Loss, gradient norm, every gradient and every weight; float64 through 4 layers, so 1e-10 relative is generous."""
+    """Loss, gradient norm, every gradient and every weight; float64 through 4 layers, so 1e-10
+    relative is generous.
+    """
     values = {**MODELS[name], "attention_kernel": kernel}
     config, steps = config_of(values, {}), [step_batches(3, 1), step_batches(3, 2)]
     reports, gradients, weights, _ = train(grid(), config, steps)
-    twins, first, expected = decoder.train(initial_weights(values), steps, config.model, config.training)
+    twins, first, expected = decoder.train(
+        initial_weights(values), steps, config.model, config.training
+    )
     np.testing.assert_allclose(reports, twins, rtol=1e-11)
     assert twins[0][1] > config.training.clip_grad, "clipping belongs to the test"
     for found, twin in ((assemble([gradients[0]]), first), (assemble([weights]), expected)):
         assert found.keys() == twin.keys()
         for key, value in found.items():
-            np.testing.assert_allclose(value, twin[key], rtol=1e-10, atol=1e-10 * twin[key].abs().max(), err_msg=key)
+            np.testing.assert_allclose(
+                value, twin[key], rtol=1e-10, atol=1e-10 * twin[key].abs().max(), err_msg=key
+            )
 
 
 def weights_of_a_grid(rank: int, world_size: int, shape: dict[str, int], values: Values) -> Pieces:
@@ -123,8 +156,16 @@ def weights_of_a_grid(rank: int, world_size: int, shape: dict[str, int], values:
     ],
     ids=str,
 )
-def test_the_same_seed_gives_the_same_bits_on_any_grid(shape: dict[str, int], extra: Values) -> None:
-    values = {"qk_layernorm": "head", "add_mlp_bias": True, "vocab_size": 131, "ffn_hidden_size": 160, **extra}
+def test_the_same_seed_gives_the_same_bits_on_any_grid(
+    shape: dict[str, int], extra: Values
+) -> None:
+    values = {
+        "qk_layernorm": "head",
+        "add_mlp_bias": True,
+        "vocab_size": 131,
+        "ffn_hidden_size": 160,
+        **extra,
+    }
     one = {k: v for k, v in values.items() if k != "num_virtual_stages_per_pipeline_rank"}
     whole = {name: tensor.numpy() for name, tensor in initial_weights(one).items()}
     found = assemble(run_ranks(weights_of_a_grid, 4, shape, values))
@@ -133,12 +174,16 @@ def test_the_same_seed_gives_the_same_bits_on_any_grid(shape: dict[str, int], ex
 
 
 def test_initial_weights_have_their_standard_deviation_and_other_seeds_other_bits() -> None:
-    weights = initial_weights({"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 2, "init_method_std": 0.02})
+    weights = initial_weights(
+        {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 2, "init_method_std": 0.02}
+    )
     for name, tensor in weights.items():
         if "norm" in name:
             assert (tensor == 1).all()
             continue
-        std = 0.02 / 2 if name.endswith(("output.weight", "down.weight")) else 0.02  # sqrt(2 x 2 layers) = 2
+        std = (
+            0.02 / 2 if name.endswith(("output.weight", "down.weight")) else 0.02
+        )  # sqrt(2 x 2 layers) = 2
         assert abs(tensor.std() / std - 1) < 0.05 and abs(tensor.mean()) < std / 20, name
     gates = [weights[f"layers.{i}.mlp.gate.weight"] for i in range(2)]
     assert not torch.equal(*gates) and not torch.equal(gates[0][:64], gates[0][64:128])
@@ -146,10 +191,14 @@ def test_initial_weights_have_their_standard_deviation_and_other_seeds_other_bit
     assert not torch.equal(other, initial_weights({"seed": 2})["embedding.weight"])
 
 
-def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_and_sublayer_draws_its_own_dropout_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keys = []
 
-    def spy(x: torch.Tensor, key: int, token_names: torch.Tensor, probability: float) -> torch.Tensor:
+    def spy(
+        x: torch.Tensor, key: int, token_names: torch.Tensor, probability: float
+    ) -> torch.Tensor:
         keys.append(key & (2**64 - 1))
         return x
 
@@ -159,8 +208,12 @@ def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest
     assert len(keys) == len(set(keys)) == 2 * 4
 
 
-def test_attention_of_a_block_that_is_computed_again_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward of the kernel for each layer and microbatch, and the bits of a run that keeps everything."""
+def test_attention_of_a_block_that_is_computed_again_runs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forward of the kernel for each layer and microbatch, and the bits of a run that keeps
+    everything.
+    """
     calls, attend = [], FlashKernel.attend
     monkeypatch.setattr(FlashKernel, "attend", lambda *given: calls.append(1) or attend(*given))
     found, counts = [], []
@@ -191,7 +244,8 @@ class LateLane:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Late | None) -> Late:
         self.sizes.append(len(source))
-        # a storage on its way out is held by nobody but its owner; a part of a host buffer is a view that dies at once
+        # a storage on its way out is held by nobody but its owner; a part of a host buffer is a
+        # view that dies at once
         held = (lambda: source) if source._is_view() else weakref.ref(source)
         target.fill_(255)  # NaN in every dtype
 
@@ -243,9 +297,13 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 
 
 @RECOMPUTE
-@pytest.mark.parametrize("values", [{"hidden_dropout": 0.1}, {"qk_layernorm": "head"}, {"mlp_chunk_tokens": 20}])
+@pytest.mark.parametrize(
+    "values", [{"hidden_dropout": 0.1}, {"qk_layernorm": "head"}, {"mlp_chunk_tokens": 20}]
+)
 @pytest.mark.slow
-def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str, values: dict[str, Any]) -> None:
+def test_the_bytes_are_those_that_the_planner_counts(
+    late: None, recompute: str, values: dict[str, Any]
+) -> None:
     # the kernels of a GPU fill up rows to 128 tokens, and heads to 16 columns
     sizes = {"seq_length": 128, "kv_channels": 16}
     config = small(recompute_granularity=recompute, activation_offload=0.5, **sizes, **values)
@@ -254,13 +312,17 @@ def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str,
     sent, came = road(model).away.sizes, road(model).back.sizes
     assert sum(sent) == MICROBATCHES * 2 * block_memory(config, 0).kept
     assert sorted(sent) == sorted(came)
-    assert recompute != "full" or len(sent) == MICROBATCHES * 2 * 3  # input of the block, output and sums of attention
+    assert (
+        recompute != "full" or len(sent) == MICROBATCHES * 2 * 3
+    )  # input of the block, output and sums of attention
     planned = memory.stage_memory(config, 0, [range(4)], 1)
     assert road(model).allocated == planned.host == 2 * block_memory(config, 0).kept
 
 
 @RECOMPUTE
-def test_a_step_leaves_nothing_behind_and_the_next_one_allocates_nothing(late: None, recompute: str) -> None:
+def test_a_step_leaves_nothing_behind_and_the_next_one_allocates_nothing(
+    late: None, recompute: str
+) -> None:
     model = ParallelModel(small(recompute_granularity=recompute, activation_offload=3), grid())
     host = road(model)
     held = []
@@ -304,18 +366,24 @@ def test_a_buffer_serves_rows_of_other_lengths() -> None:
     assert host.allocated == 1000 + 3000 + 1400
 
 
-def moved_and_plain(rank: int, world: int, shape: dict[str, int], values: dict[str, Any], images: bool) -> None:
+def moved_and_plain(
+    rank: int, world: int, shape: dict[str, int], values: dict[str, Any], images: bool
+) -> None:
     """Two steps with and without offload have the same bits on this rank."""
     steps = [step_batches(4, seed) for seed in (1, 2)]
     if images:
-        steps = [[document_with_images(), document_with_images((1, 1, 1, 1), (3, 3, 3, 3), 9, seed=2)]] * 2
+        steps = [
+            [document_with_images(), document_with_images((1, 1, 1, 1), (3, 3, 3, 3), 9, seed=2)]
+        ] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "Lane", LateLane)
         patch.setattr(offload, "SMALLEST", 1)
         plain, moved = (
             train(
                 grid(**shape),
-                config_of({"attention_kernel": "flash", **values, "activation_offload": asked}, shape),
+                config_of(
+                    {"attention_kernel": "flash", **values, "activation_offload": asked}, shape
+                ),
                 steps,
             )
             for asked in (0.0, 0.9)
@@ -334,7 +402,10 @@ V = "num_virtual_stages_per_pipeline_rank"
         ({"pp": 2}, {V: 2, "recompute_granularity": "selective"}),
         ({"pp": 2}, {V: 2, "recompute_granularity": "full", "mlp_chunk_tokens": 20}),
         ({"tp": 2}, {"recompute_granularity": "selective", "gradient_accumulation_fusion": True}),
-        *(({"cp": 2}, {"cp_comm_type": name}) for name in ("p2p", "all_gather", "a2a", "kv_exchange")),
+        *(
+            ({"cp": 2}, {"cp_comm_type": name})
+            for name in ("p2p", "all_gather", "a2a", "kv_exchange")
+        ),
         *(({"pp": 2}, {**TINY, "freeze": frozen}) for frozen in (None, "text")),
         ({"tp": 2}, {**TINY, "freeze": "vision", "recompute_granularity": "full"}),
     ],

@@ -1,4 +1,6 @@
-"""Vision tower and connector equal transformers' Molmo2, in values and all gradients, on one rank and over tp."""
+"""Vision tower and connector equal transformers' Molmo2, in values and all gradients, on one rank
+and over tp.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,20 @@ from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 from tests.reference.training import Values, config_of, gradient_pieces, parameter_pieces
-from tests.reference.vision import PATCH_DIM, THEIRS, TINY, VOCAB, document_with_images, random_units, their_model
+from tests.reference.vision import (
+    PATCH_DIM,
+    THEIRS,
+    TINY,
+    VOCAB,
+    document_with_images,
+    random_units,
+    their_model,
+)
 from tests.training.runs import save
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra: test)"
+)
 
 TOWERS: dict[str, tuple[Values, dict[str, Any]]] = {
     "molmo2": ({}, {}),
@@ -45,7 +57,9 @@ def test_a_vision_family_has_a_row_in_every_table() -> None:
     assert all([*table] == words for table in tables) and {*words} <= {*FAMILIES}
 
 
-def chunk_of(values: Values, state: dict[str, torch.Tensor], shape: dict[str, int]) -> LanguageModelChunk:
+def chunk_of(
+    values: Values, state: dict[str, torch.Tensor], shape: dict[str, int]
+) -> LanguageModelChunk:
     (chunk,) = build_chunks(config_of({**TINY, **values}, shape), grid(**shape))
     fill(chunk, {ours: state[theirs] for ours, theirs in THEIRS.items()})
     return chunk
@@ -61,23 +75,34 @@ def gradients_of(chunk: LanguageModelChunk) -> Pieces:
 
 
 def encode(
-    rank: int, world_size: int, shape: dict[str, int], values: Values, state: dict[str, torch.Tensor], kind: str
+    rank: int,
+    world_size: int,
+    shape: dict[str, int],
+    values: Values,
+    state: dict[str, torch.Tensor],
+    kind: str,
 ) -> tuple[np.ndarray, Pieces]:
     """Features of some crops, and the gradients of a random projection of them."""
     chunk = chunk_of(values, state, shape)
-    patches, pooling = (torch.from_numpy(x) for x in random_units(np.random.default_rng(1), *WINDOWS[kind]))
+    patches, pooling = (
+        torch.from_numpy(x) for x in random_units(np.random.default_rng(1), *WINDOWS[kind])
+    )
     features = chunk.vision(patches, pooling)
     (features * direction(features)).sum().backward()
     return features.detach().numpy(), gradients_of(chunk)
 
 
 def direction(features: torch.Tensor) -> torch.Tensor:
-    return torch.randn(features.shape, dtype=features.dtype, generator=torch.Generator().manual_seed(2))
+    return torch.randn(
+        features.shape, dtype=features.dtype, generator=torch.Generator().manual_seed(2)
+    )
 
 
 def theirs(model: Any, kind: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The same of transformers' float64 model, gradients by their names."""
-    patches, pooling = (torch.from_numpy(x) for x in random_units(np.random.default_rng(1), *WINDOWS[kind]))
+    patches, pooling = (
+        torch.from_numpy(x) for x in random_units(np.random.default_rng(1), *WINDOWS[kind])
+    )
     grids = torch.tensor([[len(pooling), 1, 0, 0]])
     features = torch.cat(model.get_image_features(patches.double(), pooling, grids).pooler_output)
     (features * direction(features)).sum().backward()
@@ -88,12 +113,19 @@ def theirs(model: Any, kind: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 def assert_equal(found: tuple[np.ndarray, dict[str, np.ndarray]], expected: Any) -> None:
     """float64 through 3 + 1 layers, every tensor against its own largest element."""
     values, gradients = expected
-    assert np.abs(found[0] - values).max() <= 1e-10 * np.abs(values).max() and np.abs(values).max() > 0.1
+    assert (
+        np.abs(found[0] - values).max() <= 1e-10 * np.abs(values).max()
+        and np.abs(values).max() > 0.1
+    )
     assert {THEIRS[name] for name in found[1]} == set(gradients)
     largest = max(np.abs(gradient).max() for gradient in gradients.values())
-    for name, gradient in found[1].items():  # a key's bias moves no softmax: its gradient is 0 up to rounding
+    for name, gradient in found[
+        1
+    ].items():  # a key's bias moves no softmax: its gradient is 0 up to rounding
         twin = gradients[THEIRS[name]]
-        assert np.abs(gradient - twin).max() <= 1e-10 * max(np.abs(twin).max(), 1e-3 * largest), name
+        assert np.abs(gradient - twin).max() <= 1e-10 * max(np.abs(twin).max(), 1e-3 * largest), (
+            name
+        )
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -108,7 +140,9 @@ def test_features_and_all_gradients_equal_those_of_transformers(name: str, kind:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_tp_gives_the_features_and_gradients_of_transformers(ranks: int, sequence_parallel: bool) -> None:
+def test_tp_gives_the_features_and_gradients_of_transformers(
+    ranks: int, sequence_parallel: bool
+) -> None:
     model = their_model().double()
     values = {"sequence_parallel": sequence_parallel}
     results = run_ranks(encode, ranks, {"tp": ranks}, values, state_of(model), "images")
@@ -119,18 +153,24 @@ def test_tp_gives_the_features_and_gradients_of_transformers(ranks: int, sequenc
 
 
 @pytest.mark.parametrize(("crops", "windows"), [(0, 0), (2, 0)])
-def test_a_rank_without_images_gives_every_parameter_the_gradient_zero(crops: int, windows: int) -> None:
+def test_a_rank_without_images_gives_every_parameter_the_gradient_zero(
+    crops: int, windows: int
+) -> None:
     chunk = chunk_of({}, state_of(their_model().double()), {})
     empty = torch.zeros(windows, 4, dtype=torch.int64)
     features = chunk.vision(torch.zeros(crops, 16, PATCH_DIM), empty)
     assert features.shape == (0, 32) and features.dtype == torch.float64 and features.requires_grad
-    torch.zeros(7, 32, dtype=torch.float64).index_add(0, torch.empty(0, dtype=torch.int64), features).sum().backward()
+    torch.zeros(7, 32, dtype=torch.float64).index_add(
+        0, torch.empty(0, dtype=torch.int64), features
+    ).sum().backward()
     assert all(not values.any() for _, values in gradients_of(chunk).values())
 
 
 def test_crops_of_another_size_are_refused_with_both_sizes() -> None:
     chunk = chunk_of({}, state_of(their_model().double()), {})
-    with pytest.raises(ValueError, match=r"\(2, 9, 48\) came in, --vision-image-size 16 .*\(crops, 16, 48\)"):
+    with pytest.raises(
+        ValueError, match=r"\(2, 9, 48\) came in, --vision-image-size 16 .*\(crops, 16, 48\)"
+    ):
         chunk.vision(torch.zeros(2, 9, PATCH_DIM), torch.zeros(1, 4, dtype=torch.int64))
 
 
@@ -151,18 +191,30 @@ def logits(
 
 def their_logits(model: Any, batch: PackedBatch, video: bool) -> np.ndarray:
     assert batch.vision is not None
-    patches, pooling = torch.from_numpy(batch.vision.patches), torch.from_numpy(batch.vision.pooling)
+    patches, pooling = (
+        torch.from_numpy(batch.vision.patches),
+        torch.from_numpy(batch.vision.pooling),
+    )
     units = np.diff(batch.vision.cum_token_pooling_bounds, prepend=0)
     inputs: dict[str, Any]
     if video:
         grids = torch.tensor([[len(units), int(units[0]), 1]])
-        inputs = {"pixel_values_videos": patches, "video_token_pooling": pooling, "video_grids": grids}
+        inputs = {
+            "pixel_values_videos": patches,
+            "video_token_pooling": pooling,
+            "video_grids": grids,
+        }
     else:
         grids = torch.tensor([[int(count), 1, 0, 0] for count in units])
         inputs = {"pixel_values": patches, "image_token_pooling": pooling, "image_grids": grids}
     seen = torch.from_numpy((batch.span > 0).astype(np.int64))[None]
     with torch.no_grad():
-        out = model(input_ids=torch.from_numpy(batch.tokens)[None], mm_token_type_ids=seen, use_cache=False, **inputs)
+        out = model(
+            input_ids=torch.from_numpy(batch.tokens)[None],
+            mm_token_type_ids=seen,
+            use_cache=False,
+            **inputs,
+        )
     return out.logits[0].numpy()
 
 
@@ -188,7 +240,9 @@ def test_logits_of_a_document_equal_those_of_transformers(kind: str, tp: int) ->
 
 
 def test_a_row_with_images_is_refused_by_a_model_without_a_tower() -> None:
-    text = {name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))}
+    text = {
+        name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))
+    }
     (chunk,) = build_chunks(config_of(text, {}), grid())
     local = shard_batch(document_with_images(), grid().cp, LAYOUTS["contiguous"])
     with pytest.raises(ValueError, match="a row holds 9 image tokens, .* --vision-num-layers is 0"):
@@ -196,7 +250,9 @@ def test_a_row_with_images_is_refused_by_a_model_without_a_tower() -> None:
 
 
 def test_the_weights_of_the_language_model_do_not_depend_on_the_tower() -> None:
-    text = {name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))}
+    text = {
+        name: value for name, value in TINY.items() if not name.startswith(("vision", "connector"))
+    }
     found = []
     for values in (text, TINY):
         (chunk,) = build_chunks(config_of(values, {}), grid())
@@ -204,14 +260,21 @@ def test_the_weights_of_the_language_model_do_not_depend_on_the_tower() -> None:
     plain, seeing = found
     assert all(np.array_equal(seeing[name], plain[name]) for name in plain)
     added = seeing.keys() - plain.keys()
-    assert all(name.startswith(("vision.", "connector.")) for name in added) and len(added) == 3 + 3 * 16 + 11
+    assert (
+        all(name.startswith(("vision.", "connector.")) for name in added)
+        and len(added) == 3 + 3 * 16 + 11
+    )
     assert all(spec_of(p).weight_decay == (p.dim() > 1) for p in chunk.vision.parameters())
 
 
 def microbatches() -> list[PackedBatch]:
     """Images, text alone, a video: the second makes every rank starve."""
     text = random_batch(np.random.default_rng(5), 40, VOCAB, documents=3, number=1)
-    return [document_with_images(), text, document_with_images((1, 1, 1, 1), (3, 3, 3, 3), 9, seed=2)]
+    return [
+        document_with_images(),
+        text,
+        document_with_images((1, 1, 1, 1), (3, 3, 3, 3), 9, seed=2),
+    ]
 
 
 def trained(
@@ -245,16 +308,25 @@ def frozen_names(names: set[str], towers: tuple[str, ...]) -> set[str]:
 def trained_frozen(
     rank: int, world_size: int, shape: dict[str, int], towers: tuple[str, ...]
 ) -> tuple[list[float], Pieces, Pieces, tuple[set[str], int]]:
-    """Loss and norm of one step, gradients, new weights, and what the optimizer holds: names, elements of gradients."""
+    """Loss and norm of one step, gradients, new weights, and what the optimizer holds: names,
+    elements of gradients.
+    """
     values = {**TINY, **PLAIN, "cross_entropy_chunk_tokens": 9, "freeze": ",".join(towers) or None}
     model = ParallelModel(config_of(values, shape), grid(**shape))
     batches = microbatches()
     loss = model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
     pieces = gradient_pieces(model)
-    state = {piece.name for part in model.optimizer.state_slices()["exp_avg"] for piece in part.spec.pieces}
+    state = {
+        piece.name
+        for part in model.optimizer.state_slices()["exp_avg"]
+        for piece in part.spec.pieces
+    }
     elements = sum(bucket.gradients.numel() for bucket in model.parameters.buckets)
     norm = model.optimizer.step(0.01)
-    assert all(bool(np.isnan(values).all()) == (name not in state) for (name, _), (_, values) in pieces.items())
+    assert all(
+        bool(np.isnan(values).all()) == (name not in state)
+        for (name, _), (_, values) in pieces.items()
+    )
     trained = {key: value for key, value in pieces.items() if key[0] in state}
     return [loss, norm], trained, parameter_pieces(model), (state, elements)
 
@@ -271,10 +343,18 @@ def test_a_frozen_tower_stays_and_the_others_get_their_gradients(
     _, _, initial = trained(0, 1, {}, PLAIN, steps=0)
     gradients, weights = assemble([first]), assemble([initial])
     ranks = 2 if shape else 1
-    results = run_ranks(trained_frozen, 2, shape, towers) if shape else [trained_frozen(0, 1, shape, towers)]
+    results = (
+        run_ranks(trained_frozen, 2, shape, towers)
+        if shape
+        else [trained_frozen(0, 1, shape, towers)]
+    )
     frozen = frozen_names(set(weights), towers)
     found = assemble(result[1] for result in results)
-    assert found.keys() == weights.keys() - frozen == set().union(*(result[3][0] for result in results))
+    assert (
+        found.keys()
+        == weights.keys() - frozen
+        == set().union(*(result[3][0] for result in results))
+    )
     for name, value in found.items():
         np.testing.assert_allclose(value, gradients[name], rtol=1e-10, atol=1e-10, err_msg=name)
     squares = sum(float((gradients[name] ** 2).sum()) for name in found)
@@ -283,7 +363,10 @@ def test_a_frozen_tower_stays_and_the_others_get_their_gradients(
     for name, value in after.items():
         assert np.array_equal(value, weights[name]) == (name in frozen), name
     if ranks == 1:  # 64-element alignment of every parameter
-        assert results[0][3][1] < sum(value.size + 64 for name, value in weights.items() if name not in frozen) + 640
+        assert (
+            results[0][3][1]
+            < sum(value.size + 64 for name, value in weights.items() if name not in frozen) + 640
+        )
 
 
 def test_a_tower_has_its_own_learning_rate_at_every_update() -> None:
@@ -296,7 +379,9 @@ def test_a_tower_has_its_own_learning_rate_at_every_update() -> None:
     for name, start in old.items():
         factor = {"vision": 0.25, "connector": 3.0}.get(name.split(".")[0], 1.0)
         # a difference of weights near 1: 2^-52 absolute
-        np.testing.assert_allclose(other[name] - start, factor * (one[name] - start), rtol=1e-9, atol=1e-14)
+        np.testing.assert_allclose(
+            other[name] - start, factor * (one[name] - start), rtol=1e-9, atol=1e-14
+        )
         assert np.abs(one[name] - start).max() > 0
 
 

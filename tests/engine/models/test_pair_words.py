@@ -12,7 +12,12 @@ from megacp.engine.layers.stack import lora_kinds
 from megacp.engine.models.pair_words import describe_pairs, parts_without_pairs
 
 HYBRID: dict[str, Any] = {"num_layers": 6, "linear_attention_freq": "3", "lora_rank": 4}
-EXPERTS: dict[str, Any] = {"num_layers": 4, "num_experts": 8, "moe_layer_freq": "[0,1,1,1]", "lora_rank": 4}
+EXPERTS: dict[str, Any] = {
+    "num_layers": 4,
+    "num_experts": 8,
+    "moe_layer_freq": "[0,1,1,1]",
+    "lora_rank": 4,
+}
 EXPERTS |= {"hidden_size": 64, "moe_ffn_hidden_size": 20}
 
 
@@ -26,7 +31,10 @@ def config(**values: Any) -> RunConfig:
         (HYBRID, ["attention.q", "attention.v", "linear_attention.q", "linear_attention.v"]),
         (HYBRID | {"lora_targets": "attention.q"}, ["attention.q"]),
         (HYBRID | {"lora_targets": "linear_attention.b, output"}, ["attention.output"]),
-        (HYBRID | {"linear_attention_rule": "mamba2", "lora_targets": "output"}, ["attention.output", "mamba.output"]),
+        (
+            HYBRID | {"linear_attention_rule": "mamba2", "lora_targets": "output"},
+            ["attention.output", "mamba.output"],
+        ),
         (EXPERTS | {"lora_targets": "gate"}, ["mlp.gate", "experts.gate"]),
         (
             EXPERTS | {"moe_shared_expert_intermediate_size": 16, "lora_targets": "up"},
@@ -35,7 +43,9 @@ def config(**values: Any) -> RunConfig:
         (EXPERTS | {"lora_targets": "experts.down,q"}, ["attention.q", "experts.down"]),
     ],
 )
-def test_a_word_means_all_kinds_of_its_name_and_a_kind_only_itself(values: dict[str, Any], kinds: list[str]) -> None:
+def test_a_word_means_all_kinds_of_its_name_and_a_kind_only_itself(
+    values: dict[str, Any], kinds: list[str]
+) -> None:
     found = [*lora_kinds(config(**values).model)]
     if "linear_attention.b" in values.get("lora_targets", ""):
         kinds = ["attention.output", "linear_attention.output", "linear_attention.b"]
@@ -48,12 +58,23 @@ def test_all_words_are_the_kinds_without_the_rates_and_the_gate_of_a_state() -> 
 
 
 def test_the_last_word_that_names_a_kind_decides_its_size() -> None:
-    model = config(lora_rank=4, lora_alpha=2.0, lora_targets="v:8:3,gate,mlp.gate:2:5,q:3:7,attention.q").model
-    assert model.lora_pairs["attention.v"] == model.lora_pairs["linear_attention.v"] == PairSize(8, 3.0)
+    model = config(
+        lora_rank=4, lora_alpha=2.0, lora_targets="v:8:3,gate,mlp.gate:2:5,q:3:7,attention.q"
+    ).model
+    assert (
+        model.lora_pairs["attention.v"]
+        == model.lora_pairs["linear_attention.v"]
+        == PairSize(8, 3.0)
+    )
     assert model.lora_pairs["attention.q"] == model.lora_pairs["experts.gate"] == PairSize(4, 2.0)
     assert model.lora_pairs["linear_attention.q"] == PairSize(3, 7.0)
-    assert model.lora_pairs["mlp.gate"] == PairSize(2, 5.0) and model.lora_pairs["mlp.gate"].scale == 2.5
-    told = "rank 4, alpha 2, on attention.q, attention.v (rank 8, alpha 3), mlp.gate (rank 2, alpha 5)"
+    assert (
+        model.lora_pairs["mlp.gate"] == PairSize(2, 5.0)
+        and model.lora_pairs["mlp.gate"].scale == 2.5
+    )
+    told = (
+        "rank 4, alpha 2, on attention.q, attention.v (rank 8, alpha 3), mlp.gate (rank 2, alpha 5)"
+    )
     assert describe_pairs(model) == told
 
 
@@ -64,8 +85,12 @@ def test_a_run_says_which_layers_of_a_hybrid_have_no_pairs() -> None:
     assert parts_without_pairs(config(**mamba)) == [told]
     told = f"no low-rank pairs: mamba of layers {states} (--lora-targets names none)"
     assert parts_without_pairs(config(**mamba, lora_targets="q,up")) == [told]
-    told = f"no low-rank pairs: linear_attention and MLP of layers {states} (the adapter names none)"
-    assert parts_without_pairs(config(**HYBRID, lora_targets="attention.q", load_adapter="a", load_hf="b")) == [told]
+    told = (
+        f"no low-rank pairs: linear_attention and MLP of layers {states} (the adapter names none)"
+    )
+    assert parts_without_pairs(
+        config(**HYBRID, lora_targets="attention.q", load_adapter="a", load_hf="b")
+    ) == [told]
     told = "no low-rank pairs: attention and MLP of layers 2, 5 (--lora-targets names none)"
     assert parts_without_pairs(config(**HYBRID, lora_targets="linear_attention.z")) == [told]
     assert parts_without_pairs(config(**HYBRID)) == []
@@ -77,7 +102,10 @@ def test_a_run_says_that_experts_are_not_trained_and_what_trains_them() -> None:
     count = 3 * 64 * 20 * 8 * 3  # matrices of experts in three layers
     assert count == 92_160
     flags = "--lora-targets q,v,experts.gate,experts.up,experts.down"
-    told = f"experts are not trained: 92.2 k parameters in 8 experts of 3 layers; {flags} trains low-rank pairs on them"
+    told = (
+        f"experts are not trained: 92.2 k parameters in 8 experts of 3 layers; {flags} trains "
+        "low-rank pairs on them"
+    )
     assert parts_without_pairs(config(**EXPERTS)) == [told]
     assert parts_without_pairs(config(**EXPERTS, lora_targets="v,experts.up")) == []
     assert parts_without_pairs(config(**EXPERTS, lora_targets="up")) == []

@@ -36,7 +36,9 @@ HIDDEN = HiddenStates(lambda batch: tuple(batch["input"].shape), torch.float64)
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    """Equal to 1e-12: float64 through at most 12 layers by the same operations in the same order is generous."""
+    """Equal to 1e-12: float64 through at most 12 layers by the same operations in the same order is
+    generous.
+    """
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -46,13 +48,23 @@ def my_parts(rank: int, num_stages: int, num_chunks: int, denominator: float) ->
 
 
 def gradients_of(parts: list[Part]) -> list[dict[str, Any]]:
-    return [{n: p.grad.numpy() for n, p in part.named_parameters() if p.grad is not None} for part in parts]
+    return [
+        {n: p.grad.numpy() for n, p in part.named_parameters() if p.grad is not None}
+        for part in parts
+    ]
 
 
 def train_one_step(
-    rank: int, world_size: int, lengths: Sequence[int], num_chunks: int, slow_stage: int | None, name: str
+    rank: int,
+    world_size: int,
+    lengths: Sequence[int],
+    num_chunks: int,
+    slow_stage: int | None,
+    name: str,
 ) -> tuple[list[float], list[dict[str, Any]], list[float]]:
-    """Losses, gradients of each chunk, and the losses of the forward-only schedule. The slow stage also recomputes."""
+    """Losses, gradients of each chunk, and the losses of the forward-only schedule. The slow stage
+    also recomputes.
+    """
     parts = my_parts(rank, world_size, num_chunks, float(sum(lengths)))
 
     def slowed(part: Part) -> Any:
@@ -64,7 +76,12 @@ def train_one_step(
 
         return chunk
 
-    shared = ([slowed(part) for part in parts], make_batches(lengths, WIDTH), grid(pp=world_size), HIDDEN)
+    shared = (
+        [slowed(part) for part in parts],
+        make_batches(lengths, WIDTH),
+        grid(pp=world_size),
+        HIDDEN,
+    )
     sizes = (rank, world_size, len(lengths), num_chunks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "SEND_WINDOW", 2 if slow_stage is None else 1)
@@ -72,7 +89,11 @@ def train_one_step(
         with torch.no_grad():
             evaluated = run(schedule("forward_only", *sizes), *shared)
     assert not any(loss.requires_grad for loss in losses + evaluated)
-    return [loss.item() for loss in losses], gradients_of(parts), [loss.item() for loss in evaluated]
+    return (
+        [loss.item() for loss in losses],
+        gradients_of(parts),
+        [loss.item() for loss in evaluated],
+    )
 
 
 def train_many(rank: int, world_size: int, cases: list[tuple[Any, ...]]) -> list[Any]:
@@ -85,12 +106,16 @@ def train_many(rank: int, world_size: int, cases: list[tuple[Any, ...]]) -> list
 def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_chunks: int) -> None:
     """1 to 8 microbatches, fewer than stages and short groups included, each of another length.
 
-    With 2 stages and several chunks the next and the previous peer are the same rank. A slow stage lets messages queue.
+    With 2 stages and several chunks the next and the previous peer are the same rank. A slow stage
+    lets messages queue.
     """
     cases = [
         (LENGTHS[:count], num_chunks, slow, name)
         for count in range(1, len(LENGTHS) + 1)
-        for slow, name in ((None, "1f1b"), (count % num_stages, "1f1b" if count % 2 else "first 1f1b"))
+        for slow, name in (
+            (None, "1f1b"),
+            (count % num_stages, "1f1b" if count % 2 else "first 1f1b"),
+        )
     ]
     ranks = run_ranks(train_many, num_stages, cases)
     for place, (lengths, *_) in enumerate(cases):
@@ -109,13 +134,16 @@ def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_chun
 
 
 def crossing_lists() -> list[list[Action]]:
-    """Two stages, two chunks, two microbatches: stage 0 sends all forwards first, stage 1 takes a gradient in between.
+    """Two stages, two chunks, two microbatches: stage 0 sends all forwards first, stage 1 takes a
+    gradient in between.
 
     So stage 0 sends output, output, output, output, gradient and stage 1 takes the gradient fourth.
     """
     orders = ["F00 F10 F01 F11 B01 B00 B11 B10", "F00 F10 F01 B01 B00 F11 B11 B10"]
     kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
-    computes = [[Action(kinds[w[0]], int(w[1]), int(w[2])) for w in order.split()] for order in orders]
+    computes = [
+        [Action(kinds[w[0]], int(w[1]), int(w[2])) for w in order.split()] for order in orders
+    ]
     return [with_messages(computes[stage], stage, 2, 2) for stage in range(2)]
 
 
@@ -141,7 +169,13 @@ def test_one_stage_needs_no_process_group() -> None:
     part = Part(0, 1, WIDTH, float(sum(LENGTHS)))
     losses, gradients = train_in_one_process(LENGTHS, WIDTH, 1)
     for step in (1, 2):
-        found = run(schedule("1f1b", 0, 1, len(LENGTHS)), [part], make_batches(LENGTHS, WIDTH), grid(), HIDDEN)
+        found = run(
+            schedule("1f1b", 0, 1, len(LENGTHS)),
+            [part],
+            make_batches(LENGTHS, WIDTH),
+            grid(),
+            HIDDEN,
+        )
         assert_close([loss.item() for loss in found], losses)
         assert part.weight.grad is not None
         assert_close(part.weight.grad.numpy(), step * gradients[0]["weight"].numpy())
@@ -179,7 +213,11 @@ def record_backwards(rank: int, world_size: int, num_chunks: int) -> list[tuple[
 def test_every_backward_is_announced_and_has_the_parameters_it_needs(num_chunks: int) -> None:
     for events in run_ranks(record_backwards, 2, num_chunks):
         for chunk in range(num_chunks):
-            own = [name for name, of in events if of == chunk and name in ("start", "last", "backward", "end")]
+            own = [
+                name
+                for name, of in events
+                if of == chunk and name in ("start", "last", "backward", "end")
+            ]
             assert own == ["start", "backward", "end"] * 4 + ["last", "backward", "end"]
         held: set[int] = set()
         for name, chunk in events:
@@ -193,7 +231,9 @@ def test_every_backward_is_announced_and_has_the_parameters_it_needs(num_chunks:
         assert not held
 
 
-def count_live_tensors(rank: int, world_size: int, num_chunks: int, trains: bool) -> tuple[int, int]:
+def count_live_tensors(
+    rank: int, world_size: int, num_chunks: int, trains: bool
+) -> tuple[int, int]:
     """Most inputs and most outputs alive at once."""
     inputs: list[weakref.ref[Any]] = []
     outputs: list[weakref.ref[Any]] = []
@@ -207,7 +247,9 @@ def count_live_tensors(rank: int, world_size: int, num_chunks: int, trains: bool
             x = batch["input"] * 1.0 if hidden is None else hidden
             inputs.append(weakref.ref(x))
             peaks[0] = max(peaks[0], alive(inputs))
-            y = torch.tanh(x @ part.weight.T + part.bias).sin()  # sin saves its input, so nothing saves the output
+            y = torch.tanh(
+                x @ part.weight.T + part.bias
+            ).sin()  # sin saves its input, so nothing saves the output
             outputs.append(weakref.ref(y))
             peaks[1] = max(peaks[1], alive(outputs))
             return (y**2).sum() if part.last else y
@@ -216,7 +258,9 @@ def count_live_tensors(rank: int, world_size: int, num_chunks: int, trains: bool
 
     gc.disable()
     try:
-        actions = schedule("1f1b" if trains else "forward_only", rank, world_size, len(LENGTHS), num_chunks)
+        actions = schedule(
+            "1f1b" if trains else "forward_only", rank, world_size, len(LENGTHS), num_chunks
+        )
         chunks = [counted(part) for part in my_parts(rank, world_size, num_chunks, 1.0)]
         with torch.set_grad_enabled(trains):
             run(actions, chunks, make_batches(LENGTHS, WIDTH), grid(pp=world_size), HIDDEN)
@@ -231,7 +275,8 @@ def test_activations_are_freed_right_after_their_backward(num_chunks: int) -> No
     for rank, (inputs, outputs) in enumerate(run_ranks(count_live_tensors, 2, num_chunks, True)):
         bound = in_flight_bound(rank, 2, len(LENGTHS), num_chunks)
         assert inputs <= bound < len(LENGTHS) * num_chunks
-        # The last virtual stage's square saves its y; elsewhere the tensor object is gone after the forward.
+        # The last virtual stage's square saves its y; elsewhere the tensor object is gone after the
+        # forward.
         assert outputs <= (bound if rank == 1 else 1)
     for inputs, outputs in run_ranks(count_live_tensors, 2, num_chunks, False):
         assert (inputs, outputs) == (1, 1)
@@ -253,7 +298,9 @@ def send_a_wrong_output(rank: int, world_size: int, fault: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("fault", "sent"), [("shape", "(6, 5) torch.float64"), ("dtype", "(7, 5) torch.float32")])
+@pytest.mark.parametrize(
+    ("fault", "sent"), [("shape", "(6, 5) torch.float64"), ("dtype", "(7, 5) torch.float32")]
+)
 def test_an_output_the_peer_does_not_expect_is_never_sent(fault: str, sent: str) -> None:
     text = run_ranks(send_a_wrong_output, 2, fault)[0]
     assert sent in text and "(7, 5) torch.float64" in text
@@ -272,7 +319,9 @@ def test_every_channel_opens_in_one_common_order(num_stages: int) -> None:
 
 
 def test_a_receive_is_posted_after_all_computes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What schedules are proven with (`hangs_where_computes_wait`): one posted earlier could stop both stages."""
+    """What schedules are proven with (`hangs_where_computes_wait`): one posted earlier could stop
+    both stages.
+    """
     done: list[str] = []
 
     class Received:
@@ -300,7 +349,9 @@ def _of_two(rank: int) -> ProcessGrid:
     """A stage of two whose messages a test takes."""
     axis = Axis("pp", 2, rank, (0, 1), group=object())  # type: ignore[arg-type]
     channels = {("forward", 0): axis}
-    return ProcessGrid(GridShape(pp=2), rank, torch.device("cpu"), {("pp",): axis}, axis, channels, axis)
+    return ProcessGrid(
+        GridShape(pp=2), rank, torch.device("cpu"), {("pp",): axis}, axis, channels, axis
+    )
 
 
 def test_the_sends_under_way_on_a_channel_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Every schedule, simulated: it ends, keeps its memory and its bubble, and does every piece of work once, in order.
+"""Every schedule, simulated: it ends, keeps its memory and its bubble, and does every piece of work
+once, in order.
 
 And the cut of layers into virtual stages, against trying every cut.
 """
@@ -31,17 +32,25 @@ def lists_of(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int, first_trained: int = 0
 ) -> list[list[Action]]:
     sizes = num_stages, num_microbatches, num_chunks
-    return [schedule(name, stage, *sizes, first_trained=first_trained) for stage in range(num_stages)]
+    return [
+        schedule(name, stage, *sizes, first_trained=first_trained) for stage in range(num_stages)
+    ]
 
 
-training, zero_bubble, evaluation = (partial(lists_of, name) for name in ("1f1b", "zero_bubble", "forward_only"))
+training, zero_bubble, evaluation = (
+    partial(lists_of, name) for name in ("1f1b", "zero_bubble", "forward_only")
+)
 
 
 @pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(sizes(), st.sampled_from([None, 1, 2]))
-def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], window: int | None) -> None:
-    """However long the actions take; a window of one send is the strictest the runtime could have."""
+def test_any_sizes_end_within_the_stated_memory(
+    size: tuple[int, int, int], window: int | None
+) -> None:
+    """However long the actions take; a window of one send is the strictest the runtime could
+    have.
+    """
     num_stages, num_microbatches, num_chunks = size
     result = simulate(training(*size), num_chunks, send_window=window)
     for stage, peak in enumerate(result.peak_in_flight):
@@ -49,7 +58,9 @@ def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], wind
     simulate(evaluation(*size), num_chunks, send_window=window)
     waiting = simulate(zero_bubble(*size), num_chunks, send_window=window)
     assert waiting.peak_in_flight <= result.peak_in_flight
-    assert waiting.peak_put_off == tuple(min(s, num_microbatches * num_chunks - 1) for s in range(num_stages))
+    assert waiting.peak_put_off == tuple(
+        min(s, num_microbatches * num_chunks - 1) for s in range(num_stages)
+    )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "first 1f1b", "first zero_bubble"])
@@ -61,8 +72,12 @@ def test_stages_before_the_first_trained_one_only_run_forwards(name: str, num_ch
             for first in range(num_stages * num_chunks):
                 lists = lists_of(name, num_stages, microbatches, num_chunks, first)
                 simulate(lists, num_chunks, send_window=1, first_trained=first)
-                backwards = sum(action.kind is Kind.BACKWARD for actions in lists for action in actions)
-                sent = sum(action.kind is Kind.SEND_BACKWARD for actions in lists for action in actions)
+                backwards = sum(
+                    action.kind is Kind.BACKWARD for actions in lists for action in actions
+                )
+                sent = sum(
+                    action.kind is Kind.SEND_BACKWARD for actions in lists for action in actions
+                )
                 trained = num_stages * num_chunks - first
                 assert (backwards, sent) == (trained * microbatches, (trained - 1) * microbatches)
                 if num_chunks == 1:
@@ -71,15 +86,25 @@ def test_stages_before_the_first_trained_one_only_run_forwards(name: str, num_ch
 
 @pytest.mark.parametrize(
     ("name", "most_chunks"),
-    [("1f1b", 1), ("zero_bubble", 1), ("forward_only", 4), ("first 1f1b", 4), ("first zero_bubble", 4)],
+    [
+        ("1f1b", 1),
+        ("zero_bubble", 1),
+        ("forward_only", 4),
+        ("first 1f1b", 4),
+        ("first zero_bubble", 4),
+    ],
 )
 def test_stages_end_though_every_compute_waits_for_its_device(name: str, most_chunks: int) -> None:
-    """Interleaved stages would not, under 1F1B: their first step, in which kernels are loaded, is `first`."""
+    """Interleaved stages would not, under 1F1B: their first step, in which kernels are loaded, is
+    `first`.
+    """
     for chunks in range(1, most_chunks + 1):
         for stages in range(2, 9):
             for microbatches in (1, 2, 3, 5, 8):
                 lists = lists_of(name, stages, microbatches, chunks)
-                assert hangs_where_computes_wait(lists) == [], f"{stages} stages, {microbatches} microbatches"
+                assert hangs_where_computes_wait(lists) == [], (
+                    f"{stages} stages, {microbatches} microbatches"
+                )
                 if name.startswith("first"):
                     simulate(lists, chunks)
     assert hangs_where_computes_wait(lists_of("1f1b", 2, 4, 2)), "so it needs the first step"
@@ -93,7 +118,9 @@ def test_every_chunk_runs_each_microbatch_once_in_one_order(size: tuple[int, int
     lists = [(actions, trained) for actions in training(*size)]
     lists += [(actions, {Kind.FORWARD}) for actions in evaluation(*size)]
     for stage, actions in enumerate(zero_bubble(*size)):
-        lists.append((actions, trained | {Kind.WEIGHTS} if stage > 0 or num_chunks > 1 else trained))
+        lists.append(
+            (actions, trained | {Kind.WEIGHTS} if stage > 0 or num_chunks > 1 else trained)
+        )
     for actions, computes in lists:
         assert {a.kind for a in actions} & {Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS} == computes
         for chunk in range(num_chunks):
@@ -109,8 +136,12 @@ def test_every_chunk_runs_each_microbatch_once_in_one_order(size: tuple[int, int
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 30), times, times)
-def test_the_bubble_of_1f1b_is_the_formula(stages: int, microbatches: int, forward: float, backward: float) -> None:
-    """(pp - 1) / m of the ideal time, for any ratio of backward to forward and m >= 1. Tolerance: float additions."""
+def test_the_bubble_of_1f1b_is_the_formula(
+    stages: int, microbatches: int, forward: float, backward: float
+) -> None:
+    """(pp - 1) / m of the ideal time, for any ratio of backward to forward and m >= 1. Tolerance:
+    float additions.
+    """
     result = simulate(training(stages, microbatches, 1), 1, forward, backward)
     assert result.bubble == pytest.approx((stages - 1) / microbatches, abs=1e-9)
 
@@ -128,37 +159,60 @@ def test_the_bubble_of_interleaved_is_the_formula(
 
 @pytest.mark.slow
 @settings(deadline=None, derandomize=True)
-@given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 3), times, st.sampled_from([1.0, 1.4, 2.0]))
+@given(
+    st.integers(2, 8), st.integers(1, 3), st.integers(1, 3), times, st.sampled_from([1.0, 1.4, 2.0])
+)
 def test_the_bubble_of_zero_bubble_is_the_formula(
     stages: int, groups: int, chunks: int, weights: float, ratio: float
 ) -> None:
-    """(pp - 1) (f + b - w) / (v m) when groups are full and forward and backward take at least as long as weights."""
+    """(pp - 1) (f + b - w) / (v m) when groups are full and forward and backward take at least as
+    long as weights.
+    """
     forward = backward = weights * ratio
     lists = zero_bubble(stages, groups * stages, chunks)
     result = simulate(lists, chunks, forward, backward, weights_time=weights)
     saved = (forward + backward - weights) / (forward + backward + weights)
-    assert result.bubble == pytest.approx(saved * (stages - 1) / (chunks * groups * stages), abs=1e-9)
+    assert result.bubble == pytest.approx(
+        saved * (stages - 1) / (chunks * groups * stages), abs=1e-9
+    )
     assert (
         result.makespan
-        < simulate(training(stages, groups * stages, chunks), chunks, forward, backward + weights).makespan
+        < simulate(
+            training(stages, groups * stages, chunks), chunks, forward, backward + weights
+        ).makespan
     )
 
 
 def test_four_stages_keep_their_bubble_and_memory() -> None:
-    """The formulas of the slow properties at one size each; a short last group of 1 under this warm-up hangs."""
-    full, bounds = simulate(training(4, 8, 3), 3), [in_flight_bound(stage, 4, 8, 3) for stage in range(4)]
-    assert full.bubble == pytest.approx(3 / (3 * 8), abs=1e-9) and list(full.peak_in_flight) == bounds
+    """The formulas of the slow properties at one size each; a short last group of 1 under this
+    warm-up hangs.
+    """
+    full, bounds = (
+        simulate(training(4, 8, 3), 3),
+        [in_flight_bound(stage, 4, 8, 3) for stage in range(4)],
+    )
+    assert (
+        full.bubble == pytest.approx(3 / (3 * 8), abs=1e-9) and list(full.peak_in_flight) == bounds
+    )
     simulate(training(4, 5, 3), 3, send_window=1)
     assert simulate(zero_bubble(4, 8, 1), 1, weights_time=1.0).peak_put_off == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
-@pytest.mark.parametrize("size", [(1, 3, 1), (3, 2, 1), (4, 8, 1), (4, 8, 2), (3, 7, 3), (2, 1, 2)], ids=str)
-def test_times_of_the_dry_run_are_those_of_the_simulator(name: str, size: tuple[int, int, int]) -> None:
-    """Also where no formula holds: a short group, fewer microbatches than stages. Tolerance: float additions."""
+@pytest.mark.parametrize(
+    "size", [(1, 3, 1), (3, 2, 1), (4, 8, 1), (4, 8, 2), (3, 7, 3), (2, 1, 2)], ids=str
+)
+def test_times_of_the_dry_run_are_those_of_the_simulator(
+    name: str, size: tuple[int, int, int]
+) -> None:
+    """Also where no formula holds: a short group, fewer microbatches than stages. Tolerance: float
+    additions.
+    """
     stages, _, chunks = size
     times = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.25, Kind.WEIGHTS: 0.75}
-    spans = timeline([SCHEDULES[name](stage, *size) for stage in range(stages)], chunks, [times] * stages)
+    spans = timeline(
+        [SCHEDULES[name](stage, *size) for stage in range(stages)], chunks, [times] * stages
+    )
     forward, backward, weights = (time / chunks for time in times.values())
     if name == "1f1b" or stages == 1:  # no list has an action for weights
         backward += weights
@@ -189,17 +243,25 @@ def cuts(draw: st.DrawFn) -> tuple[list[float], float, float, int]:
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(cuts())
-def test_no_cut_is_cheaper_or_as_cheap_and_more_even(case: tuple[list[float], float, float, int]) -> None:
+def test_no_cut_is_cheaper_or_as_cheap_and_more_even(
+    case: tuple[list[float], float, float, int],
+) -> None:
     rated = [
-        (max(parts), sum(c * c for c in parts), sum(len(r) ** 2 for r in ranges), [r.stop for r in ranges], ranges)
+        (
+            max(parts),
+            sum(c * c for c in parts),
+            sum(len(r) ** 2 for r in ranges),
+            [r.stop for r in ranges],
+            ranges,
+        )
         for ranges, parts in every_partition(*case)
     ]
     assert partition(*case) == min(rated, key=lambda row: row[:4])[-1]
 
 
 def test_cuts_to_read() -> None:
-    """A heavy head takes layers off the last stage; first stages, which hold most activations, are the lighter ones;
-    the dearest part counts before evenness; many layers are cut in little time.
+    """A heavy head takes layers off the last stage; first stages, which hold most activations, are
+    the lighter ones; the dearest part counts before evenness; many layers are cut in little time.
     """
     assert partition([1.0] * 8, 1.0, 3.0, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
     assert partition([0.1] * 7, 0.0, 0.0, 3) == [range(0, 2), range(2, 4), range(4, 7)]

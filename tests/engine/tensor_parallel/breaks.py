@@ -16,8 +16,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "the other side of A is cut",
         ),
         (
-            'self.std, treated="matrix"',
-            'self.std, treated="vector"',
+            'self.std,\n            treated="matrix",',
+            'self.std,\n            treated="vector",',
             "a weight is stepped as a vector",
         ),
     ],
@@ -97,8 +97,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "rows are summed twice",
         ),
         (
-            "collectives.all_gather(torch.stack([lse, target])[None], axis)",
-            "torch.stack([lse, target])[None]",
+            "shared = collectives.all_gather(\n        torch.stack([lse, target])[None], axis\n    )  # [1, 2, t] -> [tp, 2, t]",
+            "shared = torch.stack([lse, target])[None]  # [1, 2, t] -> [tp, 2, t]",
             "the loss is over the columns of one rank",
         ),
     ],
@@ -151,16 +151,16 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "chunks are summed in bfloat16",
         ),
         (
-            "x = x.masked_fill(elsewhere[:, None], 0.0)",
-            "x = x",
+            "x = x.masked_fill(\n            elsewhere[:, None], 0.0\n        )  # partial over tp: one rank has the row, the others 0",
+            "x = x  # partial over tp: one rank has the row, the others 0",
             "row 0 stands in for tokens of other ranks",
         ),
         ("(local >= self.true_rows)", "(local > self.true_rows)", "one row too many is looked up"),
     ],
     ("megacp/engine/tensor_parallel/lora.py", "tests/engine/tensor_parallel"): [
         (
-            "x, True, self.first), self.down)",
-            "x, True), self.down)",
+            "u = F.linear(\n            self.dropped(x, True, self.first), self.down\n        )  # [t, f/tp] -> [t, r], partial over tp",
+            "u = F.linear(self.dropped(x, True), self.down)  # [t, f/tp] -> [t, r], partial over tp",
             "tp ranks share dropout columns",
         ),
         ("else copy_to(u, self.tp)", "else u", "A's gradient is of this rank's heads"),

@@ -1,4 +1,6 @@
-"""Column- and row-parallel linears against one product: values and gradients, with and without sequence parallelism."""
+"""Column- and row-parallel linears against one product: values and gradients, with and without
+sequence parallelism.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,12 @@ def randn(*shape: int, seed: int) -> Tensor:
 def global_tensors() -> dict[str, Tensor]:
     """Weights and biases of both layers; the row layer takes the column layer's outputs."""
     wide = sum(rows for _, rows in OUTPUTS)
-    tensors = {f"a.{name}.weight": randn(rows, WIDTH, seed=i) for i, (name, rows) in enumerate(OUTPUTS)}
-    tensors |= {f"a.{name}.bias": randn(rows, seed=20 + i) for i, (name, rows) in enumerate(OUTPUTS)}
+    tensors = {
+        f"a.{name}.weight": randn(rows, WIDTH, seed=i) for i, (name, rows) in enumerate(OUTPUTS)
+    }
+    tensors |= {
+        f"a.{name}.bias": randn(rows, seed=20 + i) for i, (name, rows) in enumerate(OUTPUTS)
+    }
     tensors |= {"b.out.weight": randn(OUT, wide, seed=10), "b.out.bias": randn(OUT, seed=30)}
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 
@@ -75,7 +81,9 @@ def one_process() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def permuted_columns(tensor: Tensor, size: int) -> Tensor:
-    """Row-layer weight columns ordered as ranks hold the fused outputs: each rank has its q, then k, then v."""
+    """Row-layer weight columns ordered as ranks hold the fused outputs: each rank has its q, then
+    k, then v.
+    """
     starts = np.cumsum([0] + [rows for _, rows in OUTPUTS])
     order = [
         np.arange(start + rank * rows // size, start + (rank + 1) * rows // size)
@@ -88,7 +96,9 @@ def permuted_columns(tensor: Tensor, size: int) -> Tensor:
 def on_ranks(rank: int, world_size: int, sequence_parallel: bool) -> tuple[Tensor, Tensor, Pieces]:
     tp = grid(tp=world_size).tp
     options = options_of(tp, sequence_parallel)
-    column = ColumnParallelLinear(LinearSpec("a", {n: Linear(WIDTH, rows, 0.02, True) for n, rows in OUTPUTS}), options)
+    column = ColumnParallelLinear(
+        LinearSpec("a", {n: Linear(WIDTH, rows, 0.02, True) for n, rows in OUTPUTS}), options
+    )
     last = Linear(sum(n for _, n in OUTPUTS), OUT, 0.02, True, "columns")
     row = RowParallelLinear(LinearSpec("b", {"out": last}), options)
     tensors = {name: tensor.detach() for name, tensor in global_tensors().items()}
@@ -114,7 +124,9 @@ def on_ranks(rank: int, world_size: int, sequence_parallel: bool) -> tuple[Tenso
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_column_then_row_equals_one_process(world_size: int, sequence_parallel: bool) -> None:
-    """Catches a missing or doubled reduction of dx or of a bias, and a fused weight cut across its tensors."""
+    """Catches a missing or doubled reduction of dx or of a bias, and a fused weight cut across its
+    tensors.
+    """
     results = run_ranks(on_ranks, world_size, sequence_parallel)
     y, dx, grads = one_process()
     for out, d_input, _ in results:
@@ -130,7 +142,9 @@ def test_column_then_row_equals_one_process(world_size: int, sequence_parallel: 
 def test_a_replicated_parameter_is_counted_once() -> None:
     def specs(rank: int) -> list[bool]:
         tp = Axis("tp", 2, rank, (0, 1), group=object())  # type: ignore[arg-type]
-        row = RowParallelLinear(LinearSpec("b", {"out": Linear(4, 4, 0.1, True, "columns")}), options_of(tp, True))
+        row = RowParallelLinear(
+            LinearSpec("b", {"out": Linear(4, 4, 0.1, True, "columns")}), options_of(tp, True)
+        )
         assert row.bias is not None and spec_of(row.bias).partial_over == ("tp",)
         assert spec_of(row.weight).partial_over == () and not spec_of(row.bias).weight_decay
         return [spec_of(parameter).counted for parameter in (row.weight, row.bias)]
@@ -143,7 +157,10 @@ def normed(rank: int, world_size: int) -> list[Tensor]:
     tp = grid(tp=world_size).tp
     norm = ColumnNorm(table.Tensor("n.weight", (6,), "rows", "ones"), 1e-3, options_of(tp, False))
     fill(norm, {"n.weight": randn(6, seed=3)})
-    x, v = (randn(5, 6, seed=seed).chunk(world_size, 1)[rank].clone().requires_grad_() for seed in (1, 2))
+    x, v = (
+        randn(5, 6, seed=seed).chunk(world_size, 1)[rank].clone().requires_grad_()
+        for seed in (1, 2)
+    )
     y = norm(x)
     return [y.detach(), *torch.autograd.grad(y, [x, norm.weight], v)]
 
@@ -157,7 +174,12 @@ def test_a_norm_over_columns_equals_one_process() -> None:
 
 
 PAIRS = LoraSpec(
-    {"a.q": PairSize(3, 7.5), "a.k": PairSize(3, 7.5, "q"), "a.v": PairSize(2, 8.0), "b.out": PairSize(3, 7.5)}
+    {
+        "a.q": PairSize(3, 7.5),
+        "a.k": PairSize(3, 7.5, "q"),
+        "a.v": PairSize(2, 8.0),
+        "b.out": PairSize(3, 7.5),
+    }
 )
 RANKS = {"q": 3, "k": 3, "v": 2}
 FROZEN = {f"a.{name}.weight": randn(rows, WIDTH, seed=i) for i, (name, rows) in enumerate(OUTPUTS)}
@@ -170,8 +192,12 @@ LOW = {
 LOW |= {"b.out.lora_A.weight": randn(3, 8, seed=9), "b.out.lora_B.weight": randn(OUT, 3, seed=10)}
 
 
-def low_rank(rank: int, world_size: int, parallel: bool, dropout: float) -> tuple[list[Tensor], list[Tensor], Pieces]:
-    """What a column- and a row-parallel linear with pairs give, the gradients of their inputs, those of the pairs."""
+def low_rank(
+    rank: int, world_size: int, parallel: bool, dropout: float
+) -> tuple[list[Tensor], list[Tensor], Pieces]:
+    """What a column- and a row-parallel linear with pairs give, the gradients of their inputs,
+    those of the pairs.
+    """
     tp = grid(tp=world_size).tp
     options = dataclasses.replace(options_of(tp, parallel), trained=False)
     outputs = {name: Linear(WIDTH, rows, 0.1) for name, rows in OUTPUTS}
@@ -187,15 +213,22 @@ def low_rank(rank: int, world_size: int, parallel: bool, dropout: float) -> tupl
 
     for linear in (column, row):
         linear.names = DropoutNames(7, own(torch.arange(TOKENS)), torch.arange(TOKENS))
-    x, wide = own(randn(TOKENS, WIDTH, seed=40)).clone(), randn(TOKENS, 8, seed=41).chunk(world_size, 1)[rank].clone()
-    upstream = [x.chunk(world_size, 1)[rank] for x in randn(TOKENS, 28, seed=42).split([n for _, n in OUTPUTS], 1)]
+    x, wide = (
+        own(randn(TOKENS, WIDTH, seed=40)).clone(),
+        randn(TOKENS, 8, seed=41).chunk(world_size, 1)[rank].clone(),
+    )
+    upstream = [
+        x.chunk(world_size, 1)[rank]
+        for x in randn(TOKENS, 28, seed=42).split([n for _, n in OUTPUTS], 1)
+    ]
     trained = [p for p in module.parameters() if p.requires_grad]
     y, z = column(x.requires_grad_()), row(wide.requires_grad_())
     dx, dwide, *grads = torch.autograd.grad(
         [y, z], [x, wide, *trained], [torch.cat(upstream, 1), own(randn(TOKENS, OUT, seed=43))]
     )
     summed = {
-        p: all_reduce(g, tp) if spec_of(p).partial_over == ("tp",) else g for p, g in zip(trained, grads, strict=True)
+        p: all_reduce(g, tp) if spec_of(p).partial_over == ("tp",) else g
+        for p, g in zip(trained, grads, strict=True)
     }
     frozen = {p: torch.zeros_like(p) for p in module.parameters() if not p.requires_grad}
     whole = [all_gather(t.contiguous(), tp) if parallel else t for t in (z.detach(), dx)]
@@ -211,14 +244,24 @@ def low_rank(rank: int, world_size: int, parallel: bool, dropout: float) -> tupl
 def test_low_rank_pairs_equal_one_process(parallel: bool, dropout: float) -> None:
     one = low_rank(0, 1, False, dropout)
     if not dropout:
-        x, delta = randn(TOKENS, WIDTH, seed=40), LOW["a.q.lora_B.weight"] @ LOW["a.q.lora_A.weight"]
+        x, delta = (
+            randn(TOKENS, WIDTH, seed=40),
+            LOW["a.q.lora_B.weight"] @ LOW["a.q.lora_A.weight"],
+        )
         torch.testing.assert_close(one[1][0], x @ (FROZEN["a.q.weight"] + 2.5 * delta).t(), **CLOSE)
         delta = LOW["a.k.lora_B.weight"] @ LOW["a.q.lora_A.weight"]  # q and k share A
         torch.testing.assert_close(one[1][1], x @ (FROZEN["a.k.weight"] + 2.5 * delta).t(), **CLOSE)
-        delta = LOW["a.v.lora_B.weight"] @ LOW["a.v.lora_A.weight"]  # of another rank and scale in the same product
+        delta = (
+            LOW["a.v.lora_B.weight"] @ LOW["a.v.lora_A.weight"]
+        )  # of another rank and scale in the same product
         torch.testing.assert_close(one[1][2], x @ (FROZEN["a.v.weight"] + 4.0 * delta).t(), **CLOSE)
-        wide, delta = randn(TOKENS, 8, seed=41), LOW["b.out.lora_B.weight"] @ LOW["b.out.lora_A.weight"]
-        torch.testing.assert_close(one[0][0], wide @ (FROZEN["b.out.weight"] + 2.5 * delta).t(), **CLOSE)
+        wide, delta = (
+            randn(TOKENS, 8, seed=41),
+            LOW["b.out.lora_B.weight"] @ LOW["b.out.lora_A.weight"],
+        )
+        torch.testing.assert_close(
+            one[0][0], wide @ (FROZEN["b.out.weight"] + 2.5 * delta).t(), **CLOSE
+        )
     results = run_ranks(low_rank, 2, parallel, dropout)
     for whole, columns, _ in results:
         torch.testing.assert_close([*whole, *columns], [*one[0], *one[1]], **CLOSE)
@@ -248,9 +291,15 @@ def config_of(shape: dict[str, int], settings: dict[str, Any]) -> RunConfig:
     return config_of_values({**SIZES, **chunks, **settings}, shape)
 
 
-def gradients(rank: int, world: int, shape: dict[str, int], settings: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
-    """Loss and summed gradients of microbatches of several lengths, twice the same step, this rank's slices."""
-    model = ParallelModel(config_of(shape, settings), grid(**{k: n for k, n in shape.items() if k != "chunks"}))
+def gradients(
+    rank: int, world: int, shape: dict[str, int], settings: dict[str, Any]
+) -> tuple[float, list[np.ndarray]]:
+    """Loss and summed gradients of microbatches of several lengths, twice the same step, this
+    rank's slices.
+    """
+    model = ParallelModel(
+        config_of(shape, settings), grid(**{k: n for k, n in shape.items() if k != "chunks"})
+    )
     first = (rank // (shape.get("tp", 1) * shape.get("cp", 1))) % shape.get("dp", 1) * MICROBATCHES
     batches = [
         mock_batch([first + i], MockRules(SIZES["vocab_size"], 64 + 32 * (i % 3), mask="mixed"))
@@ -259,13 +308,17 @@ def gradients(rank: int, world: int, shape: dict[str, int], settings: dict[str, 
     for _ in range(2):  # the second step begins with what the first has left
         model.parameters.zero()
         loss = model.gradients(batches, 1, 100.0)
-    return loss, [model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))]
+    return loss, [
+        model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))
+    ]
 
 
 def assert_same(shape: dict[str, int], settings: dict[str, Any], change: dict[str, Any]) -> None:
     """float64, with the same products: only the order of two sums differs."""
     world = int(np.prod([n for name, n in shape.items() if name != "chunks"], dtype=int))
-    plain, other = (run_ranks(gradients, world, shape, {**settings, **more}) for more in ({}, change))
+    plain, other = (
+        run_ranks(gradients, world, shape, {**settings, **more}) for more in ({}, change)
+    )
     for (loss, expected), (found_loss, found) in zip(plain, other, strict=True):
         assert found_loss == loss
         for a, b in zip(expected, found, strict=True):
@@ -283,13 +336,17 @@ def assert_same(shape: dict[str, int], settings: dict[str, Any], change: dict[st
         ({"pp": 2}, {"recompute_granularity": "selective", "mlp_chunk_tokens": 10}),
     ],
 )
-def test_fused_gradients_are_those_of_autograd(shape: dict[str, int], settings: dict[str, Any]) -> None:
+def test_fused_gradients_are_those_of_autograd(
+    shape: dict[str, int], settings: dict[str, Any]
+) -> None:
     assert_same(shape, settings, {"gradient_accumulation_fusion": True})
 
 
 def test_a_tied_table_that_is_used_twice_stays_with_autograd() -> None:
     """Its first gradient would otherwise count as its last."""
-    assert_same({}, {"untie_embeddings_and_output_weights": False}, {"gradient_accumulation_fusion": True})
+    assert_same(
+        {}, {"untie_embeddings_and_output_weights": False}, {"gradient_accumulation_fusion": True}
+    )
 
 
 @pytest.mark.slow
@@ -305,7 +362,9 @@ def test_a_tied_table_that_is_used_twice_stays_with_autograd() -> None:
         ({"pp": 2}, {"qk_layernorm": "head", "norm_position": "after"}),
     ],
 )
-def test_deferred_gradients_are_those_of_1f1b(shape: dict[str, int], settings: dict[str, Any]) -> None:
+def test_deferred_gradients_are_those_of_1f1b(
+    shape: dict[str, int], settings: dict[str, Any]
+) -> None:
     assert_same(shape, {"num_layers": 4, **settings}, {"pipeline_schedule": "zero_bubble"})
 
 
@@ -313,7 +372,9 @@ def fused_launches(rank: int, world: int) -> list[int]:
     """Buckets under way when `finish` begins, without and with fusion."""
     found = []
     for fused in (False, True):
-        model = ParallelModel(config_of({}, {"gradient_accumulation_fusion": fused}), grid(dp=world))
+        model = ParallelModel(
+            config_of({}, {"gradient_accumulation_fusion": fused}), grid(dp=world)
+        )
         batch = mock_batch([rank], MockRules(SIZES["vocab_size"], SIZES["seq_length"]))
         finish, pending = model.parameters.finish, model.parameters
 
@@ -375,7 +436,11 @@ def test_apexes_kernel_gets_its_arguments_in_its_order(monkeypatch: pytest.Monke
 
 def sinks(rank: int, world: int) -> list[bool]:
     """Whether gradients wait: of the backend, of its vision tower."""
-    values = {**MODELS["tiny_vlm"], "pipeline_model_parallel_size": world, "pipeline_schedule": "zero_bubble"}
+    values = {
+        **MODELS["tiny_vlm"],
+        "pipeline_model_parallel_size": world,
+        "pipeline_schedule": "zero_bubble",
+    }
     backend = select_backend(with_values(RunConfig(), values), grid(pp=world))
     options = (backend.options, backend.tower("vision").options)  # type: ignore[attr-defined]
     return [option.weight_gradients.deferred for option in options]
@@ -386,10 +451,14 @@ def test_nothing_waits_where_nobody_is_waited_for() -> None:
 
 
 def products(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """The gradient of a weight over two microbatches, whose inputs tp ranks share: deferred, and by autograd."""
+    """The gradient of a weight over two microbatches, whose inputs tp ranks share: deferred, and by
+    autograd.
+    """
     tp = grid(tp=world).tp
     generator = torch.Generator().manual_seed(rank)
-    weight = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9)))
+    weight = torch.nn.Parameter(
+        torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    )
     inputs = [torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(2)]
     for x in inputs:
         product(x, weight, None, tp, "gather").square().sum().backward()
@@ -429,6 +498,13 @@ def test_a_weight_with_several_products_is_told_once_after_the_last() -> None:
 
 
 def test_transformer_engines_layers_are_refused_by_name() -> None:
-    asked = {"transformer_impl": "transformer_engine", "dtype": "bfloat16", "pipeline_schedule": "zero_bubble"}
+    asked = {
+        "transformer_impl": "transformer_engine",
+        "dtype": "bfloat16",
+        "pipeline_schedule": "zero_bubble",
+    }
     (reason,) = backend_problems(config_of({"pp": 2}, asked), None)
-    assert "--pipeline-schedule zero_bubble defers weight gradients, which only native layers support" in reason
+    assert (
+        "--pipeline-schedule zero_bubble defers weight gradients, which only native layers support"
+        in reason
+    )

@@ -1,11 +1,13 @@
-"""What ranks hold of each value and of its gradient, checked by `spmd_types` in one process without a message.
+"""What ranks hold of each value and of its gradient, checked by `spmd_types` in one process without
+a message.
 
-Over an axis a value is I (equal on all ranks, as is its gradient), R (equal, its gradient partial), P (partial, its
-gradient equal), S(d) (cut along dim d) or V (another on each rank). A parameter's type follows from its spec.
+Over an axis a value is I (equal on all ranks, as is its gradient), R (equal, its gradient partial),
+P (partial, its gradient equal), S(d) (cut along dim d) or V (another on each rank). A parameter's
+type follows from its spec.
 
-No type of an autograd function is declared. `walked` runs its forward and its backward under the checker, and finds the
-one type of the result whose gradient backward takes to the gradients of the inputs. Findings are those of issue 7452 of
-NVIDIA/Megatron-LM, which `spmd_types` has found there.
+No type of an autograd function is declared. `walked` runs its forward and its backward under the
+checker, and finds the one type of the result whose gradient backward takes to the gradients of the
+inputs. Findings are those of issue 7452 of NVIDIA/Megatron-LM, which `spmd_types` has found there.
 """
 
 from __future__ import annotations
@@ -67,25 +69,39 @@ class Context:
 
 
 class Witness:
-    """Rank 0 of tp 2 x cp 2 x dp 2. `exact`: the checker follows cut dims; else what is cut is V, and may be summed."""
+    """Rank 0 of tp 2 x cp 2 x dp 2. `exact`: the checker follows cut dims; else what is cut is V,
+    and may be summed.
+    """
 
     def __init__(self, exact: bool) -> None:
         self.exact, self.grid = exact, build_grid(GridShape(tp=2, cp=2, dp=2), 0)
-        self.mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)  # ranks by torch's arithmetic, not ours
+        self.mesh = init_device_mesh(
+            "cpu", (2, 2, 2), mesh_dim_names=AXES
+        )  # ranks by torch's arithmetic, not ours
         self.axes = {name: spmd.normalize_axis(self.mesh.get_group(name)) for name in AXES}
 
-    def made(self, shape: tuple[int, ...], types: dict[Any, Any], cut: Any, dtype: Any = torch.float64) -> Tensor:
+    def made(
+        self, shape: tuple[int, ...], types: dict[Any, Any], cut: Any, dtype: Any = torch.float64
+    ) -> Tensor:
         with spmd.no_typecheck():
             values = torch.zeros(shape, dtype=dtype)
         return spmd.assert_type(values, types, cut).requires_grad_(dtype.is_floating_point)
 
     def tokens(self, *shape: int, tp: Any, dtype: Any = torch.float64) -> Tensor:
         """`[t, ...]` of tokens that dp and cp cut; over tp of the type given."""
-        cut = [tuple(self.axes[name] for name in AXES if name != "tp" or tp == S(0)), *[None] * (len(shape) - 1)]
+        cut = [
+            tuple(self.axes[name] for name in AXES if name != "tp" or tp == S(0)),
+            *[None] * (len(shape) - 1),
+        ]
         if tp == S(1):
             cut[1] = self.axes["tp"]
         types = {"dp": V, "cp": V, "tp": tp if tp in (I, R) else V}
-        return self.made(shape, {self.axes[name]: held for name, held in types.items()}, PartitionSpec(*cut), dtype)
+        return self.made(
+            shape,
+            {self.axes[name]: held for name, held in types.items()},
+            PartitionSpec(*cut),
+            dtype,
+        )
 
     def typed(self, module: Any) -> Any:
         """The module, its parameters of the types that follow from their specs."""
@@ -94,13 +110,18 @@ class Witness:
             here, whole = spec.pieces[0].shape, spec.pieces[0].global_shape
             cut = [S(d) for d in range(len(whole)) if here[d] < whole[d]]
             tp = cut[0] if cut else R if "tp" in spec.partial_over else I
-            spmd.assert_type(parameter, {self.axes["dp"]: R, self.axes["cp"]: R, self.axes["tp"]: tp})
+            spmd.assert_type(
+                parameter, {self.axes["dp"]: R, self.axes["cp"]: R, self.axes["tp"]: tp}
+            )
         return module
 
     def types(self, x: Tensor) -> dict[str, Any]:
         """By axis; `S(d)` where the cut dim is known."""
         held, cut = spmd.get_local_type(x), spmd.get_partition_spec(x)
-        known = {name: partition_spec_get_shard(cut, axis) if cut else None for name, axis in self.axes.items()}
+        known = {
+            name: partition_spec_get_shard(cut, axis) if cut else None
+            for name, axis in self.axes.items()
+        }
         return {name: known[name] or held[axis] for name, axis in self.axes.items()}
 
     def _result(self, x: Tensor, rows: int, types: Any) -> Tensor:
@@ -122,10 +143,14 @@ class Witness:
         return Pending([], lambda: y)
 
     def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
-        return self._result(x, len(x), rules.all_reduce(x, axis.group, src=self._summed(x, axis), dst=R))
+        return self._result(
+            x, len(x), rules.all_reduce(x, axis.group, src=self._summed(x, axis), dst=R)
+        )
 
     def walked(self, function: Any, *inputs: Any) -> Tensor:
-        """The result of an autograd function, of the type that its forward and its backward agree on."""
+        """The result of an autograd function, of the type that its forward and its backward agree
+        on.
+        """
         agreed, reasons = {}, []
         for equal in itertools.product((I, R), repeat=len(AXES)):
             context = Context(inputs)
@@ -134,7 +159,9 @@ class Witness:
                 held, cut = spmd.get_local_type(y), spmd.get_partition_spec(y)
                 choices = zip(self.axes.values(), equal, strict=True)
                 types = {axis: to if held[axis] in (I, R) else held[axis] for axis, to in choices}
-                grad = self.made(tuple(y.shape), {axis: GRADIENT[to] for axis, to in types.items()}, cut)
+                grad = self.made(
+                    tuple(y.shape), {axis: GRADIENT[to] for axis, to in types.items()}, cut
+                )
                 try:
                     self._compare(inputs, function.backward(context, grad))
                     agreed[tuple(types.values())] = types
@@ -169,11 +196,18 @@ def witness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 WITNESS: Any = {"indirect": ["witness"]}  # the fixture takes these parameters
-parallel = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])
+parallel = pytest.mark.parametrize(
+    "sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"]
+)
 
-COLUMN = LinearSpec("a", {"q": layers.Linear(WIDTH, 8, 0.1, True), "k": layers.Linear(WIDTH, 4, 0.1, True)})
+COLUMN = LinearSpec(
+    "a", {"q": layers.Linear(WIDTH, 8, 0.1, True), "k": layers.Linear(WIDTH, 4, 0.1, True)}
+)
 ROW = LinearSpec("b", {"out": layers.Linear(WIDE, WIDTH, 0.1, True, "columns")})
-COLUMNS, TABLE = layers.Tensor("n.weight", (WIDE,), "rows", "ones"), layers.Tensor("t", (13, WIDTH), "rows", std=0.1)
+COLUMNS, TABLE = (
+    layers.Tensor("n.weight", (WIDE,), "rows", "ones"),
+    layers.Tensor("t", (13, WIDTH), "rows", std=0.1),
+)
 NORM, HEADS = NormSpec("n", WIDTH, 1e-6), NormSpec("n", 4, 1e-6)
 PAIRS = lora.LoraSpec(dict.fromkeys(("a.q", "b.out"), PairSize(2, 2.0)))
 
@@ -186,17 +220,33 @@ def row(o: LinearOptions) -> nn.Module:
     return linear.RowParallelLinear(ROW, o)
 
 
-LAYERS: dict[str, tuple[bool, Callable[[LinearOptions], nn.Module], tuple[int, ...], bool, bool]] = {
+LAYERS: dict[
+    str, tuple[bool, Callable[[LinearOptions], nn.Module], tuple[int, ...], bool, bool]
+] = {
     "column": (True, column, (WIDTH,), False, True),
     "row": (True, row, (WIDE // 2,), True, False),
-    "column_and_pairs": (False, lambda o: lora.ColumnPairs(column(o), COLUMN, PAIRS, o), (WIDTH,), False, True),
-    "row_and_pair": (True, lambda o: lora.RowPair(row(o), ROW, PAIRS, o), (WIDE // 2,), True, False),
+    "column_and_pairs": (
+        False,
+        lambda o: lora.ColumnPairs(column(o), COLUMN, PAIRS, o),
+        (WIDTH,),
+        False,
+        True,
+    ),
+    "row_and_pair": (
+        True,
+        lambda o: lora.RowPair(row(o), ROW, PAIRS, o),
+        (WIDE // 2,),
+        True,
+        False,
+    ),
     "LayerNorm": (True, lambda o: layer_norm(NORM, o), (WIDTH,), False, False),
     "RMSNorm": (False, lambda o: RMSNorm(NORM, None, o), (WIDTH,), False, False),
     "RMSNorm_of_heads": (False, lambda o: RMSNorm(HEADS, True, o), (2, 4), True, True),
     "ColumnNorm": (False, lambda o: linear.ColumnNorm(COLUMNS, 1e-6, o), (WIDE // 2,), True, True),
 }
-"""`exact`, the layer, shape of a token; whether input and output are cut by columns, else they are residual streams."""
+"""`exact`, the layer, shape of a token; whether input and output are cut by columns, else they are
+residual streams.
+"""
 
 
 def options(axis: Axis, sequence_parallel: bool) -> LinearOptions:
@@ -204,19 +254,27 @@ def options(axis: Axis, sequence_parallel: bool) -> LinearOptions:
 
 
 @parallel
-@pytest.mark.parametrize(("witness", "layer"), [(row[0], row[1:]) for row in LAYERS.values()], **WITNESS, ids=LAYERS)
-def test_layers_and_their_gradients_hold_what_specs_say(witness: Witness, layer: Any, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("witness", "layer"), [(row[0], row[1:]) for row in LAYERS.values()], **WITNESS, ids=LAYERS
+)
+def test_layers_and_their_gradients_hold_what_specs_say(
+    witness: Witness, layer: Any, sequence_parallel: bool
+) -> None:
     make, token, columns_in, columns_out = layer
     stream = S(0) if sequence_parallel else I
     module = witness.typed(make(options(witness.grid.tp, sequence_parallel)))
     y = module(witness.tokens(TOKENS, *token, tp=S(1) if columns_in else stream))
     expected = {"dp": S(0), "cp": S(0), "tp": S(1) if columns_out else stream}
-    assert witness.types(y) == {axis: held if witness.exact or held is I else V for axis, held in expected.items()}
+    assert witness.types(y) == {
+        axis: held if witness.exact or held is I else V for axis, held in expected.items()
+    }
 
 
 @pytest.fixture
 def table_parts(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the code of a table knows of its values and the checker cannot: looked up rows and products are partial."""
+    """What the code of a table knows of its values and the checker cannot: looked up rows and
+    products are partial.
+    """
 
     def cut(shape: tuple[int, ...], like: Tensor, dtype: Any = None) -> Tensor:
         return witness.made(shape, dict.fromkeys(witness.axes.values(), V), None).detach()
@@ -228,7 +286,9 @@ def table_parts(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
         return reduced(spmd.mutate_type(x, axis.group, src=V, dst=P), axis)
 
     for name in ("reduce_from", "reduce_scatter_to"):
-        monkeypatch.setattr(vocabulary, name, functools.partial(partial, getattr(differentiable, name)))
+        monkeypatch.setattr(
+            vocabulary, name, functools.partial(partial, getattr(differentiable, name))
+        )
 
 
 @parallel
@@ -245,7 +305,9 @@ def test_a_table_gives_the_residual_stream_and_one_loss_for_all_tp_ranks(
     assert witness.types(x) == {"dp": V, "cp": V, "tp": S(0) if sequence_parallel else I}
     logits = table.logits(x).detach()
     assert witness.types(logits) == dict.fromkeys(AXES, V)
-    losses = vocabulary.cross_entropy(logits, labels, 0, witness.grid.tp)  # the checker does not follow writes by index
+    losses = vocabulary.cross_entropy(
+        logits, labels, 0, witness.grid.tp
+    )  # the checker does not follow writes by index
     assert witness.types(losses) == {"dp": V, "cp": V, "tp": R}
     loss = table.loss(x, vocabulary.Target(labels, labels.double(), 3.5), chunk_tokens)
     assert witness.types(loss) == {"dp": V, "cp": V, "tp": I}
@@ -262,7 +324,9 @@ DUALS = {
 @pytest.mark.parametrize("witness", [True], **WITNESS)
 @pytest.mark.parametrize("name", DUALS)
 @pytest.mark.parametrize("axis", AXES)
-def test_a_differentiable_collective_has_the_types_of_its_row(witness: Witness, name: str, axis: str) -> None:
+def test_a_differentiable_collective_has_the_types_of_its_row(
+    witness: Witness, name: str, axis: str
+) -> None:
     """The table in `differentiable.py`; other axes keep what they have."""
     before, after = DUALS[name]
     types = {place: before if other == axis else I for other, place in witness.axes.items()}
@@ -291,10 +355,16 @@ def unknown_function(witness: Witness) -> None:
 @pytest.mark.parametrize("witness", [True, False], **WITNESS)
 @pytest.mark.parametrize(
     ("mistake", "reason"),
-    [(over_another_axis, "mesh_cp"), (norm_without_its_sum, "mesh_tp"), (unknown_function, "not registered")],
+    [
+        (over_another_axis, "mesh_cp"),
+        (norm_without_its_sum, "mesh_tp"),
+        (unknown_function, "not registered"),
+    ],
     ids=["axis", "norm", "function"],
 )
-def test_a_mistake_is_refused(witness: Witness, mistake: Callable[[Witness], None], reason: str) -> None:
+def test_a_mistake_is_refused(
+    witness: Witness, mistake: Callable[[Witness], None], reason: str
+) -> None:
     with pytest.raises(SpmdTypeError, match=reason):
         mistake(witness)
 
@@ -321,6 +391,9 @@ def test_the_norm_counts_every_element_of_a_model_once(values: Values) -> None:
             chunks = build_chunks(config_of(values, shape), grid)
         for spec in (spec_of(parameter) for chunk in chunks for parameter in chunk.parameters()):
             for piece in spec.pieces if spec.counted else ():
-                box = tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.shape, strict=True))
+                box = tuple(
+                    slice(first, first + size)
+                    for first, size in zip(piece.offsets, piece.shape, strict=True)
+                )
                 seen.setdefault(piece.name, torch.zeros(piece.global_shape))[box] += 1
     assert len(seen) > 20 and all((times == 1).all() for times in seen.values())

@@ -1,4 +1,6 @@
-"""The vocabulary table, as embedding and as head with its loss in chunks, against one dense table on one process."""
+"""The vocabulary table, as embedding and as head with its loss in chunks, against one dense table
+on one process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from megacp.engine.layers import table as layers
 from megacp.engine.models.init import initialise, unsharded
 from megacp.engine.tensor_parallel import vocabulary
 from megacp.engine.tensor_parallel.parameters import LinearOptions
-from megacp.engine.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable, cross_entropy
+from megacp.engine.tensor_parallel.vocabulary import (
+    TableSpec,
+    Target,
+    VocabularyTable,
+    cross_entropy,
+)
 from tests.ranks import grid, run_ranks
 from tests.reference.head_loss import head_gradients, head_loss, peak_bytes_of
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
@@ -33,11 +40,14 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 def problem(vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, table, labels and float32 weights: both ends of the vocabulary, label 0 with weight 0, image
-    tokens with ids beyond the table and weight 0.
+    """Hidden states, table, labels and float32 weights: both ends of the vocabulary, label 0 with
+    weight 0, image tokens with ids beyond the table and weight 0.
     """
     g = torch.Generator().manual_seed(vocab)
-    labels, weights = torch.randint(0, vocab, (TOKENS,), generator=g), torch.rand(TOKENS, generator=g)
+    labels, weights = (
+        torch.randint(0, vocab, (TOKENS,), generator=g),
+        torch.rand(TOKENS, generator=g),
+    )
     labels[:5] = torch.tensor([0, vocab - 1, 0, vocab, vocab + 7])
     weights[2:6] = 0.0
     return randn(TOKENS, WIDTH, seed=vocab), randn(vocab, WIDTH, seed=vocab + 1), labels, weights
@@ -53,13 +63,17 @@ def made(
     **options: Any,
 ) -> VocabularyTable:
     shared = LinearOptions(tp, parallel and tp.size > 1, dtype, torch.device("cpu"), **options)
-    return VocabularyTable(TableSpec(layers.Tensor("head.weight", (vocab, width), "rows", std=0.02)), multiple, shared)
+    return VocabularyTable(
+        TableSpec(layers.Tensor("head.weight", (vocab, width), "rows", std=0.02)), multiple, shared
+    )
 
 
 def tied(
     rank: int, world_size: int, vocab: int, multiple: int, parallel: bool
 ) -> tuple[Tensor, dict[int, tuple[Tensor, Pieces]], int]:
-    """Logits seen by this rank, for each chunk size the loss and -2.5 times its gradient, and its true rows."""
+    """Logits seen by this rank, for each chunk size the loss and -2.5 times its gradient, and its
+    true rows.
+    """
     table = made(vocab, multiple, grid(tp=world_size).tp, parallel)
     _, weight, labels, weights = problem(vocab)
     fill(table, {"head.weight": weight})
@@ -166,8 +180,13 @@ def test_what_nobody_asks_for_is_never_made() -> None:
 
 
 def test_gradients_of_halves_are_summed_over_chunks_in_float32() -> None:
-    """A sum of equal parts in bfloat16 ends at 256 of them: the next one rounds away. Here are 512."""
-    table, x = made(8, dtype=torch.bfloat16, width=4), torch.ones(512, 4, dtype=torch.bfloat16).requires_grad_()
+    """A sum of equal parts in bfloat16 ends at 256 of them: the next one rounds away. Here are
+    512.
+    """
+    table, x = (
+        made(8, dtype=torch.bfloat16, width=4),
+        torch.ones(512, 4, dtype=torch.bfloat16).requires_grad_(),
+    )
     torch.nn.init.zeros_(table.weight)
     table.loss(x, Target(torch.zeros(512, dtype=torch.int64), torch.ones(512), 1.0), 1).backward()
     assert table.weight.grad is not None and table.weight.grad.dtype == torch.bfloat16
@@ -178,7 +197,9 @@ def test_gradients_of_halves_are_summed_over_chunks_in_float32() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 40])
 def test_halves_narrowed_in_place_are_those_of_a_copy(chunk: int) -> None:
-    """More elements than are narrowed at once; chunks round less than a product in bfloat16 does."""
+    """More elements than are narrowed at once; chunks round less than a product in bfloat16
+    does.
+    """
     table, g = made(1100, dtype=torch.bfloat16, width=4096), torch.Generator().manual_seed(1)
     torch.nn.init.normal_(table.weight, std=0.02, generator=g)
     x = torch.randn(64, 4096, generator=g).bfloat16()
@@ -192,8 +213,12 @@ def test_halves_narrowed_in_place_are_those_of_a_copy(chunk: int) -> None:
     assert (table.weight.grad.double() - expected).norm() / expected.norm() < 2**-7
 
 
-def extreme_losses(rank: int, world_size: int, dtype: torch.dtype, compiled: bool) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of logits whose exponentials overflow, columns split over tp; by CUDA's passes, uncompiled."""
+def extreme_losses(
+    rank: int, world_size: int, dtype: torch.dtype, compiled: bool
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of logits whose exponentials overflow, columns split over tp; by CUDA's
+    passes, uncompiled.
+    """
     tp = grid(tp=world_size).tp
     mine = (randn(8, 16, seed=3) * 300).to(dtype).chunk(world_size, 1)[rank].contiguous()
     scale = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -212,7 +237,8 @@ def test_large_logits_do_not_overflow_and_half_precision_is_computed_in_fp32(
     expected = torch.nn.functional.cross_entropy(logits, torch.arange(8) * 2, reduction="none")
     expected.sum().backward()
     assert logits.grad is not None
-    # The rounded logits are the input here: losses carry fp32's 2^-24 of values near 600, gradients their own rounding.
+    # The rounded logits are the input here: losses carry fp32's 2^-24 of values near 600, gradients
+    # their own rounding.
     loss_tolerance = 1e-12 if dtype == torch.float64 else 2e-4
     gradient_tolerance = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}[dtype]
     for losses, gradient in run_ranks(extreme_losses, 2, dtype, compiled):

@@ -1,4 +1,6 @@
-"""Tiny random models made and saved by the transformers library, in every variant that is converted."""
+"""Tiny random models made and saved by the transformers library, in every variant that is
+converted.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +53,45 @@ def qwen3(**changes: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values))
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
 BY_KIND = dict.fromkeys(("sliding_attention", "full_attention"), rope(500.0))
 BY_TURNS = [("full" if i % 2 else "sliding") + "_attention" for i in range(7)]
-BY_THETA = {"sliding_attention": rope(100.0), "full_attention": rope(500.0, rope_type="linear", factor=4.0)}
+BY_THETA = {
+    "sliding_attention": rope(100.0),
+    "full_attention": rope(500.0, rope_type="linear", factor=4.0),
+}
 # the scale of the embedding, sqrt(64), is a float32 in the library
-GEMMA3 = {"hidden_size": 64, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
+GEMMA3 = {
+    "hidden_size": 64,
+    "num_hidden_layers": 7,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+}
 QWEN3_5 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 QWEN3_5 |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
 KINDS = ["full_attention", "linear_attention", "linear_attention"]
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 16}
-GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-GLM |= {"moe_intermediate_size": 20, "n_shared_experts": 2, "attention_bias": True, "use_qk_norm": True, "head_dim": 16}
+GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+GLM |= {
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "head_dim": 16,
+}
 GLM |= {"num_mtp_layers": 0}
 SHARED = {"shared_expert_intermediate_size": 28}
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
@@ -71,7 +99,11 @@ NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 def sizes_of(kind: str) -> dict[str, Any]:
     """Without the width of a dense MLP, where there is none."""
-    return {name: size for name, size in SIZES.items() if kind != "Qwen3_5Moe" or name != "intermediate_size"}
+    return {
+        name: size
+        for name, size in SIZES.items()
+        if kind != "Qwen3_5Moe" or name != "intermediate_size"
+    }
 
 
 def made(name: str, **changes: Any) -> Any:
@@ -79,7 +111,9 @@ def made(name: str, **changes: Any) -> Any:
 
     values = {**sizes_of(name), **NO_IDS, "rope_parameters": rope(500.0), **changes}
     config = name + "Text" * (name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"))
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{config}Config")(**values))
+    return getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{config}Config")(**values)
+    )
 
 
 def molmo2(**changes: Any) -> Any:
@@ -87,8 +121,20 @@ def molmo2(**changes: Any) -> Any:
     import transformers
 
     tower = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    vision = {**tower, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "head_dim": 6}
-    adapter = {**tower, "hidden_size": 24, "head_dim": 6, "intermediate_size": 40, "text_hidden_size": 32}
+    vision = {
+        **tower,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_hidden_layers": 3,
+        "head_dim": 6,
+    }
+    adapter = {
+        **tower,
+        "hidden_size": 24,
+        "head_dim": 6,
+        "intermediate_size": 40,
+        "text_hidden_size": 32,
+    }
     text = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -103,7 +149,12 @@ def molmo2(**changes: Any) -> Any:
         **changes,
     }
     config = transformers.Molmo2Config(
-        vision_config={**vision, "image_size": [16, 16], "patch_size": 4, "hidden_act": "gelu_pytorch_tanh"},
+        vision_config={
+            **vision,
+            "image_size": [16, 16],
+            "patch_size": 4,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
         adapter_config={**adapter, "vision_feature_layer": [-1, -3]},
         text_config=text,
         **{field: TINY.token_ids[name] for field, name in MOLMO2.token_fields.items()},
@@ -115,9 +166,22 @@ def qwen3_5(kind: str = "Qwen3_5", **changes: Any) -> Any:
     """A tower of 12 x 12 positions."""
     import transformers
 
-    given = {**sizes_of(kind), **NO_IDS, **QWEN3_5, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": BYTES}
+    given = {
+        **sizes_of(kind),
+        **NO_IDS,
+        **QWEN3_5,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "vocab_size": BYTES,
+    }
     rotary = rope(500.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
-    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 36, "num_heads": 4, "patch_size": 4}
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 36,
+        "num_heads": 4,
+        "patch_size": 4,
+    }
     tower |= {"out_hidden_size": 48, "num_position_embeddings": 144}
     config = getattr(transformers, f"{kind}Config")(
         text_config={**given, "rope_parameters": rotary, **changes},
@@ -134,13 +198,17 @@ MODELS = {
     "llama 2": llama,
     "llama 2 tied": lambda: llama(tie_word_embeddings=True),
     "llama 3 tied": lambda: llama(tie_word_embeddings=True, rope_parameters=LLAMA3),
-    "llama 3 with biases": lambda: llama(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+    "llama 3 with biases": lambda: llama(
+        attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3
+    ),
     "llama linear": lambda: llama(rope_parameters=rope(500.0, rope_type="linear", factor=4.0)),
     "qwen3": qwen3,
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, attention_bias=True),
     "qwen2": lambda: made("Qwen2"),
     "qwen2 tied, yarn": lambda: made("Qwen2", tie_word_embeddings=True, rope_parameters=YARN),
-    "qwen2 with windows": lambda: made("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen2 with windows": lambda: made(
+        "Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
     "qwen2 with another width": lambda: made("Qwen2", head_dim=10),
     "mistral": lambda: made("Mistral", sliding_window=None, head_dim=16),
     "mistral yarn": lambda: made("Mistral", sliding_window=None, rope_parameters=YARN),
@@ -156,7 +224,9 @@ MODELS = {
         rope_parameters=BY_KIND,
         **GEMMA3 | {"tie_word_embeddings": False, "attention_bias": True, "layer_types": BY_TURNS},
     ),
-    "olmo3 yarn": lambda: made("Olmo3", sliding_window=8, rope_parameters=BY_KIND | {"full_attention": YARN}),
+    "olmo3 yarn": lambda: made(
+        "Olmo3", sliding_window=8, rope_parameters=BY_KIND | {"full_attention": YARN}
+    ),
     "qwen3_5_text": lambda: made("Qwen3_5", head_dim=16, num_hidden_layers=4, **QWEN3_5),
     "qwen3_5_text tied, other kinds": lambda: made(
         *("Qwen3_5",), head_dim=16, tie_word_embeddings=True, layer_types=KINDS, **QWEN3_5
@@ -164,14 +234,24 @@ MODELS = {
     "mixtral": lambda: made("Mixtral", num_local_experts=4, sliding_window=9, head_dim=16),
     "olmoe": lambda: made("Olmoe", num_experts=6, num_experts_per_tok=3),
     "olmoe tied, renormalised": lambda: made(
-        *("Olmoe",), num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True
+        *("Olmoe",),
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
     ),
-    "qwen3_moe": lambda: made("Qwen3Moe", mlp_only_layers=[1], norm_topk_prob=True, head_dim=16, **EXPERTS),
-    "qwen3_moe stacked": lambda: made("Qwen3Moe", decoder_sparse_step=2, tie_word_embeddings=True, **EXPERTS),
+    "qwen3_moe": lambda: made(
+        "Qwen3Moe", mlp_only_layers=[1], norm_topk_prob=True, head_dim=16, **EXPERTS
+    ),
+    "qwen3_moe stacked": lambda: made(
+        "Qwen3Moe", decoder_sparse_step=2, tie_word_embeddings=True, **EXPERTS
+    ),
     "mixtral stacked": lambda: made("Mixtral", num_local_experts=4),
     "glm4_moe": lambda: made("Glm4Moe", **GLM),
     "glm4_moe stacked, weights as they are": lambda: made(
-        *("Glm4Moe",), **GLM | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
+        *("Glm4Moe",),
+        **GLM
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0},
     ),
     "gpt_oss": lambda: made("GptOss", rope_parameters=YARN | {"truncate": False}, **GPT_OSS),
     "gpt_oss tied, one kind of layers": lambda: made(
@@ -179,13 +259,21 @@ MODELS = {
         **GPT_OSS | {"attention_bias": False, "tie_word_embeddings": True, "sliding_window": 128},
         layer_types=KINDS[:1] * 3,
     ),
-    "gpt_oss of 32": lambda: made("GptOss", **GPT_OSS | {"hidden_size": 64, "intermediate_size": 96}),
+    "gpt_oss of 32": lambda: made(
+        "GptOss", **GPT_OSS | {"hidden_size": 64, "intermediate_size": 96}
+    ),
     "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
     "smollm3 untied, odd layers": lambda: made(
-        "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
+        "SmolLM3",
+        no_rope_layers=[0, 0, 1],
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
     ),
     "qwen3_5 with images": qwen3_5,
-    "qwen3_5_moe_text": lambda: made("Qwen3_5Moe", head_dim=16, num_hidden_layers=4, **QWEN3_5, **EXPERTS, **SHARED),
+    "qwen3_5_moe_text": lambda: made(
+        "Qwen3_5Moe", head_dim=16, num_hidden_layers=4, **QWEN3_5, **EXPERTS, **SHARED
+    ),
     "qwen3_5_moe with images, stacked": lambda: qwen3_5("Qwen3_5Moe", **EXPERTS, **SHARED),
     "molmo2 released": molmo2,
     "molmo2 native": lambda: molmo2(attention_bias=True),
@@ -216,26 +304,37 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
         folder.mkdir()
         write_processor(TINY, folder)
         write_tokenizer(given("byte", images=True), folder, 512, ())
-    model.save_pretrained(folder, save_original_format=not name.endswith(("native", "stacked")), **options)
+    model.save_pretrained(
+        folder, save_original_format=not name.endswith(("native", "stacked")), **options
+    )
     return model.eval()
 
 
 def packed(rows: int, columns: int, seed: int, count: int = 3) -> dict[str, torch.Tensor]:
     """Matrices in 4 bits: any bytes, and scales from 2^-7 to 2^-2."""
     drawn = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8, generator=drawn)
-    return {"_blocks": blocks, "_scales": torch.randint(120, 126, blocks.shape[:3], dtype=torch.uint8, generator=drawn)}
+    blocks = torch.randint(
+        0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8, generator=drawn
+    )
+    return {
+        "_blocks": blocks,
+        "_scales": torch.randint(120, 126, blocks.shape[:3], dtype=torch.uint8, generator=drawn),
+    }
 
 
 def given(specification: str, images: bool = False) -> Given:
     images_by_text = {Molmo2Rules.token_texts[name]: i for name, i in TINY.token_ids.items()}
-    return Given(load_tokenizer(specification, engine="reference"), images_by_text if images else {})
+    return Given(
+        load_tokenizer(specification, engine="reference"), images_by_text if images else {}
+    )
 
 
 class Tensors:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
-        self.infos = {name: Info(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self.infos = {
+            name: Info(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+        }
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self.tensors[name][start:stop]

@@ -1,4 +1,6 @@
-"""Adapters in every ordinary form: peft's own merge of them, the pairs that a run trains, and what it exports."""
+"""Adapters in every ordinary form: peft's own merge of them, the pairs that a run trains, and what
+it exports.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 STACKS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
-ADAMW = {"lr": 0.01, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-4, "clip_grad": 0.0}
+ADAMW = {
+    "lr": 0.01,
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-4,
+    "clip_grad": 0.0,
+}
 STEPS = 3
 PREFIX = "base_model.model."
 
@@ -62,8 +71,8 @@ def made_by_peft(folder: Path, name: str, **more: Any) -> Any:
 
 
 def of_single_experts(folder: Path, name: str, words: list[str], **more: Any) -> Any:
-    """A random model, with an adapter of a pair beside each linear of each expert, as peft made it when these were
-    modules.
+    """A random model, with an adapter of a pair beside each linear of each expert, as peft made it
+    when these were modules.
     """
     base = base_of(name)
     family, values = described(base)
@@ -77,7 +86,13 @@ def of_single_experts(folder: Path, name: str, words: list[str], **more: Any) ->
             tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(rank, inputs).double() * 0.2
             tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(rows, rank).double() * 0.2
     save_file(tensors, folder / "adapter_model.safetensors")
-    content = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", *words], **more}
+    content = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", *words],
+        **more,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(content))
     return base
 
@@ -93,7 +108,9 @@ def opened(base: Any, adapter: Adapter) -> tuple[Any, Pairs]:
     family, values = described(base)
     links = family.links_of_modules(values)
     weights = Mapped(family.opened(Tensors(dict(base.state_dict()))), links, to_ours=True)
-    both = Together({name: (source, name) for source in (weights, adapter) for name in source.infos})
+    both = Together(
+        {name: (source, name) for source in (weights, adapter) for name in source.infos}
+    )
     source, _, pairs = folded(both, with_values(RunConfig(), values | adapter.flags))
     assert pairs is not None
     return source, pairs
@@ -104,7 +121,11 @@ def logits_and_pairs(base: Any, folder: Path) -> tuple[torch.Tensor, dict[str, t
     model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
     with torch.no_grad():
         logits = model(input_ids=torch.arange(2, 30)[None]).logits
-    return logits, {name: x.clone() for name, x in model.state_dict().items() if ".lora_" in name}, model
+    return (
+        logits,
+        {name: x.clone() for name, x in model.state_dict().items() if ".lora_" in name},
+        model,
+    )
 
 
 MODULES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -154,7 +175,10 @@ MODULES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "another rank in one layer": (
         "qwen3",
-        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 2}},
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "rank_pattern": {r"layers\.1\.self_attn\.q_proj": 2},
+        },
         ["attention.q", "attention.v"],
     ),
     "other roots of ranks": (
@@ -164,7 +188,12 @@ MODULES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
 }
 SINGLE: dict[str, tuple[str, list[str], dict[str, Any], list[str]]] = {
-    "of single experts": ("olmoe", MLP, {}, ["attention.q", "experts.gate", "experts.up", "experts.down"]),
+    "of single experts": (
+        "olmoe",
+        MLP,
+        {},
+        ["attention.q", "experts.gate", "experts.up", "experts.down"],
+    ),
     "of single experts by other words": (
         "mixtral",
         ["w1", "w2", "w3"],
@@ -175,7 +204,9 @@ SINGLE: dict[str, tuple[str, list[str], dict[str, Any], list[str]]] = {
 
 
 def read(folder: Path, base: Any, kinds: list[str]) -> Adapter:
-    """An adapter whose kinds are these, whose pairs are those of a run with its flags, and whose merge is peft's."""
+    """An adapter whose kinds are these, whose pairs are those of a run with its flags, and whose
+    merge is peft's.
+    """
     family, values = described(base)
     adapter = Adapter(folder, family, values)
     assert str(adapter.flags["lora_targets"]).split(",") == kinds
@@ -193,11 +224,15 @@ def read(folder: Path, base: Any, kinds: list[str]) -> Adapter:
 
 
 def exports_the_same(folder: Path, base: Any, adapter: Adapter, again: Path) -> None:
-    """Whether an export without a step gives peft the logits and, bit for bit, the pairs of the adapter."""
+    """Whether an export without a step gives peft the logits and, bit for bit, the pairs of the
+    adapter.
+    """
     family, values = described(base)
     again.mkdir()
     write_adapter(opened(base, adapter)[1], family, values, again, None, None)
-    (logits, pairs, _), (found, held, _) = (logits_and_pairs(base, path) for path in (folder, again))
+    (logits, pairs, _), (found, held, _) = (
+        logits_and_pairs(base, path) for path in (folder, again)
+    )
     assert (found - logits).abs().max() <= 1e-12 * logits.abs().max()
     assert held.keys() == pairs.keys()
     assert all(torch.equal(held[name], pairs[name]) for name in pairs)
@@ -209,8 +244,12 @@ def test_an_adapter_is_read_as_peft_merges_it_and_comes_back(form: str, tmp_path
     base = made_by_peft(tmp_path, name, **more)
     adapter = read(tmp_path, base, kinds)
     exports_the_same(tmp_path, base, adapter, tmp_path / "again")
-    before, after = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, tmp_path / "again"))
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    before, after = (
+        load_file(path / "adapter_model.safetensors") for path in (tmp_path, tmp_path / "again")
+    )
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[key], after[key]) for key in before
+    )
 
 
 @pytest.mark.parametrize("form", SINGLE)
@@ -222,25 +261,41 @@ def test_pairs_of_single_experts_are_read_as_peft_converts_them(form: str, tmp_p
 
 def test_single_experts_may_have_a_rank_of_their_own(tmp_path: Path) -> None:
     """Each pair is that of its module, though peft of today could not convert the two ranks."""
-    base = of_single_experts(tmp_path, "olmoe", MLP, rank_pattern={"up_proj": 2}, alpha_pattern={"down_proj": 3})
+    base = of_single_experts(
+        tmp_path, "olmoe", MLP, rank_pattern={"up_proj": 2}, alpha_pattern={"down_proj": 3}
+    )
     adapter = Adapter(tmp_path, *described(base))
-    assert adapter.flags["lora_targets"] == "attention.q,experts.gate,experts.up:2:6,experts.down:4:3"
+    assert (
+        adapter.flags["lora_targets"] == "attention.q,experts.gate,experts.up:2:6,experts.down:4:3"
+    )
     found, _ = opened(base, adapter)
     pairs = load_file(tmp_path / "adapter_model.safetensors")
     family, values = described(base)
-    plain = Mapped(family.opened(Tensors(dict(base.state_dict()))), family.links_of_modules(values), to_ours=True)
+    plain = Mapped(
+        family.opened(Tensors(dict(base.state_dict()))),
+        family.links_of_modules(values),
+        to_ours=True,
+    )
     for word, scale in {"gate": 1.5, "up": 3.0, "down": 0.75}.items():
         stem = f"{PREFIX}model.layers.1.mlp.experts.4.{word}_proj.lora_"
         name = f"layers.1.mlp.experts.4.{word}.weight"
         change = scale * pairs[f"{stem}B.weight"] @ pairs[f"{stem}A.weight"]
-        torch.testing.assert_close(whole(found, name), whole(plain, name) + change, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            whole(found, name), whole(plain, name) + change, rtol=1e-12, atol=1e-12
+        )
 
 
 def steps_of_peft(base: Any, folder: Path) -> dict[str, torch.Tensor]:
     """The pairs after some steps of peft and torch's AdamW."""
     model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder, is_trainable=True)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    settings = {"betas": (0.9, 0.95), "eps": ADAMW["adam_eps"], "weight_decay": ADAMW["weight_decay"]}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    settings = {
+        "betas": (0.9, 0.95),
+        "eps": ADAMW["adam_eps"],
+        "weight_decay": ADAMW["weight_decay"],
+    }
     adamw = torch.optim.AdamW(trained.values(), lr=ADAMW["lr"], **settings)
     for _ in range(STEPS):
         logits = model(input_ids=torch.from_numpy(row().tokens)[None]).logits[0]
@@ -251,7 +306,9 @@ def steps_of_peft(base: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def steps_of_ours(base: Any, folder: Path, again: Path) -> dict[str, torch.Tensor]:
-    """The pairs after as many steps of a run that begins with the adapter, exported, as peft loads them."""
+    """The pairs after as many steps of a run that begins with the adapter, exported, as peft loads
+    them.
+    """
     family, values = described(base)
     adapter = Adapter(folder, family, values)
     links = family.links_of_modules(values)
@@ -277,7 +334,14 @@ def steps_of_ours(base: Any, folder: Path, again: Path) -> dict[str, torch.Tenso
         ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
         ("qwen3_5_moe_text", MODULES["another rank on experts"][1]),
         ("qwen3_5_text", {"target_modules": ["v_proj", "in_proj_qkv", "in_proj_b"]}),
-        ("qwen3", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}, "use_rslora": True}),
+        (
+            "qwen3",
+            {
+                "target_modules": ["q_proj", "v_proj"],
+                "rank_pattern": {"v_proj": 2},
+                "use_rslora": True,
+            },
+        ),
     ],
 )
 def test_a_run_that_continues_an_adapter_takes_the_steps_of_peft(
@@ -301,24 +365,36 @@ def renamed(folder: Path, change: Callable[[str], str]) -> None:
 
 
 def test_an_adapter_of_the_text_model_fits_the_model_with_a_tower(tmp_path: Path) -> None:
-    base = made_by_peft(tmp_path, "qwen3_5_text", target_modules=["q_proj", "in_proj_qkv", "up_proj"])
+    base = made_by_peft(
+        tmp_path, "qwen3_5_text", target_modules=["q_proj", "in_proj_qkv", "up_proj"]
+    )
     plain = Adapter(tmp_path, *described(base))
     family, values = described(MODELS["qwen3_5 with images"]())
-    assert "model.language_model.layers.0.mlp.up_proj.weight" in {link.theirs[0].name for link in family.links(values)}
+    assert "model.language_model.layers.0.mlp.up_proj.weight" in {
+        link.theirs[0].name for link in family.links(values)
+    }
     for form in ("model.layers.", "model.language_model.layers.", "language_model.model.layers."):
         renamed(tmp_path, lambda name, form=form: f"{PREFIX}{form}" + name.partition("layers.")[2])  # type: ignore[misc]
         for kind in (described(base), (family, values)):
             adapter = Adapter(tmp_path, *kind)
             assert adapter.flags == plain.flags and adapter.infos == plain.infos
-            assert all(torch.equal(whole(adapter, name), whole(plain, name)) for name in plain.infos)
+            assert all(
+                torch.equal(whole(adapter, name), whole(plain, name)) for name in plain.infos
+            )
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda name: name.removeprefix(PREFIX), "the prefix base_model.model. of peft's names is missing"),
+        (
+            lambda name: name.removeprefix(PREFIX),
+            "the prefix base_model.model. of peft's names is missing",
+        ),
         (lambda name: name.replace(".model.layers", ".layers"), "the prefix 'model.' is missing"),
-        (lambda name: name.replace("model.layers.1", "model.language_model.layers.1"), "names begin in two ways"),
+        (
+            lambda name: name.replace("model.layers.1", "model.language_model.layers.1"),
+            "names begin in two ways",
+        ),
         (lambda name: name.replace("q_proj", "query"), "q_proj has no pair"),
     ],
 )
@@ -330,14 +406,19 @@ def test_a_missing_prefix_is_named(change: Callable[[str], str], told: str, tmp_
 
 
 def test_pairs_in_some_layers_are_refused_and_those_in_all_are_read(tmp_path: Path) -> None:
-    base = made_by_peft(tmp_path, "qwen3", target_modules=["q_proj", "v_proj"], layers_to_transform=[0, 1, 2])
+    base = made_by_peft(
+        tmp_path, "qwen3", target_modules=["q_proj", "v_proj"], layers_to_transform=[0, 1, 2]
+    )
     plain = Adapter(tmp_path, *described(base))
     path = tmp_path / "adapter_config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"layers_pattern": "layers"}))
     assert Adapter(tmp_path, *described(base)).infos == plain.infos
     made_by_peft(tmp_path, "qwen3", target_modules=["q_proj", "v_proj"], layers_to_transform=[0, 2])
-    told = r"attention\.q has no pair in layers 1; attention\.v has no pair in layers 1 .*layers_to_transform \[0, 2\]"
+    told = (
+        r"attention\.q has no pair in layers 1; attention\.v has no pair in layers 1 "
+        r".*layers_to_transform \[0, 2\]"
+    )
     with pytest.raises(ValueError, match=told):
         Adapter(tmp_path, *described(base))
     made_by_peft(tmp_path, "qwen3", target_modules=["q_proj", "v_proj"], layers_to_transform=1)
@@ -346,7 +427,9 @@ def test_pairs_in_some_layers_are_refused_and_those_in_all_are_read(tmp_path: Pa
 
 
 def test_a_joined_linear_without_a_trained_pair_has_none(tmp_path: Path) -> None:
-    """An export of pairs on only the queries of Phi-3 has rows for keys and values, which are zero."""
+    """An export of pairs on only the queries of Phi-3 has rows for keys and values, which are
+    zero.
+    """
     base = made_by_peft(tmp_path, "phi3", target_modules=["qkv_proj"])
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -359,14 +442,18 @@ def test_a_joined_linear_without_a_trained_pair_has_none(tmp_path: Path) -> None
 
 
 def test_pairs_that_were_joined_for_an_export_are_read_apart(tmp_path: Path) -> None:
-    """Pairs on q, k and v of Phi-3 are exported as one: their A below each other, their B in blocks on the diagonal."""
+    """Pairs on q, k and v of Phi-3 are exported as one: their A below each other, their B in blocks
+    on the diagonal.
+    """
     base = made_by_peft(tmp_path, "phi3", target_modules=["qkv_proj"], r=6, lora_alpha=9)
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():
         if "lora_B" in name:
             rows = tensor.split([48, 24, 24])  # of q, k and v
-            tensors[name] = torch.block_diag(*(part[:, 2 * i : 2 * i + 2] for i, part in enumerate(rows)))
+            tensors[name] = torch.block_diag(
+                *(part[:, 2 * i : 2 * i + 2] for i, part in enumerate(rows))
+            )
     save_file(tensors, path)
     adapter = read(tmp_path, base, ["attention.q", "attention.k", "attention.v"])
     assert (adapter.flags["lora_rank"], adapter.flags["lora_alpha"]) == (2, 3.0)
@@ -378,24 +465,56 @@ def test_pairs_that_were_joined_for_an_export_are_read_apart(tmp_path: Path) -> 
 def test_a_run_continues_the_pairs_of_an_adapter_and_exports_no_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = made_by_peft(tmp_path / "adapter", "qwen3_5_moe_text", target_modules=["q_proj", *MLP], lora_dropout=0.25)
+    base = made_by_peft(
+        tmp_path / "adapter", "qwen3_5_moe_text", target_modules=["q_proj", *MLP], lora_dropout=0.25
+    )
     base.save_pretrained(tmp_path / "hf")
-    start = ["--load-hf", str(tmp_path / "hf"), "--load-adapter", str(tmp_path / "adapter"), "--seq-length", "32"]
-    start += ["--lr", "0.01", "--train-iters", "1", "--global-batch-size", "1", "--adam-eps", "1e-4"]
+    start = [
+        "--load-hf",
+        str(tmp_path / "hf"),
+        "--load-adapter",
+        str(tmp_path / "adapter"),
+        "--seq-length",
+        "32",
+    ]
+    start += [
+        "--lr",
+        "0.01",
+        "--train-iters",
+        "1",
+        "--global-batch-size",
+        "1",
+        "--adam-eps",
+        "1e-4",
+    ]
     assert train([*start, "--save", str(tmp_path / "run")]) == 0
     told = capsys.readouterr().out
     assert "on attention.q, shared.gate, shared.up, shared.down)" in told
     assert "no low-rank pairs: linear_attention of layers 0-2 (the adapter names none)" in told
     assert "experts are not trained: 69.1 k parameters in 6 experts of 4 layers" in told
     assert "lora_dropout 0.25 is not used, --lora-dropout decides" in told
-    flags = ["--from", "megacp", "--to", "peft", "--input", str(tmp_path / "run"), "--output", str(tmp_path / "after")]
+    flags = [
+        "--from",
+        "megacp",
+        "--to",
+        "peft",
+        "--input",
+        str(tmp_path / "run"),
+        "--output",
+        str(tmp_path / "after"),
+    ]
     assert convert(flags) == 0
-    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "after"))
+    before, after = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "after")
+    )
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before)
     _, held, _ = logits_and_pairs(base, tmp_path / "after")
     assert len(held) == len(before)
     assert train([*start, "--save", str(tmp_path / "x"), "--lora-targets", "q,gate,up,down"]) == 2
-    assert "has --lora-rank 4 --lora-alpha 6.0 --lora-targets attention.q,shared.gate" in capsys.readouterr().err
+    assert (
+        "has --lora-rank 4 --lora-alpha 6.0 --lora-targets attention.q,shared.gate"
+        in capsys.readouterr().err
+    )
     kinds = "attention.q,shared.gate,shared.up,shared.down"
     assert train([*start, "--save", str(tmp_path / "y"), "--lora-targets", kinds]) == 0

@@ -1,4 +1,6 @@
-"""Chat templates of exported models: the transformers library makes the ids that a build made of the same messages."""
+"""Chat templates of exported models: the transformers library makes the ids that a build made of
+the same messages.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from megacp.huggingface.convert import chat, processor
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.huggingface.generation.prompt import PromptMaker
-from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, PROCESSOR_FILES, VIDEOS, read_processor
+from megacp.prepare.media.processor_files import (
+    IMAGES,
+    PROCESSOR,
+    PROCESSOR_FILES,
+    VIDEOS,
+    read_processor,
+)
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import RecordRules
@@ -30,19 +38,28 @@ from tests.huggingface.convert.test_tokenizer import LINES, OPTIONS, theirs, tra
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.tools.test_convert_checkpoint import convert
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra: test)"
+)
 tokenizers = pytest.importorskip("tokenizers")
 
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+)
 LLAMA3 += r"\s+(?!\S)|\s+"
 
 
 def bpe(folder: Path, before: Any, roles: bool = False) -> str:
-    """A tokenizer.json of byte-level BPE whose merges cross every border that its pattern lets them cross."""
+    """A tokenizer.json of byte-level BPE whose merges cross every border that its pattern lets them
+    cross.
+    """
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = before
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=alphabet, show_progress=False
+    )
     text = ["?\n", ".\n", "|>\n\n", "|>\n  x", ";\n\n<|", "\n\n", "  two", " \n"]
     made.train_from_iterator([*LINES, *text * 200], trainer)
     made.add_special_tokens(["<|endoftext|>", *(["<|user|>", "<|assistant|>"] if roles else [])])
@@ -68,15 +85,24 @@ TURNS: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief.\n"},
     {"role": "user", "content": "Which animal is it?"},
     {"role": "assistant", "content": "  A cat;\n\n"},
-    {"role": "user", "content": [{"type": "text", "text": " and"}, {"type": "text", "text": " now?"}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": " and"}, {"type": "text", "text": " now?"}],
+    },
     {"role": "assistant", "content": ""},
 ]
 
 
 def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> None:
-    ids = {text: TINY.token_ids[name] for name, text in Molmo2Rules.token_texts.items()} if images else {}
+    ids = (
+        {text: TINY.token_ids[name] for name, text in Molmo2Rules.token_texts.items()}
+        if images
+        else {}
+    )
     write_tokenizer(Given(tokenizer, ids), folder, 512, ())
-    probe = chat.probe(tokenizer, [TINY.token_ids[name] for name in TINY.placeholder] if images else [])
+    probe = chat.probe(
+        tokenizer, [TINY.token_ids[name] for name in TINY.placeholder] if images else []
+    )
     chat.write_template(folder, tokenizer, probe, "<im_start><im_end>" if images else "")
 
 
@@ -87,7 +113,9 @@ def build_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_library_makes_the_ids_of_a_build_or_there_is_no_template(kind: str, tmp_path: Path) -> None:
+def test_the_library_makes_the_ids_of_a_build_or_there_is_no_template(
+    kind: str, tmp_path: Path
+) -> None:
     make, fits = KINDS[kind]
     tokenizer = load_tokenizer(make(tmp_path), engine="reference")
     (tmp_path / "out").mkdir()
@@ -100,8 +128,12 @@ def test_the_library_makes_the_ids_of_a_build_or_there_is_no_template(kind: str,
     library = theirs(tmp_path / "out")
     for count in range(1, len(TURNS) + 1):
         messages = TURNS[:count]
-        assert library.apply_chat_template(messages, return_dict=False) == build_ids(tokenizer, messages), count
-        (asked,) = PromptMaker(tokenizer).of_record({"messages": [*messages, {"role": "assistant", "content": "x"}]})
+        assert library.apply_chat_template(messages, return_dict=False) == build_ids(
+            tokenizer, messages
+        ), count
+        (asked,) = PromptMaker(tokenizer).of_record(
+            {"messages": [*messages, {"role": "assistant", "content": "x"}]}
+        )
         found = library.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert found == asked.tokens.tolist(), count
 
@@ -119,16 +151,29 @@ def test_the_processor_makes_the_ids_of_a_build_after_a_token_of_its_own(
         (tmp_path / f"{number}.png").write_bytes(encoded(picture))
     says = {"type": "text", "text": "which animal?"}
     first = {"role": "user", "content": [{"type": "image", "path": "0.png"}, says]}
-    second = {"role": "user", "content": [says, *([{"type": "image", "path": "1.png"}] if images > 1 else [])]}
-    messages = [first, {"role": "assistant", "content": "A cat."}, second, {"role": "assistant", "content": "Two"}]
+    second = {
+        "role": "user",
+        "content": [says, *([{"type": "image", "path": "1.png"}] if images > 1 else [])],
+    }
+    messages = [
+        first,
+        {"role": "assistant", "content": "A cat."},
+        second,
+        {"role": "assistant", "content": "Two"},
+    ]
     made = library_processor(tmp_path, monkeypatch)
     made.chat_template = (tmp_path / chat.TEMPLATE_FILE).read_text()
     reader = MediaReader(TINY, str(tmp_path))
-    parts = reader.expand(parse_record({"messages": messages}, RecordRules(media=True)).prefix, {}, [])
+    parts = reader.expand(
+        parse_record({"messages": messages}, RecordRules(media=True)).prefix, {}, []
+    )
     maker = DocumentMaker(tokenizer, True, dict(TINY.token_ids))
     expected = next(maker.encode([[parts]])).tokens.tolist()
     (asked,) = PromptMaker(tokenizer, TINY, str(tmp_path)).of_record({"messages": messages})
-    for turns, prompt, ids in ((messages, False, expected), (messages[:3], True, asked.tokens.tolist())):
+    for turns, prompt, ids in (
+        (messages, False, expected),
+        (messages[:3], True, asked.tokens.tolist()),
+    ):
         text = made.apply_chat_template(turns, add_generation_prompt=prompt)
         given = [torch.from_numpy(picture).permute(2, 0, 1) for picture in pixels]
         found = made(images=given, text=text, return_tensors="pt")["input_ids"][0].tolist()
@@ -140,7 +185,10 @@ def trained(folder: Path, text: bool = False) -> Path:
     from megacp.verify.cases import MODELS
     from tests.tools.test_convert_checkpoint import saved_on_grid
 
-    values: dict[str, Any] = {**({} if text else MODELS["tiny_vlm"]), "vocab_size": 950 if text else 257}
+    values: dict[str, Any] = {
+        **({} if text else MODELS["tiny_vlm"]),
+        "vocab_size": 950 if text else 257,
+    }
     values["dtype"] = "float32"
     if not text:
         values["qk_layernorm"] = "head"
@@ -152,8 +200,22 @@ def trained(folder: Path, text: bool = False) -> Path:
 def test_an_exported_vision_model_has_the_template_of_its_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert convert("megacp", "hf", trained(tmp_path / "run"), tmp_path / "a", "--tokenizer", "byte", "--verify") == 0
-    assert "chat template: that of records with `messages`, with the ids of a build\n" in capsys.readouterr().out
+    assert (
+        convert(
+            "megacp",
+            "hf",
+            trained(tmp_path / "run"),
+            tmp_path / "a",
+            "--tokenizer",
+            "byte",
+            "--verify",
+        )
+        == 0
+    )
+    assert (
+        "chat template: that of records with `messages`, with the ids of a build\n"
+        in capsys.readouterr().out
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
     tokens = load_tokenizer("byte", engine="reference")
     assert tokenizer.apply_chat_template(TURNS, return_dict=False) == build_ids(tokens, TURNS)
@@ -181,7 +243,10 @@ def test_a_text_model_gets_the_template_on_demand_and_keeps_its_own(
     own = bpe(tmp_path, split(LLAMA3))
     (tmp_path / chat.TEMPLATE_FILE).write_text("{{ 'mine' }}")
     assert convert("megacp", "hf", run, tmp_path / "c", "--tokenizer", own) == 0
-    assert "chat template: the tokenizer's own; --chat-template messages writes" in capsys.readouterr().out
+    assert (
+        "chat template: the tokenizer's own; --chat-template messages writes"
+        in capsys.readouterr().out
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "c")
     assert tokenizer.apply_chat_template(TURNS[:1], tokenize=False) == "mine"
     assert (tmp_path / "c" / "tokenizer.json").read_bytes() == Path(own).read_bytes()
@@ -222,7 +287,9 @@ def test_rules_come_back_from_the_files(rules: Molmo2Rules, tmp_path: Path) -> N
 
 
 def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers' Molmo2Processor of a folder; what it would ask torchvision for is done by torch."""
+    """transformers' Molmo2Processor of a folder; what it would ask torchvision for is done by
+    torch.
+    """
     pytest.importorskip("transformers")
     import transformers
     import transformers.models.molmo2.image_processing_molmo2 as images
@@ -233,12 +300,22 @@ def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     for name in ("resize", "rescale_and_normalize"):
         monkeypatch.setattr(images.Molmo2ImageProcessor, name, getattr(_Backend, name))
-    monkeypatch.setattr(images.Molmo2ImageProcessor, "convert_to_rgb", lambda self, image, **given: image)
-    monkeypatch.setattr(texts.Molmo2Processor, "check_argument_for_proper_class", lambda *given: None)
+    monkeypatch.setattr(
+        images.Molmo2ImageProcessor, "convert_to_rgb", lambda self, image, **given: image
+    )
+    monkeypatch.setattr(
+        texts.Molmo2Processor, "check_argument_for_proper_class", lambda *given: None
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    parts = images.Molmo2ImageProcessor.from_pretrained(folder), videos.Molmo2VideoProcessor.from_pretrained(folder)
+    parts = (
+        images.Molmo2ImageProcessor.from_pretrained(folder),
+        videos.Molmo2VideoProcessor.from_pretrained(folder),
+    )
     settings = json.loads((folder / PROCESSOR).read_text())
-    options = {key: settings[key] for key in (*PROCESSOR_FILES["molmo2"].switches, *PROCESSOR_FILES["molmo2"].only)}
+    options = {
+        key: settings[key]
+        for key in (*PROCESSOR_FILES["molmo2"].switches, *PROCESSOR_FILES["molmo2"].only)
+    }
     return texts.Molmo2Processor(*parts, tokenizer, **options)
 
 
@@ -252,18 +329,26 @@ def test_the_library_makes_our_tokens_and_pixels_after_a_token_of_its_own(
     (tmp_path / "config.json").write_text('{"model_type": "molmo2"}')
     made = library_processor(tmp_path, monkeypatch)
     pixels = noise(40, 24)
-    found = made(images=[torch.from_numpy(pixels).permute(2, 0, 1)], text="what?<|image|>this", return_tensors="pt")
+    found = made(
+        images=[torch.from_numpy(pixels).permute(2, 0, 1)],
+        text="what?<|image|>this",
+        return_tensors="pt",
+    )
     layout = image_layout(40, 24, rules)
     ids = found["input_ids"][0].tolist()
     assert ids == [made.tokenizer.eos_token_id, *b"what?", *layout.tokens.tolist(), *b"this"]
     assert found["mm_token_type_ids"][0].tolist() == [int(i >= 257) for i in ids]
     assert made.image_token_ids == [rules.token_ids[name] for name in TINY.token_ids]
     assert np.array_equal(np.asarray(found["image_token_pooling"]), layout.pooling)
-    difference = np.abs(np.asarray(found["pixel_values"]).reshape(-1) - image_patches(pixels, rules).reshape(-1))
+    difference = np.abs(
+        np.asarray(found["pixel_values"]).reshape(-1) - image_patches(pixels, rules).reshape(-1)
+    )
     assert difference.max() <= 1.01 / 255 / min(rules.image_std), "at most one of 255 levels"
 
 
-def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refused(tmp_path: Path) -> None:
+def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ValueError, match="time_mode is 'off'"):
         processor.write_processor(dataclasses.replace(TINY, time_mode="off"), tmp_path)
     processor.write_processor(TINY, tmp_path)
@@ -271,10 +356,16 @@ def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refus
     for part, change, message in (
         ("image_processor", {"resample": 3}, "resample is 3, megacp can only express 2"),
         ("image_processor", {"size": {"height": 16, "width": 32}}, "can only express squares"),
-        ("video_processor", {"patch_size": 8}, "video_processor patch_size is 8, .*image_processor patch_size is 4"),
+        (
+            "video_processor",
+            {"patch_size": 8},
+            "video_processor patch_size is 8, .*image_processor patch_size is 4",
+        ),
         (None, {"use_frame_special_tokens": False}, "use_frame_special_tokens is False"),
     ):
-        changed = {**whole, **change} if part is None else {**whole, part: {**whole[part], **change}}
+        changed = (
+            {**whole, **change} if part is None else {**whole, part: {**whole[part], **change}}
+        )
         (tmp_path / PROCESSOR).write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
             read_rules(tmp_path, TINY.token_ids, "molmo2")

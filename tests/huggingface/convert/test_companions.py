@@ -1,4 +1,6 @@
-"""What lies beside a tokenizer: chat templates and named special tokens of a folder, converted there and back."""
+"""What lies beside a tokenizer: chat templates and named special tokens of a folder, converted
+there and back.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from megacp.training.loop.state import RunState
 from tests.huggingface.convert.models import given, save
 from tests.tools.test_convert_checkpoint import convert
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra: test)"
+)
 tokenizers = pytest.importorskip("tokenizers")
 
 SPECIAL = ("</s>", "<unk>", "<mask>", "<sep>", "<cls>", "<image>", "<a>", "<b>")
@@ -28,12 +32,20 @@ TEMPLATES = {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}", "rag": "{{
 
 
 def write(folder: Path, **settings: Any) -> Path:
-    """A tokenizer.json of letters, the word `<s>` and `SPECIAL`, 97 ids at most, with settings beside it."""
+    """A tokenizer.json of letters, the word `<s>` and `SPECIAL`, 97 ids at most, with settings
+    beside it.
+    """
     folder.mkdir(exist_ok=True)
-    letters = [chr(code) for code in range(ord(" "), ord("~") + 1) if chr(code) not in "{}|~`^\\\"'@$%;WXYZ"]
+    letters = [
+        chr(code)
+        for code in range(ord(" "), ord("~") + 1)
+        if chr(code) not in "{}|~`^\\\"'@$%;WXYZ"
+    ]
     pieces = [*letters, "<s", "<s>", "><"]
     merges = [(">", "<"), ("<", "s"), ("<s", ">")]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges)
+    )
     made.decoder = tokenizers.decoders.Fuse()
     made.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in SPECIAL])
     assert made.get_vocab_size() <= 97
@@ -50,7 +62,9 @@ def original_of(folder: Path, **settings: Any) -> Given:
 
 
 def write_templates(folder: Path) -> None:
-    """TEMPLATES as the library writes them, those that are asked for by name in a folder, one through a link."""
+    """TEMPLATES as the library writes them, those that are asked for by name in a folder, one
+    through a link.
+    """
     more = folder / "additional_chat_templates"
     more.mkdir()
     (folder / "chat_template.jinja").write_text(TEMPLATES["default"])
@@ -66,7 +80,9 @@ def model(tmp_path: Path) -> Path:
     return write(tmp_path / "model", **NAMED)
 
 
-def test_templates_and_named_tokens_survive_the_way_there_and_back(model: Path, tmp_path: Path) -> None:
+def test_templates_and_named_tokens_survive_the_way_there_and_back(
+    model: Path, tmp_path: Path
+) -> None:
     write_templates(model)
     before = transformers.AutoTokenizer.from_pretrained(model)
     assert convert("hf", "hf", model, tmp_path / "copy") == 0
@@ -77,13 +93,20 @@ def test_templates_and_named_tokens_survive_the_way_there_and_back(model: Path, 
         assert not (tmp_path / name / "additional_chat_templates" / "rag.jinja").is_symlink()
     for name in ("copy", "back"):
         after = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
-        assert after.special_tokens_map == before.special_tokens_map and after.chat_template == TEMPLATES
+        assert (
+            after.special_tokens_map == before.special_tokens_map
+            and after.chat_template == TEMPLATES
+        )
         assert after.all_special_ids == before.all_special_ids and after.image_token == "<image>"
-    assert convert("hf", "hf", tmp_path / "back", tmp_path / "again") == 0, "its sums list the folder"
+    assert convert("hf", "hf", tmp_path / "back", tmp_path / "again") == 0, (
+        "its sums list the folder"
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"bos_token": None}])
-def test_a_named_word_that_is_no_added_token_is_left_out(more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_named_word_that_is_no_added_token_is_left_out(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     original = original_of(tmp_path, unk_token="?", extra_special_tokens=["<s>", "<a>"], **more)
     write_tokenizer(original, tmp_path / "out", 512, ())
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -91,7 +114,10 @@ def test_a_named_word_that_is_no_added_token_is_left_out(more: dict[str, Any], t
     assert settings["mask_token"] == "<mask>" and settings["bos_token"] is None
     library = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "is it <i><s>so</s>?"
-    assert library.encode(text, add_special_tokens=False) == original.encode(text) and library.bos_token is None
+    assert (
+        library.encode(text, add_special_tokens=False) == original.encode(text)
+        and library.bos_token is None
+    )
 
 
 def test_words_that_a_chat_template_wrote_as_special_tokens_stay_special(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The end token of training in prompts, in what stops an answer, and in the folder that transformers loads."""
+"""The end token of training in prompts, in what stops an answer, and in the folder that
+transformers loads.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,60 @@ from tests.prepare.templates.public import write_tokenizer
 from tests.prepare.templates.test_conversation import PROMPT, TALK
 from tests.prepare.templates.test_public import ASK, TELL
 
-SIZES = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--ffn-hidden-size", "16"]
+SIZES = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--ffn-hidden-size",
+    "16",
+]
 MESSAGES = [ASK, TELL, ASK, TELL]
 
 
 def trained(folder: Path, *flags: str, **beside: Any) -> Tokenizer:
-    """A step of training in `folder`/out on messages, built with `flags`; the tokenizer, whose files say `</s>`."""
+    """A step of training in `folder`/out on messages, built with `flags`; the tokenizer, whose
+    files say `</s>`.
+    """
     path = write_tokenizer(folder / "t", **beside)
     (folder / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
-    build = ["--input", str(folder / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
+    build = [
+        "--input",
+        str(folder / "a.jsonl"),
+        "--tokenizer",
+        str(path),
+        "--seq-length",
+        "512",
+        "--workers",
+        "1",
+    ]
     assert preprocess.main(["build", *build, "--output", str(folder / "d"), *flags]) == 0
-    run = [*SIZES, "--data-path", str(folder / "d"), "--seq-length", "512", "--global-batch-size", "1"]
+    run = [
+        *SIZES,
+        "--data-path",
+        str(folder / "d"),
+        "--seq-length",
+        "512",
+        "--global-batch-size",
+        "1",
+    ]
     assert train.main([*run, "--train-iters", "1", "--save", str(folder / "out")]) == 0
     return load_tokenizer(str(path), engine="reference")
 
 
 def export(folder: Path, name: str, *flags: str) -> int:
-    command = ["--from", "megacp", "--to", "hf", "--input", str(folder / "out"), "--output", str(folder / name)]
+    command = [
+        "--from",
+        "megacp",
+        "--to",
+        "hf",
+        "--input",
+        str(folder / "out"),
+        "--output",
+        str(folder / name),
+    ]
     return convert.main([*command, "--tokenizer", str(folder / "t/tokenizer.json"), *flags])
 
 
@@ -87,7 +126,9 @@ def test_prompts_stops_and_exports_have_the_end_token_of_training(
     monkeypatch.setattr(PromptMaker, "of_record", noted)
     assert stops(tmp_path, monkeypatch, *asked) == (() if expected is None else (expected,))
     (document,) = documents(tmp_path / "d")
-    assert found == [document[: len(found[0])]] and own.decode(document[len(found[0]) :]).startswith(TELL["content"])
+    assert found == [document[: len(found[0])]] and own.decode(
+        document[len(found[0]) :]
+    ).startswith(TELL["content"])
     assert export(tmp_path, "hf") == 0
     for name in ("generation_config.json", "config.json"):
         assert read(tmp_path / "hf" / name)["eos_token_id"] == expected
@@ -128,11 +169,18 @@ def test_answers_that_end_with_no_special_token_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(
-        tmp_path, "--chat-template", "auto", "--no-append-eod", chat_template=f"{TALK}{{{{ m.content }}}} so\n{PROMPT}"
+        tmp_path,
+        "--chat-template",
+        "auto",
+        "--no-append-eod",
+        chat_template=f"{TALK}{{{{ m.content }}}} so\n{PROMPT}",
     )
     capsys.readouterr()
     assert stops(tmp_path, monkeypatch, "--prompt", "a") == ()
-    assert "end answers with a special token; they may go on to --max-new-tokens 1\n" in capsys.readouterr().err
+    assert (
+        "end answers with a special token; they may go on to --max-new-tokens 1\n"
+        in capsys.readouterr().err
+    )
     assert export(tmp_path, "hf") == 0
     assert "end of answers: not known: " in (said := capsys.readouterr().out)
     assert "set eos_token_id in generation_config.json" in said

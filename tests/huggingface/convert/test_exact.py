@@ -1,7 +1,7 @@
 """Loss, logits and gradients of the library's models in float64, on one process and on ranks.
 
-The library computes norms, softmax and rotary angles in float32 whatever the model's dtype. Here its float32 is
-float64, so the two differ by the order of sums alone.
+The library computes norms, softmax and rotary angles in float32 whatever the model's dtype. Here
+its float32 is float64, so the two differ by the order of sums alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def row() -> PackedBatch:
     """One document: the library has no mask of packs."""
     rng, leave = np.random.default_rng(0), np.full(TOKENS, TOKENS, np.int32)
     tokens, labels = rng.integers(0, 97, TOKENS), rng.integers(0, 97, TOKENS)
-    return PackedBatch(tokens, labels, np.ones(TOKENS, np.float32), np.arange(TOKENS), leave, 0 * leave, (0,))
+    return PackedBatch(
+        tokens, labels, np.ones(TOKENS, np.float32), np.arange(TOKENS), leave, 0 * leave, (0,)
+    )
 
 
 def row_with_images(model: Any) -> tuple[PackedBatch, dict[str, Any]]:
@@ -47,13 +49,21 @@ def row_with_images(model: Any) -> tuple[PackedBatch, dict[str, Any]]:
     tokens, kinds = [], []
     for frames, rows, columns in GRIDS.tolist():
         per_frame = rows * columns // 4
-        parts = [rng.integers(0, 97, 3), *[[c.vision_start_token_id, *[c.image_token_id] * per_frame]] * frames, [5]]
+        parts = [
+            rng.integers(0, 97, 3),
+            *[[c.vision_start_token_id, *[c.image_token_id] * per_frame]] * frames,
+            [5],
+        ]
         tokens += [int(x) for part in parts for x in part]
     tokens += rng.integers(0, 97, 40 - len(tokens)).tolist()
     ids = torch.tensor(tokens)[None]
     kinds = (ids == c.image_token_id).int()
     single = torch.tensor([[1, h, w] for t, h, w in GRIDS.tolist() for _ in range(t)])
-    positions = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=single)[0][:, 0].t().numpy()
+    positions = (
+        model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=single)[0][:, 0]
+        .t()
+        .numpy()
+    )
     patches, leave = rng.standard_normal((56, 96)), np.full(TOKENS, TOKENS, np.int32)
     cum = np.cumsum(single.prod(1).numpy())
     vision = VisionInputs(
@@ -61,9 +71,22 @@ def row_with_images(model: Any) -> tuple[PackedBatch, dict[str, Any]]:
         *(np.arange(56).reshape(-1, 4), REPLICATE),
         grids=single.numpy()[:, 1:] // 2,
     )
-    labels, more = rng.integers(0, 97, TOKENS), {"image_grid_thw": single, "mm_token_type_ids": kinds}
-    fields = ids[0].numpy(), labels, np.ones(TOKENS, np.float32), np.arange(TOKENS), leave, 0 * leave
-    return PackedBatch(*fields, (0,), vision, positions), {"pixel_values": torch.from_numpy(patches), **more}
+    labels, more = (
+        rng.integers(0, 97, TOKENS),
+        {"image_grid_thw": single, "mm_token_type_ids": kinds},
+    )
+    fields = (
+        ids[0].numpy(),
+        labels,
+        np.ones(TOKENS, np.float32),
+        np.arange(TOKENS),
+        leave,
+        0 * leave,
+    )
+    return PackedBatch(*fields, (0,), vision, positions), {
+        "pixel_values": torch.from_numpy(patches),
+        **more,
+    }
 
 
 def batch_of(name: str, model: Any = None) -> tuple[PackedBatch, dict[str, Any]]:
@@ -73,7 +96,9 @@ def batch_of(name: str, model: Any = None) -> tuple[PackedBatch, dict[str, Any]]
     return row_with_images(model)
 
 
-def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], float, Any, Any, np.ndarray, PackedBatch]:
+def library_of(
+    name: str, patch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], float, Any, Any, np.ndarray, PackedBatch]:
     """Our values, its loss, its weights and gradients by our names, its logits."""
     torch.manual_seed(0)
     with float32_is_float64(patch):
@@ -115,12 +140,15 @@ def ours(
     weights: dict[str, torch.Tensor],
     batch: PackedBatch,
 ) -> tuple[float, Pieces, np.ndarray | None]:
-    if values["num_experts"]:  # ranks with other tokens share them: tp ranks need sequence parallelism for that
+    if values[
+        "num_experts"
+    ]:  # ranks with other tokens share them: tp ranks need sequence parallelism for that
         shape = {**shape, "ep": shape.get("tp", 1) * shape.get("cp", 1)}
         values = {**values, "sequence_parallel": "tp" in shape}
     axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
     config = with_values(
-        RunConfig(), {**values, **axes, "seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1}
+        RunConfig(),
+        {**values, **axes, "seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1},
     )
     model = ParallelModel(config, grid(**shape))
     for chunk in model.chunks:
@@ -145,27 +173,45 @@ def test_loss_logits_and_gradients_are_those_of_the_library(
     for found, _, _ in results:
         assert abs(found - loss) <= 1e-12 * loss
     if not shape:
-        assert results[0][2] is not None and np.abs(results[0][2] - logits).max() <= 1e-12 * np.abs(logits).max()
+        assert (
+            results[0][2] is not None
+            and np.abs(results[0][2] - logits).max() <= 1e-12 * np.abs(logits).max()
+        )
     summed = assemble([pieces for _, pieces, _ in results])
     assert summed.keys() == gradients.keys()
     floor = 1e-3 * max(float(expected.abs().max()) for expected in gradients.values())
-    for key, expected in gradients.items():  # a bias of keys without rotary embedding has no gradient but rounding
+    for (
+        key,
+        expected,
+    ) in gradients.items():  # a bias of keys without rotary embedding has no gradient but rounding
         scale = max(float(expected.abs().max()), floor)
         assert np.abs(summed[key] - expected.numpy()).max() <= 1e-10 * scale, key
 
 
 @pytest.mark.parametrize("more", [{}, {"factor": 1.0}], ids=str)
-def test_yarn_frequencies_are_the_librarys_at_real_sizes(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of 128 and 32,768 positions: ends of the blend that are rounded the wrong way show here."""
+def test_yarn_frequencies_are_the_librarys_at_real_sizes(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 128 and 32,768 positions: ends of the blend that are rounded the wrong way show
+    here.
+    """
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768, **more}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        **more,
+    }
     theirs = transformers.Qwen3Config(head_dim=128, rope_parameters=rope)
     with float32_is_float64(monkeypatch):
         expected, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     model = with_values(RunConfig(), of_config(theirs.to_dict()).values(theirs.to_dict())).model
-    scaling = RotaryScaling(model.rope_scaling, model.rope_scaling_factor, model.rope_original_max_positions)
+    scaling = RotaryScaling(
+        model.rope_scaling, model.rope_scaling_factor, model.rope_original_max_positions
+    )
     found = inverse_frequencies(model.head_dim, model.rotary_base, scaling)
     assert scaling.attention_factor == factor
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)

@@ -1,4 +1,6 @@
-"""Folders of safetensors: what is written is what the library reads, one tensor at a time, and damage is told."""
+"""Folders of safetensors: what is written is what the library reads, one tensor at a time, and
+damage is told.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.tensors import whole
 from tests.huggingface.convert.models import Tensors, save
 
-safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
+safetensors = pytest.importorskip(
+    "safetensors.torch", reason="safetensors is not installed (extra: hf)"
+)
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -27,11 +31,18 @@ SHAPES = {f"tensor{'x' * i}": (i + 1, 8) for i in range(6)} | {"vector": (5,)}
 
 
 def source_of(*dtypes: torch.dtype) -> Tensors:
-    return Tensors({name: torch.randn(SHAPES[name]).to(dtypes[i % len(dtypes)]) for i, name in enumerate(SHAPES)})
+    return Tensors(
+        {
+            name: torch.randn(SHAPES[name]).to(dtypes[i % len(dtypes)])
+            for i, name in enumerate(SHAPES)
+        }
+    )
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 100, 1])
-def test_shards_hold_each_tensor_once_and_the_library_reads_them(limit: int, tmp_path: Path) -> None:
+def test_shards_hold_each_tensor_once_and_the_library_reads_them(
+    limit: int, tmp_path: Path
+) -> None:
     source = source_of(*ALL)
     paths = hf_files.write_tensors(source, tmp_path, limit, ONE)
     found = {}
@@ -69,7 +80,9 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / hf_files.INDEX).write_text(json.dumps(index))
     first.write_bytes(first.read_bytes()[:-1])
     with pytest.raises(
-        ValueError, match=r"model-00001-of-.*safetensors: the file is incomplete \(\d+ bytes found, \d+ expected\)"
+        ValueError,
+        match=r"model-00001-of-.*safetensors: the file is incomplete \(\d+ bytes found, \d+ "
+        r"expected\)",
     ):
         hf_files.SafetensorsFolder(tmp_path)
     hf_files.write_tensors(source_of(torch.float32), tmp_path, 1 << 30, ONE)
@@ -77,7 +90,9 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
         hf_files.SafetensorsFolder(tmp_path)
 
 
-def test_a_new_folder_appears_when_it_is_whole_and_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
+def test_a_new_folder_appears_when_it_is_whole_and_leaves_nothing_when_it_fails(
+    tmp_path: Path,
+) -> None:
     with hf_files.new_folder(tmp_path / "deep" / "a", ONE) as folder:
         (folder / "file").write_text("x")
         assert not (tmp_path / "deep" / "a").exists()
@@ -107,17 +122,32 @@ sys.exit(convert_command.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_conversion_that_is_ended_leaves_nothing_for_ever(number: int, tmp_path: Path) -> None:
-    """SIGTERM removes the half-written folder; what SIGKILL leaves goes at the next start, and only that."""
+    """SIGTERM removes the half-written folder; what SIGKILL leaves goes at the next start, and only
+    that.
+    """
     save("llama 2", tmp_path / "a")
-    flags = ["--from", "hf", "--to", "hf", "--input", str(tmp_path / "a"), "--output", str(tmp_path / "b")]
+    flags = [
+        "--from",
+        "hf",
+        "--to",
+        "hf",
+        "--input",
+        str(tmp_path / "a"),
+        "--output",
+        str(tmp_path / "b"),
+    ]
     command = [sys.executable, "-c", KILLED, *flags]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as running:
         assert running.stdout is not None and running.stdout.readline() == b"writing\n"
         with hf_files.new_folder(tmp_path / "b", ONE) as mine:
             assert len(list(tmp_path.glob("b.tmp-*"))) == 2, "both live"
             running.send_signal(number)
             assert running.wait(30) == (128 + number if number == signal.SIGTERM else -number)
-            assert mine.is_dir() and len(list(tmp_path.glob("b.tmp-*"))) == 1 + (number == signal.SIGKILL)
+            assert mine.is_dir() and len(list(tmp_path.glob("b.tmp-*"))) == 1 + (
+                number == signal.SIGKILL
+            )
     shutil.rmtree(tmp_path / "b")
     with hf_files.new_folder(tmp_path / "b", ONE):
         assert len(list(tmp_path.glob("b.tmp-*"))) == 1

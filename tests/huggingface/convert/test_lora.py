@@ -1,4 +1,6 @@
-"""Low-rank pairs against peft: loss, gradients and weights over AdamW steps, and what peft loads of an export."""
+"""Low-rank pairs against peft: loss, gradients and weights over AdamW steps, and what peft loads of
+an export.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,18 @@ RANK, ALPHA, STEPS = 3, 7.0, 3
 MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "output": "o_proj"}
 MODULES |= {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 STATE_MODULES = {f"linear_attention.{x}": f"linear_attn.in_proj_{x}" for x in "zba"}
-STATE_MODULES |= {"linear_attention.output": "linear_attn.out_proj", "attention.v": "self_attn.v_proj"}
-ADAMW = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-4}
+STATE_MODULES |= {
+    "linear_attention.output": "linear_attn.out_proj",
+    "attention.v": "self_attn.v_proj",
+}
+ADAMW = {
+    "lr": 0.01,
+    "weight_decay": 0.1,
+    "clip_grad": 0.3,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-4,
+}
 PAIRS = {"lora_rank": RANK, "lora_alpha": ALPHA}
 Tuned = tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]
 """Loss, gradients and, after the update, weights by our names."""
@@ -54,14 +66,22 @@ Tuned = tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]
 def our_name(name: str) -> str:
     parts = name.replace(".default", "").split(".")
     place = parts.index("layers")
-    kind = {"self_attn": "attention", "linear_attn": "linear_attention", "mlp": "mlp"}[parts[place + 2]]
-    of_states = {theirs.rpartition(".")[2]: ours.rpartition(".")[2] for ours, theirs in STATE_MODULES.items()}
+    kind = {"self_attn": "attention", "linear_attn": "linear_attention", "mlp": "mlp"}[
+        parts[place + 2]
+    ]
+    of_states = {
+        theirs.rpartition(".")[2]: ours.rpartition(".")[2] for ours, theirs in STATE_MODULES.items()
+    }
     ours = {**of_states, **{theirs: ours for ours, theirs in MODULES.items()}}[parts[place + 3]]
     return ".".join(["layers", parts[place + 1], kind, ours, *parts[place + 4 :]])
 
 
-def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
-    """Our values, all weights at the start, and what each of the steps of peft and torch's AdamW makes."""
+def peft_of(
+    name: str, targets: str, patch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
+    """Our values, all weights at the start, and what each of the steps of peft and torch's AdamW
+    makes.
+    """
     torch.manual_seed(0)
     names = list(MODULES) if targets == "all" else targets.split(",")
     with float32_is_float64(patch):
@@ -74,7 +94,9 @@ def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[st
         architecture = of_config(content)
         values = architecture.values(content)
         theirs = Joined(Tensors(dict(base.state_dict())))
-        frozen = Mapped(theirs, architecture.links(values, architecture.layout_of(theirs.infos)), to_ours=True)
+        frozen = Mapped(
+            theirs, architecture.links(values, architecture.layout_of(theirs.infos)), to_ours=True
+        )
         weights = {key: whole(frozen, key).clone() for key in frozen.infos}
         modules = [{**MODULES, **STATE_MODULES}[name] for name in names]
         wanted = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules)
@@ -84,7 +106,11 @@ def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[st
             for parameter in trained.values():
                 parameter.normal_(0.0, 0.2)
         weights |= {key: p.detach().clone() for key, p in trained.items()}
-        settings = {"betas": (0.9, 0.95), "eps": ADAMW["adam_eps"], "weight_decay": ADAMW["weight_decay"]}
+        settings = {
+            "betas": (0.9, 0.95),
+            "eps": ADAMW["adam_eps"],
+            "weight_decay": ADAMW["weight_decay"],
+        }
         adamw = torch.optim.AdamW(trained.values(), lr=ADAMW["lr"], **settings)
         steps = []
         for _ in range(STEPS):
@@ -95,19 +121,31 @@ def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[st
             torch.nn.utils.clip_grad_norm_(trained.values(), ADAMW["clip_grad"])
             adamw.step()
             adamw.zero_grad()
-            steps.append((loss.item(), gradients, {key: p.detach().numpy().copy() for key, p in trained.items()}))
+            steps.append(
+                (
+                    loss.item(),
+                    gradients,
+                    {key: p.detach().numpy().copy() for key, p in trained.items()},
+                )
+            )
     return values, weights, steps
 
 
 def ours(
-    rank: int, world_size: int, shape: dict[str, int], values: dict[str, Any], weights: dict[str, torch.Tensor]
+    rank: int,
+    world_size: int,
+    shape: dict[str, int],
+    values: dict[str, Any],
+    weights: dict[str, torch.Tensor],
 ) -> list[tuple[float, Pieces, Pieces]]:
     if values["num_experts"]:
         shape = {**shape, "ep": shape.get("tp", 1)}
         values = {**values, "sequence_parallel": "tp" in shape}
     axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
     run = {"seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1}
-    model = ParallelModel(with_values(RunConfig(), {**values, **axes, **ADAMW, **run}), grid(**shape))
+    model = ParallelModel(
+        with_values(RunConfig(), {**values, **axes, **ADAMW, **run}), grid(**shape)
+    )
     for chunk in model.chunks:
         fill(chunk, weights)
     steps = []
@@ -116,23 +154,36 @@ def ours(
         found = pieces_of_slices(model.parameters.gradient_slices())
         model.optimizer.step(ADAMW["lr"])
         held = pieces_of_slices(model.parameters.parameters_held())
-        steps.append((loss, found, {key: piece for key, piece in held.items() if ".lora_" in key[0]}))
+        steps.append(
+            (loss, found, {key: piece for key, piece in held.items() if ".lora_" in key[0]})
+        )
     return steps
 
 
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        *(("qwen3", "all"), ("llama 3 with biases", "q,v"), ("olmo2", "k,output,up"), ("olmoe", "q,output")),
+        *(
+            ("qwen3", "all"),
+            ("llama 3 with biases", "q,v"),
+            ("olmo2", "k,output,up"),
+            ("olmoe", "q,output"),
+        ),
         ("qwen3_5_text", ",".join(STATE_MODULES)),
     ],
 )
 @pytest.mark.slow
-def test_loss_gradients_and_steps_are_those_of_peft(name: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_gradients_and_steps_are_those_of_peft(
+    name: str, targets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values, weights, expected = peft_of(name, targets, monkeypatch)
     values |= PAIRS | {"lora_targets": targets}
     for shape in ({}, {"tp": 2}):
-        results = run_ranks(ours, 2, shape, values, weights) if shape else [ours(0, 1, shape, values, weights)]
+        results = (
+            run_ranks(ours, 2, shape, values, weights)
+            if shape
+            else [ours(0, 1, shape, values, weights)]
+        )
         for step, (loss, gradients, after) in enumerate(expected):
             for rank in results:
                 assert abs(rank[step][0] - loss) <= 1e-10 * loss
@@ -140,7 +191,10 @@ def test_loss_gradients_and_steps_are_those_of_peft(name: str, targets: str, mon
                 summed = assemble([rank[step][found] for rank in results])
                 assert summed.keys() == theirs.keys()
                 for key, value in theirs.items():
-                    assert np.abs(summed[key] - value).max() <= 1e-10 * np.abs(value).max(), (step, key)
+                    assert np.abs(summed[key] - value).max() <= 1e-10 * np.abs(value).max(), (
+                        step,
+                        key,
+                    )
 
 
 DROPPED = {"lora_targets": "all", "lora_dropout": 0.3}
@@ -151,7 +205,14 @@ DROPPED = {"lora_targets": "all", "lora_dropout": 0.3}
     [
         ({"tp": 2}, {}),
         ({"tp": 2}, {"sequence_parallel": True, "recompute_granularity": "selective"}),
-        ({"cp": 2}, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced", "recompute_granularity": "full"}),
+        (
+            {"cp": 2},
+            {
+                "cp_comm_type": "kv_exchange",
+                "cp_layout": "balanced",
+                "recompute_granularity": "full",
+            },
+        ),
         ({"pp": 2}, {}),
     ],
 )
@@ -197,7 +258,9 @@ def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:
         for parameter in chunk.parameters():
             for piece in parameter.megacp_spec.pieces:  # type: ignore[attr-defined]
                 shape = piece.global_shape
-                weights.setdefault(piece.name, torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2)
+                weights.setdefault(
+                    piece.name, torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2
+                )
         fill(chunk, weights)
     return runs.save(model, RunState(step=1, base="base"), config).parent
 
@@ -216,7 +279,9 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         *(("glm4_moe", "all"), ("glm4_moe", "gate,q"), ("qwen3_moe", "gate,up,down,v")),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*keys did not match any targeted module")  # peft looks for parameters elsewhere
+@pytest.mark.filterwarnings(
+    "ignore:.*keys did not match any targeted module"
+)  # peft looks for parameters elsewhere
 @pytest.mark.slow
 def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     name: str, targets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,23 +292,44 @@ def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     flags = ["--from", "megacp", "--input", str(run)]
     assert convert([*flags, "--to", "peft", "--output", str(tmp_path / "adapter")]) == 0
     assert convert([*flags, "--to", "hf", "--output", str(tmp_path / "folded"), "--verify"]) == 0
-    auto = transformers.AutoModelForImageTextToText if "molmo2" in name else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if "molmo2" in name
+        else transformers.AutoModelForCausalLM
+    )
     tokens = torch.arange(2, 30)[None]
-    base, merged = (auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded"))
+    base, merged = (
+        auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded")
+    )
     with float32_is_float64(monkeypatch):
         base.config._experts_implementation = merged.config._experts_implementation = "eager"
         plain, expected = (model.eval()(input_ids=tokens).logits for model in (base, merged))
         tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
         found = tuned(input_ids=tokens).logits
     held = {key for key in tuned.state_dict() if ".lora_" in key}
-    assert len(held) == len(_tensors(tmp_path / "adapter" / "adapter_model.safetensors")), "peft has made more pairs"
+    assert len(held) == len(_tensors(tmp_path / "adapter" / "adapter_model.safetensors")), (
+        "peft has made more pairs"
+    )
     assert (plain - expected).abs().max() > 0.01
     assert (found - expected).abs().max() <= 1e-10 * expected.abs().max()
     content = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (content["r"], content["lora_alpha"], content["base_model_name_or_path"]) == (RANK, ALPHA, "base")
+    assert (content["r"], content["lora_alpha"], content["base_model_name_or_path"]) == (
+        RANK,
+        ALPHA,
+        "base",
+    )
 
 
-RANKED = ["--lora-rank", "4", "--lora-targets", "all", "--global-batch-size", "4", "--seq-length", "64"]
+RANKED = [
+    "--lora-rank",
+    "4",
+    "--lora-targets",
+    "all",
+    "--global-batch-size",
+    "4",
+    "--seq-length",
+    "64",
+]
 SHARDED = ["--data-parallel-sharding-strategy", "optim_grads_params"]
 GRIDS = {
     "one process": (1, []),
@@ -266,9 +352,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_from_a_folder_begins_with_its_bits_and_the_same_pairs_on_any_grid(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
-    """A step at learning rate 0. Would catch a matrix A drawn by rank, or zeroed with what the folder fills."""
+    """A step at learning rate 0. Would catch a matrix A drawn by rank, or zeroed with what the
+    folder fills.
+    """
     ranks, flags = GRIDS[name]
-    start = ["--load-hf", str(folder), "--save", str(tmp_path / "run"), "--lr", "0", "--train-iters", "1"]
+    start = [
+        "--load-hf",
+        str(folder),
+        "--save",
+        str(tmp_path / "run"),
+        "--lr",
+        "0",
+        "--train-iters",
+        "1",
+    ]
     trained([*start, *RANKED, *flags], ranks)
     found, base = weights_of(tmp_path / "run"), read_hf(folder).source
     for key in base.infos:
@@ -280,10 +377,14 @@ def test_a_run_from_a_folder_begins_with_its_bits_and_the_same_pairs_on_any_grid
             assert not value.any()
         else:
             bound = value.shape[1] ** -0.5
-            assert value.shape[0] == 4 and 0.8 * bound < value.abs().max() <= 1.01 * bound  # in bfloat16
+            assert (
+                value.shape[0] == 4 and 0.8 * bound < value.abs().max() <= 1.01 * bound
+            )  # in bfloat16
             assert 0.5 * bound < value.float().std() < 0.65 * bound
     first = SEEN.setdefault("pairs", pairs)
-    assert first.keys() == pairs.keys() and all(torch.equal(first[key], pairs[key]) for key in pairs)
+    assert first.keys() == pairs.keys() and all(
+        torch.equal(first[key], pairs[key]) for key in pairs
+    )
 
 
 def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -296,38 +397,80 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, base = str(tmp_path / "run"), str(tmp_path / "base")
-    steps = "--lr 0.01 --lr-decay-style constant --adam-eps 1e-4 --dtype float64 --train-iters".split()
+    steps = (
+        "--lr 0.01 --lr-decay-style constant --adam-eps 1e-4 --dtype float64 --train-iters".split()
+    )
     assert train(["--load-hf", str(folder), "--save", run, *RANKED, *steps, "2"]) == 0
-    kinds = [*(f"attention.{x}" for x in ("q", "k", "v", "output")), *(f"mlp.{x}" for x in ("gate", "up", "down"))]
-    told = f"(9.22 k trained in low-rank pairs of rank 4, alpha 4, on {', '.join(kinds)}) in float64"
+    kinds = [
+        *(f"attention.{x}" for x in ("q", "k", "v", "output")),
+        *(f"mlp.{x}" for x in ("gate", "up", "down")),
+    ]
+    told = (
+        f"(9.22 k trained in low-rank pairs of rank 4, alpha 4, on {', '.join(kinds)}) in float64"
+    )
     assert told in capsys.readouterr().out
     before = weights_of(tmp_path / "run")
     rows = ["--global-batch-size", "4", "--seq-length", "64"]
     go_on = ["--load", run, "--save", run, *rows, *steps, "4"]
     trained([*go_on, *runs.grid_flags(tp=2), *SHARDED], 2)
-    assert train(["--load-hf", str(folder), "--save", str(tmp_path / "whole"), *RANKED, *steps, "4"]) == 0
-    after, whole_run, start = weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"), read_hf(folder).source
-    assert all(torch.equal(after[key], whole(start, key).double()) for key in start.infos), "the model has not moved"
+    assert (
+        train(["--load-hf", str(folder), "--save", str(tmp_path / "whole"), *RANKED, *steps, "4"])
+        == 0
+    )
+    after, whole_run, start = (
+        weights_of(tmp_path / "run"),
+        weights_of(tmp_path / "whole"),
+        read_hf(folder).source,
+    )
+    assert all(torch.equal(after[key], whole(start, key).double()) for key in start.infos), (
+        "the model has not moved"
+    )
     moved = [key for key in after if ".lora_" in key and not torch.equal(after[key], before[key])]
     assert len(moved) == 42
-    assert all((after[key] - whole_run[key]).abs().max() <= 1e-10 * whole_run[key].abs().max() for key in moved)
+    assert all(
+        (after[key] - whole_run[key]).abs().max() <= 1e-10 * whole_run[key].abs().max()
+        for key in moved
+    )
     assert "has --lora-rank 4, this run 8" in refused([*go_on, "--lora-rank", "8"], capsys)
     tune = ["--load", run, "--finetune", "--save", str(tmp_path / "x"), *rows]
     assert "has --lora-rank 4, this run 0" in refused([*tune, "--lora-rank", "0"], capsys)
     assert (
-        convert(["--from", "hf", "--to", "megacp", "--dtype", "float64", "--input", str(folder), "--output", base]) == 0
+        convert(
+            [
+                "--from",
+                "hf",
+                "--to",
+                "megacp",
+                "--dtype",
+                "float64",
+                "--input",
+                str(folder),
+                "--output",
+                base,
+            ]
+        )
+        == 0
     )
-    assert "has --lora-rank 0, this run 4" in refused(["--load", base, "--save", base, *RANKED], capsys)
-    assert train(["--load", base, "--finetune", "--save", str(tmp_path / "y"), *RANKED, *steps, "2"]) == 0
+    assert "has --lora-rank 0, this run 4" in refused(
+        ["--load", base, "--save", base, *RANKED], capsys
+    )
+    assert (
+        train(["--load", base, "--finetune", "--save", str(tmp_path / "y"), *RANKED, *steps, "2"])
+        == 0
+    )
     begun = weights_of(tmp_path / "y")
-    assert begun.keys() == before.keys() and all(torch.equal(begun[key], before[key]) for key in begun)
+    assert begun.keys() == before.keys() and all(
+        torch.equal(begun[key], before[key]) for key in begun
+    )
     capsys.readouterr()
     flags = ["--from", "megacp", "--to", "peft", "--output", str(tmp_path / "z"), "--input"]
     assert convert([*flags, base]) == 2
     assert "has no low-rank pairs" in capsys.readouterr().err
     assert convert([*flags, run]) == 0
     content = json.loads((tmp_path / "z" / "adapter_config.json").read_text())
-    assert content["base_model_name_or_path"] == str(folder)  # though it was resumed without --load-hf
+    assert content["base_model_name_or_path"] == str(
+        folder
+    )  # though it was resumed without --load-hf
 
 
 @pytest.mark.parametrize(
@@ -344,41 +487,90 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
 def test_a_run_starts_with_the_pairs_of_an_adapter(
     name: str, targets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a joined linear an adapter has one pair: that of ours side by side, or one that peft has made for all."""
-    run, adapter, hf = trained_checkpoint(name, tmp_path, targets), tmp_path / "adapter", str(tmp_path / "hf")
-    assert convert(["--from", "megacp", "--to", "peft", "--input", str(run), "--output", str(adapter)]) == 0
-    flags = ["--load-hf", hf, "--load-adapter", str(adapter), "--dtype", "float64", "--lr", "0", "--train-iters", "1"]
+    """Of a joined linear an adapter has one pair: that of ours side by side, or one that peft has
+    made for all.
+    """
+    run, adapter, hf = (
+        trained_checkpoint(name, tmp_path, targets),
+        tmp_path / "adapter",
+        str(tmp_path / "hf"),
+    )
+    assert (
+        convert(["--from", "megacp", "--to", "peft", "--input", str(run), "--output", str(adapter)])
+        == 0
+    )
+    flags = [
+        "--load-hf",
+        hf,
+        "--load-adapter",
+        str(adapter),
+        "--dtype",
+        "float64",
+        "--lr",
+        "0",
+        "--train-iters",
+        "1",
+    ]
     flags += ["--global-batch-size", "4", "--seq-length", "64", "--save"]
     assert train([*flags, str(tmp_path / "a")]) == 0
     begun, want = weights_of(tmp_path / "a"), weights_of(run)
     assert begun.keys() == want.keys() and all(torch.equal(begun[key], want[key]) for key in want)
-    assert f"--load-adapter {adapter} has --lora-rank 3" in refused([*flags, "x", "--lora-rank", "8"], capsys)
+    assert f"--load-adapter {adapter} has --lora-rank 3" in refused(
+        [*flags, "x", "--lora-rank", "8"], capsys
+    )
     path = adapter / "adapter_config.json"
     content = json.loads(path.read_text())
     if name == "phi3":  # as peft makes it: one pair of the rank that the others have
         pairs = _tensors(adapter / "adapter_model.safetensors")
         one = {}
         for key, x in pairs.items():
-            one[key] = x[:RANK].contiguous() if "lora_A" in key else torch.randn(len(x), RANK).double()
+            one[key] = (
+                x[:RANK].contiguous() if "lora_A" in key else torch.randn(len(x), RANK).double()
+            )
         save_file(one, adapter / "adapter_model.safetensors")
         path.write_text(json.dumps(content | {"rank_pattern": {}, "alpha_pattern": {}}))
         assert train([*flags, str(tmp_path / "b")]) == 0
         begun, stem = weights_of(tmp_path / "b"), "layers.0.attention"
-        down, up = (one[f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{end}.weight"] for end in "AB")
+        down, up = (
+            one[f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{end}.weight"]
+            for end in "AB"
+        )
         assert torch.equal(begun[f"{stem}.q.lora_A.weight"], down)
-        assert not {f"{stem}.{part}.lora_A.weight" for part in "kv"} & begun.keys(), "they share that of q"
+        assert not {f"{stem}.{part}.lora_A.weight" for part in "kv"} & begun.keys(), (
+            "they share that of q"
+        )
         assert torch.equal(torch.cat([begun[f"{stem}.{part}.lora_B.weight"] for part in "qkv"]), up)
 
 
 REFUSED: dict[str, Any] = {
-    **{"use_dora": True, "bias": "all", "lora_bias": True, "fan_in_fan_out": True, "use_qalora": True},
-    **{"modules_to_save": ["embed_tokens"], "layers_to_transform": 0, "layer_replication": [[0, 2], [1, 3]]},
-    **{"alora_invocation_tokens": [5], "trainable_token_indices": [3], "target_parameters": ["q_proj.weight"]},
-    **dict.fromkeys(("use_bdlora", "monteclora_config", "arrow_config", "kasa_config", "megatron_config"), {"k": 1}),
+    **{
+        "use_dora": True,
+        "bias": "all",
+        "lora_bias": True,
+        "fan_in_fan_out": True,
+        "use_qalora": True,
+    },
+    **{
+        "modules_to_save": ["embed_tokens"],
+        "layers_to_transform": 0,
+        "layer_replication": [[0, 2], [1, 3]],
+    },
+    **{
+        "alora_invocation_tokens": [5],
+        "trainable_token_indices": [3],
+        "target_parameters": ["q_proj.weight"],
+    },
+    **dict.fromkeys(
+        ("use_bdlora", "monteclora_config", "arrow_config", "kasa_config", "megatron_config"),
+        {"k": 1},
+    ),
     **{"velora_config": {"num_groups": 4}},
 }
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
-    **{kind: {"init_lora_weights": kind} for kind in ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga")},
+    **{
+        kind: {"init_lora_weights": kind}
+        for kind in ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga")
+    },
     "q_proj has a pair": {"target_modules": ["v_proj"]},
     "k_proj has no pair": {"target_modules": ["q_proj", "k_proj", "v_proj"]},
     "v_proj has a pair": {"exclude_modules": r".*1\.self_attn\.v_proj"},
@@ -392,7 +584,9 @@ def tuned(folder: Path, name: str = "llama 2", **more: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     base = MODELS[name]().double().eval()
     wanted = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], **more}
-    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(task_type="CAUSAL_LM", **wanted))
+    model = peft.get_peft_model(
+        copy.deepcopy(base), peft.LoraConfig(task_type="CAUSAL_LM", **wanted)
+    )
     for parameter in (p for p in model.parameters() if p.requires_grad):
         parameter.data.normal_(0.0, 0.2)
     model.save_pretrained(folder)
@@ -404,9 +598,14 @@ def merged(folder: Path, base: Any) -> dict[str, torch.Tensor]:
     content = base.config.to_dict()
     values = of_config(content).values(content)
     links = of_config(content).links(values)
-    adapter, ours = Adapter(folder, of_config(content), values), Mapped(Tensors(base.state_dict()), links, to_ours=True)
+    adapter, ours = (
+        Adapter(folder, of_config(content), values),
+        Mapped(Tensors(base.state_dict()), links, to_ours=True),
+    )
     both = Together({name: (source, name) for source in (ours, adapter) for name in source.infos})
-    back = Mapped(folded(both, with_values(RunConfig(), values | adapter.flags))[0], links, to_ours=False)
+    back = Mapped(
+        folded(both, with_values(RunConfig(), values | adapter.flags))[0], links, to_ours=False
+    )
     return {name: whole(back, name) for name in back.infos}
 
 
@@ -417,9 +616,16 @@ OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_moe_text", {"target_parameters": EACH[:1], "target_modules": None}),
     (
         "glm4_moe",
-        {"target_parameters": [*EACH, *BESIDE], "target_modules": ["q_proj"], "alpha_pattern": {BESIDE[0]: 3}},
+        {
+            "target_parameters": [*EACH, *BESIDE],
+            "target_modules": ["q_proj"],
+            "alpha_pattern": {BESIDE[0]: 3},
+        },
     ),
-    ("gpt_oss", {"target_parameters": EACH, "target_modules": ["o_proj"], "alpha_pattern": {EACH[1]: 3}}),
+    (
+        "gpt_oss",
+        {"target_parameters": EACH, "target_modules": ["o_proj"], "alpha_pattern": {EACH[1]: 3}},
+    ),
 ]
 
 
@@ -428,7 +634,9 @@ OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
 def test_pairs_that_peft_has_made_for_experts_are_read_as_it_merges_them(
     name: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One of gate and up together, whose A becomes that of each; B by rank, where A is by expert."""
+    """One of gate and up together, whose A becomes that of each; B by rank, where A is by
+    expert.
+    """
     base, model = tuned(tmp_path, name, **more)
     content = base.config.to_dict()
     family = of_config(content)
@@ -445,15 +653,24 @@ def test_pairs_that_peft_has_made_for_experts_are_read_as_it_merges_them(
     for key in after.infos:
         torch.testing.assert_close(whole(found, key), whole(after, key), rtol=1e-12, atol=1e-12)
     (tmp_path / "again").mkdir()
-    assert pairs is not None and write_adapter(pairs, family, values, tmp_path / "again", None, None)
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "again").merge_and_unload().state_dict()
+    assert pairs is not None and write_adapter(
+        pairs, family, values, tmp_path / "again", None, None
+    )
+    loaded = (
+        peft.PeftModel.from_pretrained(base, tmp_path / "again").merge_and_unload().state_dict()
+    )
     for key, value in model.get_base_model().state_dict().items():
         torch.testing.assert_close(loaded[key], value, rtol=1e-12, atol=1e-12)
     path = tmp_path / "again" / "adapter_config.json"
     said = json.loads(path.read_text())
     experts = [name for name in said["target_parameters"] if name.endswith(tuple(EACH))]
-    modules = [name.removesuffix(".weight") for name in said["target_parameters"] if name not in experts]
-    older = {"target_modules": [*modules, *(said["target_modules"] or ())], "target_parameters": experts}
+    modules = [
+        name.removesuffix(".weight") for name in said["target_parameters"] if name not in experts
+    ]
+    older = {
+        "target_modules": [*modules, *(said["target_modules"] or ())],
+        "target_parameters": experts,
+    }
     for content in (said, said | older):
         path.write_text(json.dumps(content))
         again = Adapter(tmp_path / "again", family, values)
@@ -467,7 +684,11 @@ def test_pairs_that_peft_has_made_for_experts_are_read_as_it_merges_them(
         {},
         {"alpha_pattern": {"q_proj": 64, "layers.1.self_attn.v_proj": 1.3, ".*v_proj": 2}},
         {"use_rslora": True, "alpha_pattern": {r"layers\.\d.self_attn.q_proj": 3}},
-        {"target_modules": r".*\.(q|v|gate)_proj", "exclude_modules": ["gate_proj"], "init_lora_weights": "orthogonal"},
+        {
+            "target_modules": r".*\.(q|v|gate)_proj",
+            "exclude_modules": ["gate_proj"],
+            "init_lora_weights": "orthogonal",
+        },
         {"target_modules": "all-linear", "init_lora_weights": "gaussian"},
     ],
     ids=str,
@@ -484,12 +705,20 @@ def test_a_model_with_an_adapter_answers_as_with_peft(more: dict[str, Any], tmp_
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_more_than_pairs_is_refused_by_its_name(tmp_path: Path) -> None:
-    """Fields are those of the installed peft: a new one is read, harmless or refused by decision."""
+    """Fields are those of the installed peft: a new one is read, harmless or refused by
+    decision.
+    """
     base, _ = tuned(tmp_path)
     path = tmp_path / "adapter_config.json"
     content = json.loads(path.read_text())
-    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == {*READ, *HARMLESS, *REFUSED}
-    for named, more in ({name: {name: value} for name, value in REFUSED.items()} | CONTRADICTIONS).items():
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == {
+        *READ,
+        *HARMLESS,
+        *REFUSED,
+    }
+    for named, more in (
+        {name: {name: value} for name, value in REFUSED.items()} | CONTRADICTIONS
+    ).items():
         path.write_text(json.dumps(content | more))
         with pytest.raises(ValueError, match=named):
             merged(tmp_path, base)

@@ -1,4 +1,6 @@
-"""Adapters as other programs, editors and attackers may leave them: each is read, or refused by one message."""
+"""Adapters as other programs, editors and attackers may leave them: each is read, or refused by one
+message.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,31 @@ QUERY = f"{PREFIX}model.layers.1.self_attn.q_proj.lora_"
 GOOD: dict[str, Any] = {
     **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "lora_dropout": 0.0},
     **{"target_modules": ["q_proj", "v_proj"], "exclude_modules": None, "target_parameters": None},
-    **{"rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False, "bias": "none"},
-    **{"init_lora_weights": True, "layers_to_transform": None, "layers_pattern": None, "modules_to_save": None},
-    **{"fan_in_fan_out": False, "layer_replication": None, "megatron_config": None, "loftq_config": {}},
-    **{"trainable_token_indices": None, "alora_invocation_tokens": None, "inference_mode": True, "revision": None},
+    **{
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": "none",
+    },
+    **{
+        "init_lora_weights": True,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "modules_to_save": None,
+    },
+    **{
+        "fan_in_fan_out": False,
+        "layer_replication": None,
+        "megatron_config": None,
+        "loftq_config": {},
+    },
+    **{
+        "trainable_token_indices": None,
+        "alora_invocation_tokens": None,
+        "inference_mode": True,
+        "revision": None,
+    },
 }
 Described = tuple[Any, dict[str, Any]]
 
@@ -66,7 +89,8 @@ def write(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def refusal(folder: Path, described: Described) -> str:
-    """The one message with which an adapter is refused: of a terminal's width some times, without control characters.
+    """The one message with which an adapter is refused: of a terminal's width some times, without
+    control characters.
 
     Any other exception fails the test.
     """
@@ -79,42 +103,99 @@ def refusal(folder: Path, described: Described) -> str:
 
 WHOLE, NUMBER = "expected a whole number of at least 1", "expected a number of at least 1e-09"
 MALFORMED: list[tuple[dict[str, Any], str]] = [
-    *(({"r": value}, f"r is {value!r}, {WHOLE}") for value in (4.9, 4.0, True, "8", 0, -4, 10**30, [4], math.nan)),
+    *(
+        ({"r": value}, f"r is {value!r}, {WHOLE}")
+        for value in (4.9, 4.0, True, "8", 0, -4, 10**30, [4], math.nan)
+    ),
     ({"r": None}, f"r is null, {WHOLE}"),
     ({"r": 8}, "model.layers.0.self_attn.q_proj: rank 4, adapter_config.json says 8"),
-    *(({"lora_alpha": value}, NUMBER) for value in (math.inf, -math.inf, math.nan, 0, -6, -0.0, True, "6", None, {})),
-    *(({"lora_dropout": value}, "lora_dropout is") for value in (math.nan, -0.1, 1.5, "0.1", None, True)),
-    *(({"use_rslora": value}, f"use_rslora is {value!r}, expected true or false") for value in ("no", 1, 0, 0.5, [])),
+    *(
+        ({"lora_alpha": value}, NUMBER)
+        for value in (math.inf, -math.inf, math.nan, 0, -6, -0.0, True, "6", None, {})
+    ),
+    *(
+        ({"lora_dropout": value}, "lora_dropout is")
+        for value in (math.nan, -0.1, 1.5, "0.1", None, True)
+    ),
+    *(
+        ({"use_rslora": value}, f"use_rslora is {value!r}, expected true or false")
+        for value in ("no", 1, 0, 0.5, [])
+    ),
     *(({"inference_mode": value}, "expected true or false") for value in ("yes", 1)),
-    *(({"peft_type": value}, "says another peft_type than LORA") for value in (None, "LOHA", 1, ["LORA"], {})),
-    *(({"target_modules": value}, "target_modules is") for value in (1, True, [1], [None], {"q_proj": 1}, [["q"]])),
-    *(({"target_modules": value}, "and model.layers.0.self_attn.q_proj has a pair") for value in (None, [], "q_proj")),
+    *(
+        ({"peft_type": value}, "says another peft_type than LORA")
+        for value in (None, "LOHA", 1, ["LORA"], {})
+    ),
+    *(
+        ({"target_modules": value}, "target_modules is")
+        for value in (1, True, [1], [None], {"q_proj": 1}, [["q"]])
+    ),
+    *(
+        ({"target_modules": value}, "and model.layers.0.self_attn.q_proj has a pair")
+        for value in (None, [], "q_proj")
+    ),
     ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "k_proj has no pair"),
     ({"target_modules": "all-linear"}, "k_proj has no pair"),
-    ({"target_modules": "("}, "target_modules '(' is no regular expression: 'missing ), unterminated subpattern"),
+    (
+        {"target_modules": "("},
+        "target_modules '(' is no regular expression: 'missing ), unterminated subpattern",
+    ),
     ({"target_modules": "*"}, "target_modules '*' is no regular expression: 'nothing to repeat"),
-    ({"target_modules": "a{99999999999}"}, "is no regular expression: 'the repetition number is too large'"),
+    (
+        {"target_modules": "a{99999999999}"},
+        "is no regular expression: 'the repetition number is too large'",
+    ),
     ({"target_modules": "(" * 3000 + ")" * 3000}, "is no regular expression"),
     *(({"exclude_modules": value}, "exclude_modules is") for value in (1, [1], {}, True)),
     ({"exclude_modules": "[a-"}, "exclude_modules '[a-' is no regular expression"),
-    ({"exclude_modules": "q_proj|(?P<a>.*)(?P<a>.*)"}, "is no regular expression: \"redefinition of group name 'a'"),
-    *(({"target_parameters": value}, "target_parameters is") for value in ("q_proj.weight", 1, [1], {"a": "b"})),
+    (
+        {"exclude_modules": "q_proj|(?P<a>.*)(?P<a>.*)"},
+        "is no regular expression: \"redefinition of group name 'a'",
+    ),
+    *(
+        ({"target_parameters": value}, "target_parameters is")
+        for value in ("q_proj.weight", 1, [1], {"a": "b"})
+    ),
     ({"target_parameters": ["mlp.experts.down_proj"]}, "no linear of the model has this name"),
     ({"target_parameters": ["q_proj.weight"]}, "in target_modules and in target_parameters"),
     *(({"rank_pattern": value}, "rank_pattern is") for value in ([], "q_proj", 4, [["q_proj", 4]])),
-    *(({"rank_pattern": {"q_proj": value}}, "rank_pattern['q_proj'] is") for value in ("4", 4.5, True, None, 0, -1)),
-    ({"rank_pattern": {"q_proj": 2}}, "model.layers.0.self_attn.q_proj: rank 4, adapter_config.json says 2"),
+    *(
+        ({"rank_pattern": {"q_proj": value}}, "rank_pattern['q_proj'] is")
+        for value in ("4", 4.5, True, None, 0, -1)
+    ),
+    (
+        {"rank_pattern": {"q_proj": 2}},
+        "model.layers.0.self_attn.q_proj: rank 4, adapter_config.json says 2",
+    ),
     ({"rank_pattern": {"q_proj": 10**18}}, "rank_pattern['q_proj'] is 1000000000000000000"),
     ({"rank_pattern": {"[": 4}}, "rank_pattern '[' is no regular expression"),
     *(({"alpha_pattern": value}, "alpha_pattern is") for value in ([], "q_proj", 4)),
-    *(({"alpha_pattern": {"k": value}}, "alpha_pattern['k'] is") for value in ("4", True, None, 0, -1, math.inf, [])),
+    *(
+        ({"alpha_pattern": {"k": value}}, "alpha_pattern['k'] is")
+        for value in ("4", True, None, 0, -1, math.inf, [])
+    ),
     ({"alpha_pattern": {"(?<": 4}}, "alpha_pattern '(?<' is no regular expression"),
-    *(({"layers_to_transform": value}, "layers_to_transform is") for value in ("0", 1.0, True, [0, "1"], -1, {})),
-    ({"layers_to_transform": [0, 1]}, "layers_to_transform [0, 1], and model.layers.2.self_attn.q_proj has a pair"),
+    *(
+        ({"layers_to_transform": value}, "layers_to_transform is")
+        for value in ("0", 1.0, True, [0, "1"], -1, {})
+    ),
+    (
+        {"layers_to_transform": [0, 1]},
+        "layers_to_transform [0, 1], and model.layers.2.self_attn.q_proj has a pair",
+    ),
     ({"layers_to_transform": 0}, "model.layers.1.self_attn.q_proj has a pair"),
-    ({"layers_to_transform": [0, 1, 2], "layers_pattern": "blocks"}, "model.layers.0.self_attn.q_proj has a pair"),
-    ({"layers_to_transform": [0, 1, 2], "layers_pattern": ["("]}, "layers_pattern '(' is no regular expression"),
-    ({"layers_to_transform": [0], "target_modules": ".*(q|v)_proj"}, "layers_to_transform needs a list"),
+    (
+        {"layers_to_transform": [0, 1, 2], "layers_pattern": "blocks"},
+        "model.layers.0.self_attn.q_proj has a pair",
+    ),
+    (
+        {"layers_to_transform": [0, 1, 2], "layers_pattern": ["("]},
+        "layers_pattern '(' is no regular expression",
+    ),
+    (
+        {"layers_to_transform": [0], "target_modules": ".*(q|v)_proj"},
+        "layers_to_transform needs a list",
+    ),
     *(({"layers_pattern": value}, "layers_pattern is") for value in (1, [0], {})),
     *(({"init_lora_weights": value}, "init_lora_weights is") for value in (None, 1, [], {})),
     *(
@@ -125,13 +206,19 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     *(({"bias": value}, "says bias") for value in ("all", "lora_only", 1, True, [])),
     *(({"lora_bias": value}, "says lora_bias") for value in (True, 1, "none")),
     *(({"fan_in_fan_out": value}, "says fan_in_fan_out") for value in (True, 1)),
-    *(({"modules_to_save": value}, "says modules_to_save") for value in (["lm_head"], "lm_head", 1)),
+    *(
+        ({"modules_to_save": value}, "says modules_to_save")
+        for value in (["lm_head"], "lm_head", 1)
+    ),
     ({"layer_replication": [[0, 2], [1, 3]]}, "says layer_replication"),
     ({"megatron_config": {"tp": 2}}, "says megatron_config"),
     ({"trainable_token_indices": [3]}, "says trainable_token_indices"),
     ({"alora_invocation_tokens": [5]}, "says alora_invocation_tokens"),
     *(({"loftq_config": value}, "loftq_config is") for value in ("4", [4], 1)),
-    *(({name: 1}, f"{name} is 1, expected a text") for name in ("task_type", "revision", "base_model_name_or_path")),
+    *(
+        ({name: 1}, f"{name} is 1, expected a text")
+        for name in ("task_type", "revision", "base_model_name_or_path")
+    ),
     ({"from_tomorrow": 1}, "says from_tomorrow 1"),
     ({"\x1b[2J\x07": "\x1b[31m"}, r"says '\x1b[2J\x07' '\x1b[31m'"),
     ({"x" * 10_000: "y" * 10_000}, "xxx..."),
@@ -150,10 +237,24 @@ def test_a_malformed_config_is_refused_by_its_field(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "null", "3", '"LORA"', "{", "[" * 100_000, '{"r": 4}', '{"r": ' + "9" * 5000 + "}", "\x00", "{'r': 4}"],
+    [
+        "",
+        "[]",
+        "null",
+        "3",
+        '"LORA"',
+        "{",
+        "[" * 100_000,
+        '{"r": 4}',
+        '{"r": ' + "9" * 5000 + "}",
+        "\x00",
+        "{'r': 4}",
+    ],
     ids=lambda text: repr(text)[:20],
 )
-def test_a_config_that_is_no_object_of_json_is_refused(text: str, folder: Path, described: Described) -> None:
+def test_a_config_that_is_no_object_of_json_is_refused(
+    text: str, folder: Path, described: Described
+) -> None:
     (folder / CONFIG).write_text(text)
     refusal(folder, described)
 
@@ -186,15 +287,58 @@ def test_an_expression_that_does_not_end_is_refused_in_time(
 
 
 ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 4, 4.9, math.inf, -math.inf, math.nan, 10**30, "8", "no", "", "(", "a{99999999999}"),
-    *("all-linear", "none", "\ud800", "\x1b[31m", "x" * 10_000, [], [1], [None], ["q_proj"], [["q_proj"]], [0, 1, 2]),
-    *({}, {"a": 1}, {"q_proj": "4"}, {"q_proj": -1}, {"[": 4}, {"": 4}, {"q_proj": {}}, {"\x1b[2J": None}),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        4,
+        4.9,
+        math.inf,
+        -math.inf,
+        math.nan,
+        10**30,
+        "8",
+        "no",
+        "",
+        "(",
+        "a{99999999999}",
+    ),
+    *(
+        "all-linear",
+        "none",
+        "\ud800",
+        "\x1b[31m",
+        "x" * 10_000,
+        [],
+        [1],
+        [None],
+        ["q_proj"],
+        [["q_proj"]],
+        [0, 1, 2],
+    ),
+    *(
+        {},
+        {"a": 1},
+        {"q_proj": "4"},
+        {"q_proj": -1},
+        {"[": 4},
+        {"": 4},
+        {"q_proj": {}},
+        {"\x1b[2J": None},
+    ),
 )
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_config_with_random_fields_is_read_or_refused(seed: int, folder: Path, described: Described) -> None:
-    """Fields by chance are odd values, missing or new; a refusal is one message that a terminal can show."""
+def test_a_config_with_random_fields_is_read_or_refused(
+    seed: int, folder: Path, described: Described
+) -> None:
+    """Fields by chance are odd values, missing or new; a refusal is one message that a terminal can
+    show.
+    """
     draw = random.Random(seed)
     names = [*GOOD, "from_tomorrow", "\x1b[2J", "eva_config", "auto_mapping", "use_qalora"]
     refused = 0
@@ -220,31 +364,72 @@ def test_a_config_with_random_fields_is_read_or_refused(seed: int, folder: Path,
 TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "no A": ({f"{QUERY}A.weight": None}, "model.layers.1.self_attn.q_proj has no lora_A.weight"),
     "no B": ({f"{QUERY}B.weight": None}, "model.layers.1.self_attn.q_proj has no lora_B.weight"),
-    "no pair": ({f"{QUERY}A.weight": None, f"{QUERY}B.weight": None}, "model.layers.1.self_attn.q_proj has no pair"),
-    "a row too few": ({f"{QUERY}A.weight": torch.ones(3, 48)}, "rank 3, adapter_config.json says 4"),
-    "a column too many": ({f"{QUERY}A.weight": torch.ones(4, 49)}, "A (4, 49) and B (64, 4) do not fit the model"),
-    "B of another width": ({f"{QUERY}B.weight": torch.ones(64, 3)}, "A (4, 48) and B (64, 3) do not fit the model"),
+    "no pair": (
+        {f"{QUERY}A.weight": None, f"{QUERY}B.weight": None},
+        "model.layers.1.self_attn.q_proj has no pair",
+    ),
+    "a row too few": (
+        {f"{QUERY}A.weight": torch.ones(3, 48)},
+        "rank 3, adapter_config.json says 4",
+    ),
+    "a column too many": (
+        {f"{QUERY}A.weight": torch.ones(4, 49)},
+        "A (4, 49) and B (64, 4) do not fit the model",
+    ),
+    "B of another width": (
+        {f"{QUERY}B.weight": torch.ones(64, 3)},
+        "A (4, 48) and B (64, 3) do not fit the model",
+    ),
     "B on its side": ({f"{QUERY}B.weight": torch.ones(4, 64)}, "B (4, 64) do not fit"),
     "a vector": ({f"{QUERY}A.weight": torch.ones(4)}, "A (4,) and B (64, 4) do not fit"),
     "a number": ({f"{QUERY}A.weight": torch.ones(())}, "A () and B (64, 4) do not fit"),
-    "a stack": ({f"{QUERY}A.weight": torch.ones(4, 48, 1)}, "A (4, 48, 1) and B (64, 4) do not fit"),
+    "a stack": (
+        {f"{QUERY}A.weight": torch.ones(4, 48, 1)},
+        "A (4, 48, 1) and B (64, 4) do not fit",
+    ),
     "nothing": ({f"{QUERY}A.weight": torch.ones(0, 48)}, "rank 0, adapter_config.json says 4"),
-    "integers": ({f"{QUERY}A.weight": torch.ones(4, 48, dtype=torch.int64)}, "has dtype torch.int64"),
+    "integers": (
+        {f"{QUERY}A.weight": torch.ones(4, 48, dtype=torch.int64)},
+        "has dtype torch.int64",
+    ),
     "truths": ({f"{QUERY}B.weight": torch.ones(64, 4, dtype=torch.bool)}, "has dtype torch.bool"),
-    "not a number": ({f"{QUERY}A.weight": torch.full((4, 48), math.nan)}, "lora_A.weight has values that are not fin"),
-    "infinity": ({f"{QUERY}B.weight": torch.full((64, 4), math.inf)}, "lora_B.weight has values that are not finite"),
-    "a head's pair": ({f"{PREFIX}lm_head.lora_A.weight": torch.ones(4, 48)}, "'lm_head.lora_A.weight': no linear"),
-    "a layer too many": ({QUERY.replace(".1.", ".3.") + "A.weight": torch.ones(4, 48)}, "'model.layers.3.self_attn"),
-    "a magnitude": ({f"{QUERY}magnitude_vector": torch.ones(64)}, "magnitude_vector': no linear of the model"),
-    "a weight": ({f"{PREFIX}model.norm.weight": torch.ones(48)}, "'model.norm.weight': no linear of the model"),
-    "a name without prefix": ({"model.norm.weight": torch.ones(48)}, "the prefix base_model.model. of peft's names is"),
+    "not a number": (
+        {f"{QUERY}A.weight": torch.full((4, 48), math.nan)},
+        "lora_A.weight has values that are not fin",
+    ),
+    "infinity": (
+        {f"{QUERY}B.weight": torch.full((64, 4), math.inf)},
+        "lora_B.weight has values that are not finite",
+    ),
+    "a head's pair": (
+        {f"{PREFIX}lm_head.lora_A.weight": torch.ones(4, 48)},
+        "'lm_head.lora_A.weight': no linear",
+    ),
+    "a layer too many": (
+        {QUERY.replace(".1.", ".3.") + "A.weight": torch.ones(4, 48)},
+        "'model.layers.3.self_attn",
+    ),
+    "a magnitude": (
+        {f"{QUERY}magnitude_vector": torch.ones(64)},
+        "magnitude_vector': no linear of the model",
+    ),
+    "a weight": (
+        {f"{PREFIX}model.norm.weight": torch.ones(48)},
+        "'model.norm.weight': no linear of the model",
+    ),
+    "a name without prefix": (
+        {"model.norm.weight": torch.ones(48)},
+        "the prefix base_model.model. of peft's names is",
+    ),
     "a name of escapes": ({f"{PREFIX}\x1b[2J": torch.ones(1)}, r"'\x1b[2J': no linear"),
     "a long name": ({f"{PREFIX}{'x' * 100_000}": torch.ones(1)}, "xxx...: no linear"),
 }
 
 
 @pytest.mark.parametrize("what", TENSORS)
-def test_a_malformed_tensor_is_refused_by_its_name(what: str, folder: Path, described: Described) -> None:
+def test_a_malformed_tensor_is_refused_by_its_name(
+    what: str, folder: Path, described: Described
+) -> None:
     changes, told = TENSORS[what]
     tensors = {**load_file(folder / WEIGHTS), **changes}
     save_file({name: x for name, x in tensors.items() if x is not None}, folder / WEIGHTS)
@@ -254,7 +439,14 @@ def test_a_malformed_tensor_is_refused_by_its_name(what: str, folder: Path, desc
 def test_a_file_that_is_no_safetensors_is_refused(folder: Path, described: Described) -> None:
     path = folder / WEIGHTS
     whole = path.read_bytes()
-    for content in (b"", b"x", whole[:100], whole[:-1], b"\xff" * 8 + whole[8:], (1 << 40).to_bytes(8, "little")):
+    for content in (
+        b"",
+        b"x",
+        whole[:100],
+        whole[:-1],
+        b"\xff" * 8 + whole[8:],
+        (1 << 40).to_bytes(8, "little"),
+    ):
         path.write_bytes(content)
         assert WEIGHTS in refusal(folder, described)
     path.unlink()
@@ -270,7 +462,16 @@ def test_a_run_ends_with_one_message_and_status_2(
 ) -> None:
     base = tmp_path_factory.mktemp("base")
     MODELS["qwen3"]().save_pretrained(base)
-    start = ["--load-hf", str(base), "--load-adapter", str(folder), "--seq-length", "32", "--log-file", "/dev/null"]
+    start = [
+        "--load-hf",
+        str(base),
+        "--load-adapter",
+        str(folder),
+        "--seq-length",
+        "32",
+        "--log-file",
+        "/dev/null",
+    ]
     for changes, told in [
         ({"lora_alpha": math.inf}, "lora_alpha is inf"),
         ({"r": True}, "r is True"),

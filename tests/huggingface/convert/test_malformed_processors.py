@@ -1,4 +1,6 @@
-"""Damaged processor files, generation settings and configs of model folders: one message, status 2, no traceback."""
+"""Damaged processor files, generation settings and configs of model folders: one message, status 2,
+no traceback.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ ROUNDS = 60
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A Qwen3.5 and a Molmo2 with processor files, and text models with rotary embeddings of each kind."""
+    """A Qwen3.5 and a Molmo2 with processor files, and text models with rotary embeddings of each
+    kind.
+    """
     place = tmp_path_factory.mktemp("folders")
     torch.manual_seed(0)
     qwen3_5(vocab_size=264).save_pretrained(place / "qwen")
@@ -72,14 +76,27 @@ def commands(folder: Path, records: Path) -> dict[str, Callable[[], int]]:
     out = ["--output", str(records.parent / "out")]
     return {
         "build": lambda: build(folder, records),
-        "train": lambda: train(["--load-hf", str(folder), "--seq-length", "64", "--log-file", "/dev/null"]),
-        "to megacp": lambda: convert(["--from", "hf", "--to", "megacp", "--input", str(folder), *out]),
+        "train": lambda: train(
+            ["--load-hf", str(folder), "--seq-length", "64", "--log-file", "/dev/null"]
+        ),
+        "to megacp": lambda: convert(
+            ["--from", "hf", "--to", "megacp", "--input", str(folder), *out]
+        ),
         "to hf": lambda: convert(["--from", "hf", "--to", "hf", "--input", str(folder), *out]),
     }
 
 
 def build(folder: Path, records: Path) -> int:
-    basic = ["build", "--input", records, "--output", records.parent / "d", "--tokenizer", folder, "--overwrite"]
+    basic = [
+        "build",
+        "--input",
+        records,
+        "--output",
+        records.parent / "d",
+        "--tokenizer",
+        folder,
+        "--overwrite",
+    ]
     done = preprocessed(*basic, "--seq-length", 64, "--image-root", records.parent, "--workers", 1)
     print(done.stderr)
     return done.returncode
@@ -95,7 +112,11 @@ def with_file(folder: Path, target: Path, name: str) -> Path:
 @pytest.mark.parametrize("damage", FILES)
 @pytest.mark.parametrize("file", [IMAGES, VIDEOS, PROCESSOR])
 def test_a_damaged_processor_file_is_one_message_by_its_name(
-    damage: str, file: str, folders: dict[str, Path], records: Path, capsys: pytest.CaptureFixture[str]
+    damage: str,
+    file: str,
+    folders: dict[str, Path],
+    records: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     copy = records.parent / "copy"
     FILES[damage](with_file(folders["qwen"], copy, file))
@@ -144,8 +165,26 @@ VALUES: list[Any] = [
     float("inf"),
     "",
 ]
-VALUES += ["8", "a" * 10_000, [], [[]], [None], [1, 2], [0.5] * 3, ["a"], {}, {"a": 1}, {"height": 1}, [{}], 4096]
-VALUES += [{"rope_type": "yarn"}, {"rope_type": [1]}, {"full_attention": 3, "sliding_attention": None}]
+VALUES += [
+    "8",
+    "a" * 10_000,
+    [],
+    [[]],
+    [None],
+    [1, 2],
+    [0.5] * 3,
+    ["a"],
+    {},
+    {"a": 1},
+    {"height": 1},
+    [{}],
+    4096,
+]
+VALUES += [
+    {"rope_type": "yarn"},
+    {"rope_type": [1]},
+    {"full_attention": 3, "sliding_attention": None},
+]
 FURTHER = "size fps num_frames image_processor video_processor rope_scaling layer_types text_config vision_config "
 FURTHER += "eos_token_id quantization_config attention_dropout dtype num_nextn_predict_layers mtp_num_hidden_layers"
 
@@ -163,7 +202,11 @@ def damaged(content: dict[str, Any], drawn: random.Random) -> str:
     """Change one or two values of an object; what was changed."""
     told = []
     for _ in range(drawn.randint(1, 2)):
-        path = drawn.choice(places(content)) if content and drawn.random() < 0.8 else (drawn.choice(FURTHER.split()),)
+        path = (
+            drawn.choice(places(content))
+            if content and drawn.random() < 0.8
+            else (drawn.choice(FURTHER.split()),)
+        )
         inside: Any = content
         for key in path[:-1]:
             inside = inside[key]
@@ -173,10 +216,16 @@ def damaged(content: dict[str, Any], drawn: random.Random) -> str:
 
 
 @pytest.mark.parametrize("name", ["qwen", "molmo", "gemma3_text", "olmo3", "glm4_moe"])
-def test_random_fields_are_read_or_refused_by_one_message(name: str, folders: dict[str, Path]) -> None:
+def test_random_fields_are_read_or_refused_by_one_message(
+    name: str, folders: dict[str, Path]
+) -> None:
     """Whatever is raised is a ValueError of a bounded length."""
     folder, drawn, refused = folders[name], random.Random(0), 0
-    files = [file for file in ("config.json", GENERATION, IMAGES, VIDEOS, PROCESSOR) if (folder / file).is_file()]
+    files = [
+        file
+        for file in ("config.json", GENERATION, IMAGES, VIDEOS, PROCESSOR)
+        if (folder / file).is_file()
+    ]
     for _ in range(ROUNDS):
         path = folder / drawn.choice(files)
         before = path.read_bytes()

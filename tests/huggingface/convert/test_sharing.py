@@ -1,4 +1,6 @@
-"""Ranks that convert together leave the bytes of one process, in both directions, or one message and nothing."""
+"""Ranks that convert together leave the bytes of one process, in both directions, or one message
+and nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ LIMIT = 80_000
 
 def hashes(folder: Path) -> dict[str, str]:
     below = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in below}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in below
+    }
 
 
 def converted(rank: int, world_size: int, requests: list[Request]) -> str:
@@ -34,7 +39,9 @@ def converted(rank: int, world_size: int, requests: list[Request]) -> str:
     return words.getvalue()
 
 
-def both_ways(given: Path, start: Path, again: Path, limit: int = LIMIT, **more: Any) -> list[Request]:
+def both_ways(
+    given: Path, start: Path, again: Path, limit: int = LIMIT, **more: Any
+) -> list[Request]:
     there = Request("hf", "megacp", given, start, max_shard_mib=limit / 2**20, **more)
     return [there, Request("megacp", "hf", start, again, max_shard_mib=limit / 2**20, **more)]
 
@@ -46,13 +53,22 @@ def test_ranks_leave_the_bytes_of_one_process(ranks: int, tmp_path: Path) -> Non
     for request in both_ways(tmp_path / "given", tmp_path / "start", tmp_path / "again"):
         convert(request, single_axis("world"))
     want = {name: hashes(tmp_path / name) for name in ("start", "again")}
-    weights = [name for name in want["start"] if "rank_" in name], [name for name in want["again"] if "model-" in name]
+    weights = (
+        [name for name in want["start"] if "rank_" in name],
+        [name for name in want["again"] if "model-" in name],
+    )
     assert [len(names) for names in weights] == [4, 4]
     requests = both_ways(tmp_path / "given", tmp_path / "start 2", tmp_path / "again 2")
     run_ranks(converted, ranks, requests)
     assert hashes(tmp_path / "start 2") == want["start"]
     assert hashes(tmp_path / "again 2") == want["again"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "again 2", "given", "start", "start 2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "again",
+        "again 2",
+        "given",
+        "start",
+        "start 2",
+    ]
 
 
 def refused(rank: int, world_size: int, request: Request, full: bool) -> str:

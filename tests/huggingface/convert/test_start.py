@@ -1,4 +1,6 @@
-"""Runs that start from a Hugging Face folder: the bits of a converted checkpoint on any grid, and what is refused."""
+"""Runs that start from a Hugging Face folder: the bits of a converted checkpoint on any grid, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,16 @@ def data(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(records: Path, output: Path, tokenizer: str) -> Path:
-    flags = ["--input", str(records), "--output", str(output), "--tokenizer", tokenizer, "--seq-length", "128"]
+    flags = [
+        "--input",
+        str(records),
+        "--output",
+        str(output),
+        "--tokenizer",
+        tokenizer,
+        "--seq-length",
+        "128",
+    ]
     assert preprocess(["build", *flags]) == 0
     return output
 
@@ -92,9 +103,15 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 GRIDS: dict[str, tuple[int, list[str]]] = {
     "one process": (1, []),
-    "dp x tp, all sharded": (4, [*grid_flags(tp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
+    "dp x tp, all sharded": (
+        4,
+        [*grid_flags(tp=2), "--data-parallel-sharding-strategy", "optim_grads_params"],
+    ),
     "dp x ep, experts": (2, grid_flags(ep=2)),
-    "cp x pp, all sharded": (4, [*grid_flags(cp=2, pp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
+    "cp x pp, all sharded": (
+        4,
+        [*grid_flags(cp=2, pp=2), "--data-parallel-sharding-strategy", "optim_grads_params"],
+    ),
 }
 
 
@@ -106,15 +123,36 @@ def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
     ranks, flags = GRIDS[name]
     folder = experts if "experts" in name else folder
     flags = [*STEPS, *flags, "--data-path", str(data)]
-    assert convert(["--from", "hf", "--to", "megacp", "--input", str(folder), "--output", str(tmp_path / "start")]) == 0
-    trained([*flags, "--load", str(tmp_path / "start"), "--finetune", "--save", str(tmp_path / "a")], ranks)
+    assert (
+        convert(
+            [
+                "--from",
+                "hf",
+                "--to",
+                "megacp",
+                "--input",
+                str(folder),
+                "--output",
+                str(tmp_path / "start"),
+            ]
+        )
+        == 0
+    )
+    trained(
+        [*flags, "--load", str(tmp_path / "start"), "--finetune", "--save", str(tmp_path / "a")],
+        ranks,
+    )
     trained([*flags, "--load-hf", str(folder), "--save", str(tmp_path / "b")], ranks)
     first, second = weights_of(tmp_path / "a"), weights_of(tmp_path / "b")
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[key], second[key]) for key in first
+    )
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     assert next(iter(first.values())).dtype is torch.bfloat16
     start = weights_of(tmp_path / "start")
-    assert any(not torch.equal(start[key], first[key]) for key in first), "the run moved the weights"
+    assert any(not torch.equal(start[key], first[key]) for key in first), (
+        "the run moved the weights"
+    )
 
 
 @pytest.mark.slow
@@ -123,25 +161,68 @@ def test_three_commands_are_a_fine_tune_and_its_export_and_the_folder_is_read_on
 ) -> None:
     copy, run = tmp_path / "copy", tmp_path / "run"
     shutil.copytree(folder, copy)
-    flags = ["--load-hf", str(copy), "--data-path", str(data), "--save", str(run), "--auto-resume", *STEPS]
+    flags = [
+        "--load-hf",
+        str(copy),
+        "--data-path",
+        str(data),
+        "--save",
+        str(run),
+        "--auto-resume",
+        *STEPS,
+    ]
     flags += ["--lr-decay-style", "constant"]
     assert main(flags) == 0
     told = capsys.readouterr().out
     assert (
-        f"the model is that of {copy}: --num-layers 3" in told and "--seq-length 128, as --data-path was packed" in told
+        f"the model is that of {copy}: --num-layers 3" in told
+        and "--seq-length 128, as --data-path was packed" in told
     )
     assert f"weights of {copy}; this run starts at step 0" in told
     shutil.rmtree(copy)
     assert main([*flags, "--train-iters", "3"]) == 0
     told = capsys.readouterr().out
     assert f"--load-hf {copy} is not read" in told and "after step 2" in told
-    assert main([*STEPS, "--data-path", str(data), "--load", str(run), "--save", str(run), "--train-iters", "4"]) == 0
+    assert (
+        main(
+            [
+                *STEPS,
+                "--data-path",
+                str(data),
+                "--load",
+                str(run),
+                "--save",
+                str(run),
+                "--train-iters",
+                "4",
+            ]
+        )
+        == 0
+    )
     assert f"resumed from {run / 'step_0000003'}" in capsys.readouterr().out
     out = tmp_path / "out"
-    assert convert(["--from", "megacp", "--to", "hf", "--input", str(run), "--output", str(out), "--verify"]) == 0
+    assert (
+        convert(
+            [
+                "--from",
+                "megacp",
+                "--to",
+                "hf",
+                "--input",
+                str(run),
+                "--output",
+                str(out),
+                "--verify",
+            ]
+        )
+        == 0
+    )
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     before, after = (json.loads((place / "config.json").read_text()) for place in (folder, out))
-    assert all(after[key] == before[key] for key in ("model_type", "max_position_embeddings", "vocab_size", "dtype"))
+    assert all(
+        after[key] == before[key]
+        for key in ("model_type", "max_position_embeddings", "vocab_size", "dtype")
+    )
 
 
 def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -155,12 +236,23 @@ def test_a_folder_whose_router_cannot_learn_takes_only_low_rank_pairs(
     copy = tmp_path / "top_1"
     shutil.copytree(experts, copy)
     content = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**content, "num_experts_per_tok": 1, "norm_topk_prob": True}))
+    (copy / "config.json").write_text(
+        json.dumps({**content, "num_experts_per_tok": 1, "norm_topk_prob": True})
+    )
     flags = ["--load-hf", str(copy), "--data-path", str(data), "--dry-run"]
     told = refused(flags, capsys)
     assert "--moe-router-topk 1" in told and "; freeze the router: --lora-rank" in told
     assert main([*flags, "--lora-rank", "2"]) == 0
-    out = ["--from", "hf", "--to", "megacp", "--input", str(copy), "--output", str(tmp_path / "out")]
+    out = [
+        "--from",
+        "hf",
+        "--to",
+        "megacp",
+        "--input",
+        str(copy),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert convert(out) == 0
 
 
@@ -173,7 +265,9 @@ def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
     assert "has --qk-layernorm head, this run off" in told
     assert "are two starts: give one of them" in refused([*start, "--load", str(data)], capsys)
     assert f"--load-hf {data}: " in refused(["--load-hf", str(data)], capsys)
-    assert "a Hugging Face folder: start from it by --load-hf" in refused(["--load", str(folder)], capsys)
+    assert "a Hugging Face folder: start from it by --load-hf" in refused(
+        ["--load", str(folder)], capsys
+    )
     assert "was packed for rows of 128 tokens" in refused([*start, "--seq-length", "64"], capsys)
 
 
@@ -203,26 +297,43 @@ def test_a_finetuning_has_a_rate_of_its_own_and_a_run_that_goes_on_that_of_its_c
         assert f"--lr {rate:g}, " in capsys.readouterr().out
 
 
-def test_a_run_draws_no_weight_that_it_reads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_draws_no_weight_that_it_reads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names, draw = set[str](), init._drawn
-    monkeypatch.setattr(init, "_drawn", lambda box, name, *rest: (names.add(name), draw(box, name, *rest))[1])
+    monkeypatch.setattr(
+        init, "_drawn", lambda box, name, *rest: (names.add(name), draw(box, name, *rest))[1]
+    )
     start, run = ["--load-hf", str(folder)], ["--save", str(tmp_path / "run")]
-    for flags in ([*start, *run], ["--load", *run[1:], "--finetune"], [*start, "--auto-resume", *run]):
+    for flags in (
+        [*start, *run],
+        ["--load", *run[1:], "--finetune"],
+        [*start, "--auto-resume", *run],
+    ):
         assert main([*flags, *STEPS, "--seq-length", "32"]) == 0 and not names
-    assert main([*start, "--lora-rank", "2", *STEPS, "--seq-length", "32", "--log-file", "/dev/null"]) == 0
+    assert (
+        main([*start, "--lora-rank", "2", *STEPS, "--seq-length", "32", "--log-file", "/dev/null"])
+        == 0
+    )
     assert names and all(name.endswith(".lora_A.weight") for name in names)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
 @pytest.mark.parametrize(("warmup", "updates"), [(0, 1), (0, 2), (0, 7), (3, 10)])
-def test_the_decay_is_that_of_the_library_and_no_update_has_rate_0(name: str, warmup: int, updates: int) -> None:
+def test_the_decay_is_that_of_the_library_and_no_update_has_rate_0(
+    name: str, warmup: int, updates: int
+) -> None:
     """The library warms up by one update more, whose rate is 0."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.25)
     (theirs,) = get_scheduler(name, optimizer, warmup, updates).lr_lambdas
     style: Any = name
-    settings = TrainingConfig(lr=0.25, lr_decay_style=style, train_iters=updates, lr_warmup_iters=warmup + 1)
+    settings = TrainingConfig(
+        lr=0.25, lr_decay_style=style, train_iters=updates, lr_warmup_iters=warmup + 1
+    )
     ours = [learning_rate(update, settings) for update in range(1, updates + 1)]
-    assert ours[warmup:] == pytest.approx([0.25 * theirs(step) for step in range(warmup, updates)], rel=1e-12)
+    assert ours[warmup:] == pytest.approx(
+        [0.25 * theirs(step) for step in range(warmup, updates)], rel=1e-12
+    )
     assert min(ours) > 0
 
 
@@ -243,7 +354,10 @@ def q_adapter(base: Path, path: Path) -> None:
     for layer in range(3):
         rows, columns = infos[f"layers.{layer}.attention.q.weight"].shape
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
-        tensors |= {f"{name}A.weight": torch.ones(1, columns), f"{name}B.weight": torch.ones(rows, 1)}
+        tensors |= {
+            f"{name}A.weight": torch.ones(1, columns),
+            f"{name}B.weight": torch.ones(rows, 1),
+        }
     save_file(tensors, path / "adapter_model.safetensors")
 
 
@@ -273,20 +387,34 @@ def test_a_folder_of_other_values_on_one_rank_is_refused_by_name(
 
 
 def test_links_that_stand_in_save_are_replaced(folder: Path, tmp_path: Path) -> None:
-    start, outside, save = shutil.copytree(folder, tmp_path / "start"), tmp_path / "outside", tmp_path / "save"
+    start, outside, save = (
+        shutil.copytree(folder, tmp_path / "start"),
+        tmp_path / "outside",
+        tmp_path / "save",
+    )
     (start / "additional_chat_templates").mkdir()
     (start / "additional_chat_templates" / "a.jinja").write_text("{{ x }}")
     shutil.copytree(start, outside)
     save.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "additional_chat_templates"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "additional_chat_templates",
+    ):
         (save / name).symlink_to(outside / name)
     before = {path: path.stat().st_mtime_ns for path in outside.rglob("*")}
     FolderStart(read_hf(start), start, read_hf(start).source).keep(save)
     assert before == {path: path.stat().st_mtime_ns for path in outside.rglob("*")}
-    assert not [path for path in save.rglob("*") if path.is_symlink()] and (save / "tokenizer.json").is_file()
+    assert (
+        not [path for path in save.rglob("*") if path.is_symlink()]
+        and (save / "tokenizer.json").is_file()
+    )
 
 
-def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     table, read = torch.arange(100 * 8.0).view(100, 8), list[int]()
 
     class Table:
@@ -315,23 +443,55 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
 VLM_GRIDS: dict[str, tuple[int, list[str]]] = {
     "one process": (1, []),
     "tp x pp": (4, grid_flags(tp=2, pp=2)),
-    "cp, all sharded": (2, [*grid_flags(cp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
+    "cp, all sharded": (
+        2,
+        [*grid_flags(cp=2), "--data-parallel-sharding-strategy", "optim_grads_params"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", VLM_GRIDS)
 @pytest.mark.slow
-def test_a_text_model_takes_the_tower_of_a_molmo2(name: str, folder: Path, tower: Path, tmp_path: Path) -> None:
-    """A step at learning rate 0 leaves each weight as it was read, or as its seed makes it on any grid."""
+def test_a_text_model_takes_the_tower_of_a_molmo2(
+    name: str, folder: Path, tower: Path, tmp_path: Path
+) -> None:
+    """A step at learning rate 0 leaves each weight as it was read, or as its seed makes it on any
+    grid.
+    """
     ranks, flags = VLM_GRIDS[name]
-    flags = [*flags, "--vision-from-hf", str(tower), "--seq-length", "64", "--lr", "0", "--train-iters", "1"]
-    trained([*flags, "--load-hf", str(folder), "--save", str(tmp_path / "run"), "--global-batch-size", "2"], ranks)
+    flags = [
+        *flags,
+        "--vision-from-hf",
+        str(tower),
+        "--seq-length",
+        "64",
+        "--lr",
+        "0",
+        "--train-iters",
+        "1",
+    ]
+    trained(
+        [
+            *flags,
+            "--load-hf",
+            str(folder),
+            "--save",
+            str(tmp_path / "run"),
+            "--global-batch-size",
+            "2",
+        ],
+        ranks,
+    )
     found, text, molmo = weights_of(tmp_path / "run"), read_hf(folder).source, read_hf(tower).source
     rows = BYTES + 3
     assert torch.equal(found["embedding.weight"][:rows], whole(text, "embedding.weight"))
-    assert torch.equal(found["head.weight"], whole(text, "embedding.weight")), "the tied head became its own"
+    assert torch.equal(found["head.weight"], whole(text, "embedding.weight")), (
+        "the tied head became its own"
+    )
     assert found["embedding.weight"].shape[0] == rows + 128
-    assert 0.01 < found["embedding.weight"][rows:].float().std() < 0.03, "new rows have their initial values"
+    assert 0.01 < found["embedding.weight"][rows:].float().std() < 0.03, (
+        "new rows have their initial values"
+    )
     new = {"connector.mlp.down.weight"}
     for key in found.keys() - text.infos.keys() - {"head.weight"} - new:
         assert torch.equal(found[key], whole(molmo, key).bfloat16()), key
@@ -357,24 +517,43 @@ def test_a_new_tower_has_the_sizes_of_the_flags_and_the_run_is_exported_as_molmo
     sizes += "--additional-vocab-size 16 --freeze text --seq-length 64"
     flags = ["--load-hf", str(folder), "--vision-from-hf", "none", "--save", str(tmp_path / "run")]
     assert main([*flags, *sizes.split(), *STEPS]) == 0
-    assert "new and not read: tower and connector, 16 rows of the embedding" in capsys.readouterr().out
+    assert (
+        "new and not read: tower and connector, 16 rows of the embedding" in capsys.readouterr().out
+    )
     found, text = weights_of(tmp_path / "run"), read_hf(folder).source
-    assert torch.equal(found["layers.0.mlp.up.weight"], whole(text, "layers.0.mlp.up.weight")), "text was frozen"
+    assert torch.equal(found["layers.0.mlp.up.weight"], whole(text, "layers.0.mlp.up.weight")), (
+        "text was frozen"
+    )
     assert found["vision.position_embedding.weight"].shape == (16, 24)
     out = ["--output", str(tmp_path / "out"), "--tokenizer", "none"]
-    assert convert(["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "run"), *out, "--verify"]) == 0
+    assert (
+        convert(
+            ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "run"), *out, "--verify"]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "molmo2"
 
 
 @pytest.mark.slow
-def test_a_tower_that_does_not_fit_is_refused(folder: Path, tower: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tower_that_does_not_fit_is_refused(
+    folder: Path, tower: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start = ["--load-hf", str(folder), "--vision-from-hf"]
     assert "is a qwen3, a molmo2 is needed" in refused([*start, str(folder)], capsys)
     save("qwen3_5 with images", other := tower.parent / "other")
     assert "is a qwen3_5, a molmo2 is needed" in refused([*start, str(other)], capsys)
     new = ["none", "--vision-num-layers", "2"]
-    assert "--vision-family is qwen3_5" in refused([*start, *new, "--vision-family", "qwen3_5"], capsys)
-    assert "none makes a new tower: give its --vision-num-layers" in refused([*start, "none"], capsys)
-    assert "has --vision-num-layers 3, this run 2" in refused([*start, str(tower), "--vision-num-layers", "2"], capsys)
-    assert "has one: leave the flag out" in refused(["--load-hf", str(tower), "--vision-from-hf", "none"], capsys)
+    assert "--vision-family is qwen3_5" in refused(
+        [*start, *new, "--vision-family", "qwen3_5"], capsys
+    )
+    assert "none makes a new tower: give its --vision-num-layers" in refused(
+        [*start, "none"], capsys
+    )
+    assert "has --vision-num-layers 3, this run 2" in refused(
+        [*start, str(tower), "--vision-num-layers", "2"], capsys
+    )
+    assert "has one: leave the flag out" in refused(
+        ["--load-hf", str(tower), "--vision-from-hf", "none"], capsys
+    )
     assert "acts only with --load-hf" in refused(["--vision-from-hf", "none"], capsys)

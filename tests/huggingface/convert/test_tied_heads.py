@@ -1,4 +1,6 @@
-"""Embedding and head of a folder: whatever config and file say of a tie, the model is the one the library loads."""
+"""Embedding and head of a folder: whatever config and file say of a tie, the model is the one the
+library loads.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ from megacp.train import main as train
 from tests.huggingface.convert.models import save
 from tests.huggingface.convert.text_parts import MADE, saved
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
-safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra: test)"
+)
+safetensors = pytest.importorskip(
+    "safetensors.torch", reason="safetensors is not installed (extra: hf)"
+)
 
 ABSENT = "absent"
 SAID = (ABSENT, True, False)
@@ -66,10 +72,14 @@ class Folder:
         (self.path / "config.json").write_text(json.dumps(content))
         safetensors.save_file(tensors, self.path / "model.safetensors", {"format": "pt"})
 
-    def of_library(self, path: Path | None = None) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
+    def of_library(
+        self, path: Path | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
         """Embedding, head and whether they are tied; None where the library draws one of them."""
         dtype = self.tensors[self.table].dtype
-        model, info = self.cls.from_pretrained(path or self.path, dtype=dtype, output_loading_info=True)
+        model, info = self.cls.from_pretrained(
+            path or self.path, dtype=dtype, output_loading_info=True
+        )
         if info["missing_keys"]:
             return None
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -103,7 +113,9 @@ def test_a_text_model_has_the_head_that_the_library_loads(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", TOWERS)
 @pytest.mark.parametrize("what", FILES)
-def test_all_nine_ties_of_a_model_with_a_tower_are_the_librarys(name: str, what: str, tmp_path: Path) -> None:
+def test_all_nine_ties_of_a_model_with_a_tower_are_the_librarys(
+    name: str, what: str, tmp_path: Path
+) -> None:
     folder = Folder(name, tmp_path / "a")
     for outer, inner in itertools.product(SAID, SAID):
         folder.write(what, outer, inner)
@@ -130,9 +142,25 @@ def test_an_export_says_what_the_library_made_of_the_folder(
     for what in FILES:
         folder.write(what, True, False)
         middle, out = tmp_path / f"{what} m", tmp_path / f"{what} h"
-        assert main(["--from", "hf", "--to", "megacp", "--input", str(folder.path), "--output", str(middle)]) == 0
+        assert (
+            main(
+                [
+                    "--from",
+                    "hf",
+                    "--to",
+                    "megacp",
+                    "--input",
+                    str(folder.path),
+                    "--output",
+                    str(middle),
+                ]
+            )
+            == 0
+        )
         told = capsys.readouterr().out
-        assert (f"{HEAD} differs from {folder.table}: both are kept" in told) is (what == "different")
+        assert (f"{HEAD} differs from {folder.table}: both are kept" in told) is (
+            what == "different"
+        )
         assert (f"{HEAD} is also the embedding" in told) is (what == "no embedding")
         flags = ["--from", "megacp", "--to", "hf", "--tokenizer", "none"]
         assert main([*flags, "--input", str(middle), "--output", str(out)]) == 0
@@ -144,16 +172,43 @@ def test_an_export_says_what_the_library_made_of_the_folder(
 def test_a_run_from_a_folder_trains_the_head_that_the_library_loads(tmp_path: Path) -> None:
     folder = Folder("qwen3_5 with images", tmp_path / "a")
     folder.write("different", True, True)
-    flags = ["--load-hf", str(folder.path), "--seq-length", "32", "--train-iters", "1", "--lr", "1e-30"]
+    flags = [
+        "--load-hf",
+        str(folder.path),
+        "--seq-length",
+        "32",
+        "--train-iters",
+        "1",
+        "--lr",
+        "1e-30",
+    ]
     run, out = str(tmp_path / "run"), tmp_path / "out"
     assert train([*flags, "--save", run, "--log-file", "/dev/null"]) == 0
-    assert main(["--from", "megacp", "--to", "hf", "--tokenizer", "none", "--input", run, "--output", str(out)]) == 0
+    assert (
+        main(
+            [
+                "--from",
+                "megacp",
+                "--to",
+                "hf",
+                "--tokenizer",
+                "none",
+                "--input",
+                run,
+                "--output",
+                str(out),
+            ]
+        )
+        == 0
+    )
     found = folder.of_library(out)
     assert found is not None and torch.equal(found[1], folder.head)
 
 
 @pytest.mark.parametrize("said", [None, 1, "true"])
-def test_a_tie_that_is_neither_true_nor_false_is_refused_as_by_the_library(said: Any, tmp_path: Path) -> None:
+def test_a_tie_that_is_neither_true_nor_false_is_refused_as_by_the_library(
+    said: Any, tmp_path: Path
+) -> None:
     folder = Folder("qwen3_5 with images", tmp_path / "a")
     for outer, inner in ((said, ABSENT), (False, said)):
         folder.write("different", outer, inner)

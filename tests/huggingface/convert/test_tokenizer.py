@@ -1,4 +1,6 @@
-"""Tokenizer files: the ids of the original, by the tokenizers package and by the transformers library."""
+"""Tokenizer files: the ids of the original, by the tokenizers package and by the transformers
+library.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,18 @@ from tests.huggingface.convert.models import given
 sentencepiece = pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
 
-CORPUS = [Path(json.__file__).read_text(encoding="utf-8"), Path(np.__file__).read_text(encoding="utf-8")]
-LINES = [line for text in CORPUS for line in text.splitlines() if line] + [text for text in PROBE if text.strip()]
-PLAIN = {"normalization_rule_name": "identity", "byte_fallback": True, "remove_extra_whitespaces": False}
+CORPUS = [
+    Path(json.__file__).read_text(encoding="utf-8"),
+    Path(np.__file__).read_text(encoding="utf-8"),
+]
+LINES = [line for text in CORPUS for line in text.splitlines() if line] + [
+    text for text in PROBE if text.strip()
+]
+PLAIN = {
+    "normalization_rule_name": "identity",
+    "byte_fallback": True,
+    "remove_extra_whitespaces": False,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "of train_tokenizer": PLAIN,
     "no dummy prefix": {**PLAIN, "add_dummy_prefix": False},
@@ -65,7 +76,9 @@ SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in list(OPTIONS)[1
 
 @pytest.mark.parametrize("name", ["of train_tokenizer", *SLOWER])
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_fast_tokenizer_gives_the_ids_of_sentencepiece(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_fast_tokenizer_gives_the_ids_of_sentencepiece(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     original = given(train(tmp_path, kind, **OPTIONS[name]))
     (tmp_path / "out").mkdir()
     write_tokenizer(original, tmp_path / "out", 512, [*PROBE, *CORPUS])
@@ -75,7 +88,10 @@ def test_a_fast_tokenizer_gives_the_ids_of_sentencepiece(kind: str, name: str, t
         assert found == expected or are_tied(model, found, expected), text
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert (library.eos_token_id, library.bos_token_id) == (original.tokenizer.eos_id, original.tokenizer.bos_id)
+    assert (library.eos_token_id, library.bos_token_id) == (
+        original.tokenizer.eos_id,
+        original.tokenizer.bos_id,
+    )
     assert library.pad_token_id == original.tokenizer.pad_id
     processor = sentencepiece.SentencePieceProcessor(model_file=str(original.file))
     for text in LINES:
@@ -90,14 +106,20 @@ def test_a_tokenizer_that_gives_other_ids_is_refused_with_the_text(
     unigram = given(train(tmp_path, "unigram", **PLAIN))
     bpe = given(train(tmp_path, "bpe", **PLAIN))
     monkeypatch.setattr(bpe.tokenizer, "encode_reference", unigram.tokenizer.encode_reference)
-    with pytest.raises(ValueError, match=r"does not encode as the original: '.*' gives \[\d.*\] instead of \[\d"):
+    with pytest.raises(
+        ValueError, match=r"does not encode as the original: '.*' gives \[\d.*\] instead of \[\d"
+    ):
         write_tokenizer(bpe, tmp_path, 512, PROBE)
     with pytest.raises(ValueError, match="as 65"):
-        write_tokenizer(dataclasses.replace(given("byte"), special={"<im_patch>": 65}), tmp_path, 512, ())
+        write_tokenizer(
+            dataclasses.replace(given("byte"), special={"<im_patch>": 65}), tmp_path, 512, ()
+        )
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "byte"])
-def test_a_tokenizer_that_is_written_begins_texts_as_training_did(kind: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_written_begins_texts_as_training_did(
+    kind: str, tmp_path: Path
+) -> None:
     original = given("byte" if kind == "byte" else train(tmp_path, kind, **PLAIN))
     first = original.tokenizer.bos_id if kind != "byte" else 256
     for begins_with, before in ((None, []), (first, [first])):
@@ -107,7 +129,12 @@ def test_a_tokenizer_that_is_written_begins_texts_as_training_did(kind: str, tmp
         write_tokenizer(original, folder, 512, ["a b", "x"])
         library = theirs(folder)
         assert library.encode("a b") == [*before, *original.encode("a b")]
-        assert library.encode("a b", "x") == [*before, *original.encode("a b"), *before, *original.encode("x")]
+        assert library.encode("a b", "x") == [
+            *before,
+            *original.encode("a b"),
+            *before,
+            *original.encode("x"),
+        ]
 
 
 def byte_level(folder: Path) -> tuple[str, str]:
@@ -118,10 +145,15 @@ def byte_level(folder: Path) -> tuple[str, str]:
     made.train_from_iterator(
         CORPUS,
         tokenizers.trainers.BpeTrainer(
-            vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+            vocab_size=600,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
         ),
     )
-    made.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ("<|user|>", "<|assistant|>")])
+    made.add_tokens(
+        [tokenizers.AddedToken(text, normalized=False) for text in ("<|user|>", "<|assistant|>")]
+    )
     made.save(str(folder / "tokenizer.json"))
     made.model.save(str(folder))
     return str(folder / "tokenizer.json"), f"{folder}/vocab.json,{folder}/merges.txt"
@@ -143,7 +175,11 @@ LISTED = {
     ],
 )
 def test_tokens_beside_a_vocabulary_have_the_ids_of_the_library(
-    kind: str, settings: dict[str, Any], older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    settings: dict[str, Any],
+    older: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     folder = tmp_path / "model"
@@ -154,9 +190,14 @@ def test_tokens_beside_a_vocabulary_have_the_ids_of_the_library(
     else:
         Path(train(folder, kind, **PLAIN)).rename(folder / "tokenizer.model")
     plain = load_tokenizer(str(folder), "reference")
-    config: dict[str, Any] = {**settings, "eos_token": "<|endoftext|>" if kind == "gpt2" else "</s>"}
+    config: dict[str, Any] = {
+        **settings,
+        "eos_token": "<|endoftext|>" if kind == "gpt2" else "</s>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_tokenizer(str(folder), "reference").sha256 == plain.sha256, "its own tokens alone are named"
+    assert load_tokenizer(str(folder), "reference").sha256 == plain.sha256, (
+        "its own tokens alone are named"
+    )
     ids = {text: plain.vocab_size + i for i, text in enumerate(LISTED)}
     if older:
         (folder / "added_tokens.json").write_text(json.dumps(ids))
@@ -172,17 +213,29 @@ def test_tokens_beside_a_vocabulary_have_the_ids_of_the_library(
     texts = ["".join(draw.choices(parts, k=draw.randrange(1, 8))) for _ in range(200)]
     for text, mine in zip(texts, found.encode(texts), strict=True):
         assert mine.tolist() == library.encode(text, add_special_tokens=False), text
-    assert found.sha256 != plain.sha256 and load_tokenizer(str(found.files[0])).sha256 == found.sha256
+    assert (
+        found.sha256 != plain.sha256 and load_tokenizer(str(found.files[0])).sha256 == found.sha256
+    )
     (tmp_path / "run").mkdir()
-    model = SimpleNamespace(folder=folder, config=SimpleNamespace(model=SimpleNamespace(embedding_rows=1 << 20)))
-    assert copy_tokenizer(model, tmp_path / "run") == found.sha256 == load_tokenizer(str(tmp_path / "run")).sha256
-    assert (tmp_path / "run" / "tokenizer.json").is_file(), "what it is read from depends on a config.json too"
+    model = SimpleNamespace(
+        folder=folder, config=SimpleNamespace(model=SimpleNamespace(embedding_rows=1 << 20))
+    )
+    assert (
+        copy_tokenizer(model, tmp_path / "run")
+        == found.sha256
+        == load_tokenizer(str(tmp_path / "run")).sha256
+    )
+    assert (tmp_path / "run" / "tokenizer.json").is_file(), (
+        "what it is read from depends on a config.json too"
+    )
 
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "gpt2"])
 @pytest.mark.parametrize("images", [False, True])
 @pytest.mark.slow
-def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, images: bool, tmp_path: Path) -> None:
+def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(
+    kind: str, images: bool, tmp_path: Path
+) -> None:
     names = dict(zip(("huggingface", "gpt2"), byte_level(tmp_path), strict=True)) | {"byte": "byte"}
     original = given(names[kind])
     if images:  # a gap of 5 ids, as between a tokenizer and the rows of its model
@@ -192,7 +245,9 @@ def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, image
     ids = write_tokenizer(original, tmp_path / "out", 512, [*PROBE, *CORPUS])
     library = theirs(tmp_path / "out")
     for text in (*PROBE, *CORPUS, "a<|user|>b<|assistant|>c"):
-        assert library.encode(text) == list(original.encode(text)), "symbols behind the vocabulary keep their ids"
+        assert library.encode(text) == list(original.encode(text)), (
+            "symbols behind the vocabulary keep their ids"
+        )
         assert library.decode(library.encode(text)) == text
     assert (
         ids == {"eos": original.tokenizer.eos_id, "bos": None, "pad": None}
@@ -206,20 +261,36 @@ def test_other_kinds_give_their_ids_too_and_image_tokens_theirs(kind: str, image
 
 def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
     name, _ = byte_level(tmp_path)
-    settings = {"eos_token": "<|endoftext|>", "chat_template": "{{ x }}", "tokenizer_class": "LlamaTokenizer"}
-    kept = {"padding_side": "left", "truncation_side": "left", "add_bos_token": False, "add_eos_token": True}
+    settings = {
+        "eos_token": "<|endoftext|>",
+        "chat_template": "{{ x }}",
+        "tokenizer_class": "LlamaTokenizer",
+    }
+    kept = {
+        "padding_side": "left",
+        "truncation_side": "left",
+        "add_bos_token": False,
+        "add_eos_token": True,
+    }
     settings |= {**kept, "model_input_names": ["input_ids"], "unk_token": "?"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.jinja").write_text("{{ y }}")
     (tmp_path / "out").mkdir()
     write_tokenizer(given(name), tmp_path / "out", 512, PROBE)
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert config["chat_template"] == "{{ x }}" and config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (
+        config["chat_template"] == "{{ x }}"
+        and config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    )
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ y }}"
-    assert {key: config[key] for key in kept} == kept and config["model_input_names"] == ["input_ids"]
+    assert {key: config[key] for key in kept} == kept and config["model_input_names"] == [
+        "input_ids"
+    ]
     library = theirs(tmp_path / "out")
     assert (library.padding_side, library.truncation_side) == ("left", "left")
-    assert library.model_input_names == ["input_ids"] and library.encode("x y") == list(given(name).encode("x y"))
+    assert library.model_input_names == ["input_ids"] and library.encode("x y") == list(
+        given(name).encode("x y")
+    )
     (tmp_path / "tokenizer_config.json").unlink()
     write_tokenizer(given(name), tmp_path / "out", 512, PROBE)
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())

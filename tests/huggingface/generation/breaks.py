@@ -17,7 +17,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('("w1", "w3", "w2")', '("w3", "w1", "w2")', "gate and up of a Mixtral are each other's"),
     ],
     ("megacp/prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
-        ("if prompt and self.before_answers and", "if False and", "nothing stands behind a prompt"),
+        (
+            "if (\n            prompt and self.before_answers and THINKS not in own\n        ):  # as the template writes it, whatever ends a prompt",
+            "if False and THINKS not in own:  # as the template writes it, whatever ends a prompt",
+            "nothing stands behind a prompt",
+        ),
         (
             "**self.variables, **variables,",
             "**variables, **self.variables,",

@@ -1,4 +1,6 @@
-"""Answers from a checkpoint: those of the model that was trained, with images, branches, several prompts in a row."""
+"""Answers from a checkpoint: those of the model that was trained, with images, branches, several
+prompts in a row.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,15 @@ def talk(text: str, answer: str, *pictures: dict[str, Any]) -> dict[str, Any]:
 
 RECORDS: list[dict[str, Any]] = [
     {
-        "content": [image_part(16, 12, 1), {"type": "text", "text": "between"}, image_part(30, 16, 2)],
-        "branches": [talk("what?", "abcdef"), talk("and this one?", "ghijkl", image_part(16, 16, 3))],
+        "content": [
+            image_part(16, 12, 1),
+            {"type": "text", "text": "between"},
+            image_part(30, 16, 2),
+        ],
+        "branches": [
+            talk("what?", "abcdef"),
+            talk("and this one?", "ghijkl", image_part(16, 16, 3)),
+        ],
     },
     talk("again?", "mnopqr", image_part(20, 44, 4)),
     talk("no image", "stuvwx"),
@@ -54,8 +63,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     source = folder / "records.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    build([source], folder / "packed", image_rules=TINY, seq_length=512, cp_degrees=(1,), unit_bytes=1 << 20)
-    values = {"data_path": str(folder / "packed"), "seq_length": 512, "dtype": "float64", "global_batch_size": 1}
+    build(
+        [source],
+        folder / "packed",
+        image_rules=TINY,
+        seq_length=512,
+        cp_degrees=(1,),
+        unit_bytes=1 << 20,
+    )
+    values = {
+        "data_path": str(folder / "packed"),
+        "seq_length": 512,
+        "dtype": "float64",
+        "global_batch_size": 1,
+    }
     values |= {"train_iters": 1, "save": str(folder / "run"), "lr": 0.01}
     config = with_values(RunConfig(), {**MODELS["tiny_vlm"], "vocab_size": 0, **values})
     assert main(flags_of(config, folder / "log")) == 0
@@ -73,10 +94,17 @@ def prompts_of(generator: Generator) -> list[Prompt]:
     return [prompt for record in RECORDS for prompt in maker.of_record(record)]
 
 
-def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu: dict[str, Value] = {"transformer_impl": "transformer_engine", "fp8": "delayed", "attention_kernel": "flex"}
+def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu: dict[str, Value] = {
+        "transformer_impl": "transformer_engine",
+        "fp8": "delayed",
+        "attention_kernel": "flex",
+    }
     monkeypatch.setattr(
-        "megacp.huggingface.generation.sampler.stored_config", lambda loaded: with_values(stored_config(loaded), gpu)
+        "megacp.huggingface.generation.sampler.stored_config",
+        lambda loaded: with_values(stored_config(loaded), gpu),
     )
     assert Generator(str(trained / "run")).config.training.transformer_impl == "native"
 
@@ -90,11 +118,16 @@ def test_experts_that_ranks_shared_answer_on_one_process_as_the_library_does(
     folders = ["--input", str(tmp_path / "a"), "--output", str(tmp_path / "b")]
     assert convert.main(["--from", "hf", "--to", "megacp", *folders]) == 0
     monkeypatch.setattr(
-        "megacp.huggingface.generation.sampler.stored_config", lambda loaded: with_values(stored_config(loaded), shared)
+        "megacp.huggingface.generation.sampler.stored_config",
+        lambda loaded: with_values(stored_config(loaded), shared),
     )
     prompts = [Prompt(np.arange(5 + i)) for i in range(2)]
-    for prompt, answer in zip(prompts, Generator(tmp_path / "b").answer(prompts, Sampling(LENGTH)), strict=True):
-        expected = model.generate(torch.from_numpy(prompt.tokens)[None], max_new_tokens=LENGTH, do_sample=False)
+    for prompt, answer in zip(
+        prompts, Generator(tmp_path / "b").answer(prompts, Sampling(LENGTH)), strict=True
+    ):
+        expected = model.generate(
+            torch.from_numpy(prompt.tokens)[None], max_new_tokens=LENGTH, do_sample=False
+        )
         assert answer.tolist() == expected[0, len(prompt.tokens) :].tolist()
 
 
@@ -125,13 +158,17 @@ def test_images_are_encoded_once_a_row_however_many_tokens_are_made(
     vision = generator.model.vision
     assert vision is not None
     forward = vision.forward
-    monkeypatch.setattr(vision, "forward", lambda *given: calls.append(len(given[0])) or forward(*given))
+    monkeypatch.setattr(
+        vision, "forward", lambda *given: calls.append(len(given[0])) or forward(*given)
+    )
     list(generator.answer(prompts_of(generator), Sampling(5)))
     assert calls == [len(prompt_pixels(prompts_of(generator), TINY)[0])]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_answer_does_not_depend_on_what_shares_its_row(generator: Generator, temperature: float) -> None:
+def test_an_answer_does_not_depend_on_what_shares_its_row(
+    generator: Generator, temperature: float
+) -> None:
     prompts = prompts_of(generator)
     together = list(generator.answer(prompts, Sampling(4, temperature, seed=3)))
     for number, (prompt, expected) in enumerate(zip(prompts, together, strict=True)):
@@ -150,13 +187,19 @@ def test_an_answer_ends_with_the_end_token_or_where_the_row_is_full(generator: G
 
 @pytest.mark.slow
 def test_an_image_token_is_never_an_answer(trained: Path) -> None:
-    """Also where the tokenizer has these tokens: a patch without an image would end all answers of a file."""
+    """Also where the tokenizer has these tokens: a patch without an image would end all answers of
+    a file.
+    """
     generator = Generator(trained / "run")
     ids = dict(zip(TINY.token_ids, range(40, 250), strict=False))
     generator.rules = dataclasses.replace(TINY, token_ids=ids)
     prompt = PromptMaker(load_tokenizer("byte")).of_text("a")
     (tokens,) = generator.answer([prompt], Sampling(100, temperature=1e6))
-    assert len(tokens) == 100 and len(set(tokens.tolist())) > 40 and not {*tokens.tolist()} & {*ids.values()}
+    assert (
+        len(tokens) == 100
+        and len(set(tokens.tolist())) > 40
+        and not {*tokens.tolist()} & {*ids.values()}
+    )
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -168,29 +211,55 @@ def test_prompts_begin_as_the_documents_of_training_did(
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(["a b"], tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(
+        ["a b"], tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    )
     made.add_special_tokens(["<s>", "</s>"])
     first = made.token_to_id("<s>")
-    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", first)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", "<s> $A <s> $B", [("<s>", first)]
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "a b a b a b"}\n' * 4)
     choice = {} if begins else {"prepend_bos": False}
-    build([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer=str(tmp_path / "tokenizer.json"), seq_length=16, **choice)
+    build(
+        [tmp_path / "a.jsonl"],
+        tmp_path / "d",
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        seq_length=16,
+        **choice,
+    )
     sizes = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 --seq-length 16".split()
     run = ["--data-path", str(tmp_path / "d"), "--global-batch-size", "1", "--train-iters", "1"]
     assert main([*sizes, *run, "--save", str(tmp_path / "out")]) == 0
     arguments = generate.parsed(["--checkpoint", str(tmp_path / "out"), "--prompt", "a"])
     assert generate.Session(arguments).tokenizer.begins_with == (first if begins else None)
-    flags = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "hf")]
+    flags = [
+        "--from",
+        "megacp",
+        "--to",
+        "hf",
+        "--input",
+        str(tmp_path / "out"),
+        "--output",
+        str(tmp_path / "hf"),
+    ]
     assert convert.main([*flags, "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
-    assert ("first token: documents of training began with none" in capsys.readouterr().out) == (not begins)
+    assert ("first token: documents of training began with none" in capsys.readouterr().out) == (
+        not begins
+    )
 
 
 def test_what_is_known_of_the_first_and_the_last_token_decides() -> None:
     trained = RunState(tokenizer_sha256="a", data_fingerprint="b")
-    for imported in (RunState(), RunState(tokenizer_sha256="a")):  # weights of somebody else: as the files say
+    for imported in (
+        RunState(),
+        RunState(tokenizer_sha256="a"),
+    ):  # weights of somebody else: as the files say
         assert first_token(imported, 7) == 7
-    assert first_token(trained, 7) is None and last_token(trained, 7) == 7  # before a dataset said it
+    assert (
+        first_token(trained, 7) is None and last_token(trained, 7) == 7
+    )  # before a dataset said it
     assert first_token(dataclasses.replace(trained, document_start={"token": 3}), 7) == 3
     assert last_token(RunState(document_end={"token": 3}), 7) == 3
     assert last_token(RunState(document_end={"token": None}), 7) is None

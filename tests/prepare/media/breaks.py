@@ -54,8 +54,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "an exchanged file leads out",
         ),
         (
-            "os.open(folder, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW, ",
-            "os.open(folder, _FOR_READING | os.O_DIRECTORY, ",
+            "inner = os.open(\n                folder, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor\n            )",
+            "inner = os.open(folder, _FOR_READING | os.O_DIRECTORY, dir_fd=descriptor)",
             "an exchanged folder leads out",
         ),
     ],
@@ -77,7 +77,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/training/data/vision/decoding.py", "tests/prepare/media/test_pixels.py"): [
-        ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),
+        (
+            "i for unit in frames for i in range(unit * step, (unit + 1) * step) if i not in known",
+            "i for unit in frames for i in range(unit * step, (unit + 1) * step) if i not in []",
+            "frames that are kept are decoded again",
+        ),
         (
             "= self._videos.pop(data, {})",
             "= self._videos.pop(data[:0], {})",
@@ -97,7 +101,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "(pixels.shape[1], height)",
             "columns are blended before rows",
         ),
-        ("+ [frames[-1] / fps]", "+ [frames[0] / fps]", "half a pair has the mean of two times"),
+        (
+            "frames[-1] / fps",
+            "frames[0] / fps",
+            "half a pair has the mean of two times",
+        ),
         (
             "shrink = math.sqrt(count *",
             "shrink = math.sqrt(",
@@ -109,10 +117,14 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(m // 2, m - m // 2)", "(m - m // 2, m // 2)", "the larger half of padding stands first"),
         ("index[:-1, :, -right:]", "index[1:, :, -right:]", "a margin is cut at the wrong side"),
         ("grid + rules.patches_per_crop", "grid", "high-resolution windows pool the small crop"),
-        ("* np.float32(255) for", "* np.float32(256) for", "pixels are scaled by 256"),
         (
-            ".swapaxes(1, 2).reshape(rows * columns",
-            ".reshape(rows * columns",
+            "np.array(values, np.float32) * np.float32(255)",
+            "np.array(values, np.float32) * np.float32(256)",
+            "pixels are scaled by 256",
+        ),
+        (
+            "windows = (\n        grid.reshape(rows, pool[0], columns, pool[1])\n        .swapaxes(1, 2)\n        .reshape(rows * columns, pool[0] * pool[1])",
+            "windows = grid.reshape(rows, pool[0], columns, pool[1]).reshape(\n        rows * columns, pool[0] * pool[1]",
             "windows are rows of patches",
         ),
         (

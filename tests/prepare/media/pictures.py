@@ -54,7 +54,9 @@ def video(
     first: int = 0,
     every: int = 1,
 ) -> bytes:
-    """The frames of `moving`; those of the file begin at number `first` of its rate and take each `every`-th."""
+    """The frames of `moving`; those of the file begin at number `first` of its rate and take each
+    `every`-th.
+    """
     import av
 
     stream = io.BytesIO()

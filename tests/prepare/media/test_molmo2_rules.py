@@ -1,4 +1,6 @@
-"""Crops, patches, pooling and tokens of an image against the transformers library's Molmo2 processor."""
+"""Crops, patches, pooling and tokens of an image against the transformers library's Molmo2
+processor.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,29 @@ from tests.reference.packing import least_largest_cost
 MOLMO2 = Molmo2Rules().with_token_ids(WordTokenizer)
 RULES = {
     "tiny": TINY,
-    "no margins, odd pooling": dataclasses.replace(TINY, overlap_margins=(0, 0), image_pooling=(3, 2), image_size=20),
+    "no margins, odd pooling": dataclasses.replace(
+        TINY, overlap_margins=(0, 0), image_pooling=(3, 2), image_size=20
+    ),
     "uneven margins": dataclasses.replace(TINY, overlap_margins=(2, 1), image_size=24, max_crops=9),
     "one crop": dataclasses.replace(TINY, max_crops=1),
     "Molmo2": MOLMO2,
 }
 SIZES = {
     "tiny": [(int(w), int(h)) for w, h in np.random.default_rng(0).integers(1, 120, (150, 2))],
-    "Molmo2": [(378, 378), (100, 100), (640, 480), (1, 1), (2000, 300), (77, 1500), (1024, 768), (113, 112)],
+    "Molmo2": [
+        (378, 378),
+        (100, 100),
+        (640, 480),
+        (1, 1),
+        (2000, 300),
+        (77, 1500),
+        (1024, 768),
+        (113, 112),
+    ],
 }
-ONE_LEVEL = 2 / 255 * 1.001  # of 255 levels, over a deviation of 0.5, and a rounding of the last float32 digit
+ONE_LEVEL = (
+    2 / 255 * 1.001
+)  # of 255 levels, over a deviation of 0.5, and a rounding of the last float32 digit
 
 
 @pytest.mark.slow
@@ -47,7 +62,10 @@ def test_pixels_and_pooling_are_those_of_the_transformers_library(name: str) -> 
         pixels = noise(width, height, number)
         patches, pooling, _ = reference.process_image(pixels, rules)
         mine, layout = image_patches(pixels, rules), image_layout(width, height, rules)
-        assert mine.dtype == np.float32 and mine.shape == patches.shape == (layout.num_crops, *mine.shape[1:])
+        assert mine.dtype == np.float32 and mine.shape == patches.shape == (
+            layout.num_crops,
+            *mine.shape[1:],
+        )
         assert np.array_equal(layout.pooling, pooling), (width, height)
         assert np.abs(mine - patches).max() <= ONE_LEVEL, (width, height)
 
@@ -59,15 +77,21 @@ def spelled(text: str, rules: Molmo2Rules) -> list[int]:
 
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("low_res_columns", [None, False, True])
-def test_tokens_are_those_of_the_transformers_library(columns: bool, low_res_columns: bool | None) -> None:
+def test_tokens_are_those_of_the_transformers_library(
+    columns: bool, low_res_columns: bool | None
+) -> None:
     for name in ("tiny", "no margins, odd pooling"):
-        rules = dataclasses.replace(RULES[name], use_column_tokens=columns, low_res_column_tokens=low_res_columns)
+        rules = dataclasses.replace(
+            RULES[name], use_column_tokens=columns, low_res_column_tokens=low_res_columns
+        )
         for width, height in SIZES["tiny"][:30]:
             _, pooling, grid = reference.process_image(noise(width, height), rules)
             layout = image_layout(width, height, rules)
             assert np.array_equal(layout.pooling, pooling)
             assert layout.tokens.tolist() == spelled(reference.image_text(grid, rules), rules)
-            assert int((layout.tokens == rules.token_ids["image_patch"]).sum()) == len(layout.pooling)
+            assert int((layout.tokens == rules.token_ids["image_patch"]).sum()) == len(
+                layout.pooling
+            )
 
 
 @pytest.mark.parametrize("columns", [False, True])
@@ -95,8 +119,17 @@ def test_rules_survive_json_and_unknown_keys_or_types_are_named() -> None:
 def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
     with pytest.raises(ValueError) as error:
         Molmo2Rules.from_dict(
-            {"image_size": 0, "max_crops": 0, "video_fps": 0.0, "image_pooling": [0, 2], "time_mode": "x"}
-            | {"image_std": [0.0, 1.0, 1.0], "token_ids": {"image_patch": 3, "image_col": 3, "cat": 1}}
+            {
+                "image_size": 0,
+                "max_crops": 0,
+                "video_fps": 0.0,
+                "image_pooling": [0, 2],
+                "time_mode": "x",
+            }
+            | {
+                "image_std": [0.0, 1.0, 1.0],
+                "token_ids": {"image_patch": 3, "image_col": 3, "cat": 1},
+            }
         )
     for part in (
         "--image-size is 0",
@@ -110,7 +143,8 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
     ):
         assert part in str(error.value)
     with pytest.raises(
-        ValueError, match="--image-token-ids are .*4000000000.*, they must differ and be 0 to 2147483646"
+        ValueError,
+        match="--image-token-ids are .*4000000000.*, they must differ and be 0 to 2147483646",
     ):
         Molmo2Rules.from_dict({"token_ids": {"image_patch": 4_000_000_000}})
     with pytest.raises(ValueError, match="unknown keys 14, foo; known are"):
@@ -128,16 +162,25 @@ def test_image_tokens_are_given_found_in_the_tokenizer_or_put_above_it() -> None
     tokenizer = SimpleNamespace(vocab_size=50, token_id={"<im_patch>": 7, "<im_end>": 9}.get)
     ids = Molmo2Rules(token_ids={"image_start": 60}).with_token_ids(tokenizer).token_ids
     assert (ids["image_patch"], ids["image_end"], ids["image_start"]) == (7, 9, 60)
-    assert sorted(ids.values())[3:] == [61, 62, 63, 64, 65] and set(ids) == set(Molmo2Rules.token_texts)
+    assert sorted(ids.values())[3:] == [61, 62, 63, 64, 65] and set(ids) == set(
+        Molmo2Rules.token_texts
+    )
 
 
 def test_a_grid_that_does_not_divide_is_filled_up_at_its_end() -> None:
     windows, size = pooling_windows(np.arange(9).reshape(3, 3), (2, 2))
-    assert size == (2, 2) and windows.tolist() == [[0, 1, 3, 4], [2, -1, 5, -1], [6, 7, -1, -1], [8, -1, -1, -1]]
+    assert size == (2, 2) and windows.tolist() == [
+        [0, 1, 3, 4],
+        [2, -1, 5, -1],
+        [6, 7, -1, -1],
+        [8, -1, -1, -1],
+    ]
 
 
 def test_a_frame_of_the_models_size_keeps_its_pixels_and_their_ends_are_one() -> None:
-    rules = Molmo2Rules(image_size=4, patch_size=2, overlap_margins=(0, 0)).with_token_ids(WordTokenizer)
+    rules = Molmo2Rules(image_size=4, patch_size=2, overlap_margins=(0, 0)).with_token_ids(
+        WordTokenizer
+    )
     pixels = np.arange(0, 240, 5, dtype=np.uint8).reshape(4, 4, 3)
     pixels[0, 0], pixels[3, 3] = 0, 255
     patches = rules.pixels_of_frames(rules.fitted(pixels, 1)[None, None])[0][0]  # [4, 2 * 2 * 3]
@@ -150,19 +193,27 @@ UNITS = st.lists(st.integers(1, 9), max_size=8)
 
 
 def shards(images: list[int], ranks: int) -> list[list[int]]:
-    """Images of the units of each rank, for pooled tokens = 10 x images; the table is checked on the way."""
+    """Images of the units of each rank, for pooled tokens = 10 x images; the table is checked on
+    the way.
+    """
     bounds = np.cumsum(images, dtype=np.int64), np.cumsum(images, dtype=np.int64) * 10
     table = compute_image_shard_boundaries(*bounds, ranks)
-    assert table.dtype == BOUNDARY_DTYPE and np.array_equal(table["end_pool_idx"], 10 * table["end_image_idx"])
+    assert table.dtype == BOUNDARY_DTYPE and np.array_equal(
+        table["end_pool_idx"], 10 * table["end_image_idx"]
+    )
     parts = [units_of(table, bounds[0], rank) for rank in range(ranks)]
-    assert list(itertools.chain(*parts)) == list(range(len(images))), "every unit once, in ascending order"
+    assert list(itertools.chain(*parts)) == list(range(len(images))), (
+        "every unit once, in ascending order"
+    )
     return [[images[u] for u in part] for part in parts]
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(UNITS, st.integers(1, 6))
-def test_the_largest_cost_is_the_optimum_and_no_rank_starves_needlessly(images: list[int], ranks: int) -> None:
+def test_the_largest_cost_is_the_optimum_and_no_rank_starves_needlessly(
+    images: list[int], ranks: int
+) -> None:
     parts = shards(images, ranks)
     assert max(map(sum, parts)) == least_largest_cost(images, ranks)
     assert sum(not part for part in parts) == max(0, ranks - len(images))
@@ -198,7 +249,9 @@ def test_every_field_of_the_table_counted_by_hand(units: list[tuple[int, int]], 
         ([1, 1, 64, 1, 1], 2, [[1, 1, 64], [1, 1]]),
     ],
 )
-def test_cases_that_a_greedy_split_gets_wrong(images: list[int], ranks: int, expected: list[list[int]]) -> None:
+def test_cases_that_a_greedy_split_gets_wrong(
+    images: list[int], ranks: int, expected: list[list[int]]
+) -> None:
     found = shards(images, ranks)
     assert max(map(sum, found)) == max(map(sum, expected))
     assert [len(part) == 0 for part in found] == [len(part) == 0 for part in expected]

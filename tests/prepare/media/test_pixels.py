@@ -1,4 +1,6 @@
-"""Image files: each kind becomes the same upright RGB everywhere, and each way to be bad has its own message."""
+"""Image files: each kind becomes the same upright RGB everywhere, and each way to be bad has its
+own message.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ def test_other_kinds_of_pixels_become_rgb_in_a_defined_way(mode: str) -> None:
 def test_16_bit_grey_keeps_its_high_byte() -> None:
     grey = np.array([[0, 255, 256], [32768, 65279, 65535]], np.uint16)
     pixels = load_pixels(encoded(Image.fromarray(grey)), RULES)
-    assert pixels[..., 0].tolist() == [[0, 0, 1], [128, 254, 255]] and (pixels[..., :1] == pixels).all()
+    assert (
+        pixels[..., 0].tolist() == [[0, 0, 1], [128, 254, 255]]
+        and (pixels[..., :1] == pixels).all()
+    )
 
 
 def animated(kind: str) -> bytes:
@@ -80,7 +85,12 @@ def without_pixels() -> bytes:
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def png_of_one_frame() -> bytes:
@@ -88,7 +98,12 @@ def png_of_one_frame() -> bytes:
     data = encoded(noise(8, 8))
     place = data.index(b"IDAT") - 4
     frame = struct.pack(">IIIIIHHBB", 0, 8, 8, 0, 0, 1, 10, 0, 0)
-    return data[:place] + chunk(b"acTL", struct.pack(">II", 1, 0)) + chunk(b"fcTL", frame) + data[place:]
+    return (
+        data[:place]
+        + chunk(b"acTL", struct.pack(">II", 1, 0))
+        + chunk(b"fcTL", frame)
+        + data[place:]
+    )
 
 
 def webp_of_one_frame() -> bytes:
@@ -100,7 +115,9 @@ def webp_of_one_frame() -> bytes:
     return b"RIFF" + struct.pack("<I", len(content)) + content
 
 
-@pytest.mark.parametrize("data", [encoded(noise(8, 8), "GIF"), png_of_one_frame(), webp_of_one_frame()], ids=len)
+@pytest.mark.parametrize(
+    "data", [encoded(noise(8, 8), "GIF"), png_of_one_frame(), webp_of_one_frame()], ids=len
+)
 def test_an_animation_of_one_frame_stands_still(data: bytes) -> None:
     assert load_pixels(data, RULES).shape == (8, 8, 3)
 
@@ -118,10 +135,19 @@ BAD = {
     "animated png": (animated("PNG"), "the PNG has 3 frames"),
     "animated webp": (animated("WEBP"), "the WEBP has 3 frames"),
     "pages": (animated("TIFF"), "the TIFF has 3 frames or pages"),
-    "float": (encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "pixels of kind F, allowed are 1, L"),
-    "32 bits": (encoded(Image.fromarray(np.ones((4, 4), np.int32)), "TIFF"), "pixels of kind I, allowed are 1, L"),
+    "float": (
+        encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"),
+        "pixels of kind F, allowed are 1, L",
+    ),
+    "32 bits": (
+        encoded(Image.fromarray(np.ones((4, 4), np.int32)), "TIFF"),
+        "pixels of kind I, allowed are 1, L",
+    ),
     "zero size": (without_pixels(), "the PNG is cut short"),
-    "too large": (encoded(noise(101, 100)), "101 x 100 = 10100 pixels, more than --max-pixels 10000"),
+    "too large": (
+        encoded(noise(101, 100)),
+        "101 x 100 = 10100 pixels, more than --max-pixels 10000",
+    ),
 }
 
 
@@ -135,7 +161,9 @@ def test_a_bad_image_is_refused_with_its_own_message(name: str) -> None:
 def test_a_giant_header_is_refused_before_anything_is_decoded() -> None:
     # Pillow only warns up to twice its limit, and a warning stops nothing
     data = encoded(Image.new("1", (10_000, 10_000)))
-    with pytest.raises(ImageError, match="10000 x 10000 = 100000000 pixels, more than --max-pixels 89478485"):
+    with pytest.raises(
+        ImageError, match="10000 x 10000 = 100000000 pixels, more than --max-pixels 89478485"
+    ):
         load_pixels(data, TINY)
 
 
@@ -163,7 +191,9 @@ def test_the_frames_taken_are_those_of_the_transformers_library() -> None:
     for rules in (TINY, dataclasses.replace(TINY, max_frames=64, video_fps=2.0)):
         for num_frames in (*range(1, 140), 1000, 4711):
             for fps in (1.0, 2.0, 23.976, 25.0, 30000 / 1001, 60.0):
-                expected = [n for n in reference.sampled_frames(num_frames, fps, rules) if n < num_frames]
+                expected = [
+                    n for n in reference.sampled_frames(num_frames, fps, rules) if n < num_frames
+                ]
                 assert rules.sampled(num_frames, fps) == expected, (num_frames, fps)
 
 
@@ -171,7 +201,9 @@ def test_times_are_written_as_the_library_does() -> None:
     numbers = TINY.sampled(43, 10.0)
     text = "".join(time_text(i, n / 10.0, TINY) + "F" for i, n in enumerate(numbers))
     frame = "<frame_start><im_patch><frame_end>"
-    assert text.replace("F", frame) == reference.video_text([len(numbers), 1, 1], [n / 10.0 for n in numbers], TINY)
+    assert text.replace("F", frame) == reference.video_text(
+        [len(numbers), 1, 1], [n / 10.0 for n in numbers], TINY
+    )
     assert time_text(3, 1.0, dataclasses.replace(TINY, time_mode="off")) == ""
 
 
@@ -182,7 +214,9 @@ def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec
     assert info == (43, 10.0)
     taken = TINY.sampled(43, 10.0)
     with av.open(io.BytesIO(data)) as source:  # all frames in order, the slow way
-        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])[taken]
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])[
+            taken
+        ]
     assert len(taken) == 12 and np.array_equal(np.stack(list(video_pixels(data, TINY))), frames)
     whole = decoded(data)
     assert np.abs(whole - reference.process_video(frames, TINY)[0]).max() <= 2 / 255 * 1.001
@@ -190,12 +224,18 @@ def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec
         assert np.array_equal(decoded(data, part), whole[list(part)])
 
 
-def test_a_video_that_is_asked_for_again_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames that a rank has not had yet are; of several videos those that were asked for last are kept."""
+def test_a_video_that_is_asked_for_again_is_not_decoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Frames that a rank has not had yet are; of several videos those that were asked for last are
+    kept.
+    """
     one, two = video(43), video(20)
     whole, asked = decoded(one), []
 
-    def noted(data: bytes, rules: Molmo2Rules, frames: Sequence[int], fit: Any) -> Iterator[np.ndarray]:
+    def noted(
+        data: bytes, rules: Molmo2Rules, frames: Sequence[int], fit: Any
+    ) -> Iterator[np.ndarray]:
         asked.append((data is one, list(frames)))
         return video_pixels(data, rules, frames, fit)
 
@@ -207,7 +247,11 @@ def test_a_video_that_is_asked_for_again_is_not_decoded_again(monkeypatch: pytes
     monkeypatch.setattr(decoding, "KEPT_BYTES", len(one) + 2 * 3 * TINY.image_size**2)
     for data, frames in ((two, [0, 1]), (one, [0]), (two, [0, 1, 2]), (one, [0])):
         decoder.video(data, frames)
-    assert asked[2:] == [(False, [0, 1]), (True, [0]), (False, [2])]  # four frames of the first were too many
+    assert asked[2:] == [
+        (False, [0, 1]),
+        (True, [0]),
+        (False, [2]),
+    ]  # four frames of the first were too many
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
@@ -220,7 +264,8 @@ def test_a_still_image_is_a_video_of_one_frame(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("container", "left"), [("matroska", 0.5), ("webm", 0.5), ("flv", 0.5), ("avi", 0.5), ("avi", 0.8), ("gif", 0.5)]
+    ("container", "left"),
+    [("matroska", 0.5), ("webm", 0.5), ("flv", 0.5), ("avi", 0.5), ("avi", 0.8), ("gif", 0.5)],
 )
 def test_part_of_a_video_is_refused_also_where_no_index_misses(container: str, left: float) -> None:
     codec = {"webm": "libvpx-vp9", "flv": "flv1", "gif": "gif"}.get(container, "mpeg4")
@@ -285,7 +330,9 @@ def test_a_damaged_video_is_refused(codec: str, count: int) -> None:
     whole = coded(40, codec, {}, "mp4", (160, 96), "yuv420p")
     assert len(list(video_pixels(whole, EVERY))) == 40
     for seed in range(6):
-        with pytest.raises(ImageError, match=r"the video is damaged: its frame at \d.\d0 s|is cut short or damaged"):
+        with pytest.raises(
+            ImageError, match=r"the video is damaged: its frame at \d.\d0 s|is cut short or damaged"
+        ):
             list(video_pixels(damaged(whole, count, seed), EVERY))
 
 
@@ -293,7 +340,9 @@ def sound_only() -> bytes:
     stream = io.BytesIO()
     with av.open(stream, "w", format="matroska") as output:
         track = output.add_stream("pcm_s16le", rate=8000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.zeros((1, 800), np.int16), format="s16", layout="mono"
+        )
         frame.sample_rate = 8000
         output.mux(track.encode(frame))
     return stream.getvalue()

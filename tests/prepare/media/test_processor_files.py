@@ -1,4 +1,6 @@
-"""Processor files of model folders: which file counts and what its fields mean, against the transformers library."""
+"""Processor files of model folders: which file counts and what its fields mean, against the
+transformers library.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,26 @@ from typing import Any
 
 import pytest
 
-from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, VIDEOS, FolderRules, read_processor
+from megacp.prepare.media.processor_files import (
+    IMAGES,
+    PROCESSOR,
+    VIDEOS,
+    FolderRules,
+    read_processor,
+)
 from megacp.training.data.vision.decoding import RULES
 from tests.prepare.media.pictures import WordTokenizer
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 
 SIDES = {"shortest_edge": 1024, "longest_edge": 65536}
-QWEN_IMAGE = {"size": SIDES, "patch_size": 16, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+QWEN_IMAGE = {
+    "size": SIDES,
+    "patch_size": 16,
+    "merge_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.25] * 3,
+}
 QWEN_VIDEO = {**QWEN_IMAGE, "size": {"shortest_edge": 4096, "longest_edge": 262144}, "fps": 4}
 MOLMO_IMAGE = {"size": {"height": 56, "width": 56}, "overlap_margins": [1, 1], "max_crops": 3}
 MOLMO_STEPS = {"do_rescale": True, "do_normalize": True}
@@ -41,7 +55,9 @@ def library(module: str, name: str, folder: Path) -> Any:
 def by_library(folder: Path, family: str) -> dict[str, Any]:
     """Rules as the attributes of the library's processors of a folder."""
     if family == "qwen3_5":
-        image = library("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil", folder)
+        image = library(
+            "qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil", folder
+        )
         video = library("qwen3_vl.video_processing_qwen3_vl", "Qwen3VLVideoProcessor", folder)
         own = {
             "merge_size": image.merge_size,
@@ -94,7 +110,12 @@ SAME_AS_LIBRARY: dict[str, tuple[str, Files]] = {
     "older names inside size too": (
         "qwen3_5",
         {
-            IMAGES: {**QWEN_IMAGE, "size": {"min_pixels": 1, "max_pixels": 2}, "min_pixels": 2048, "max_pixels": 9999},
+            IMAGES: {
+                **QWEN_IMAGE,
+                "size": {"min_pixels": 1, "max_pixels": 2},
+                "min_pixels": 2048,
+                "max_pixels": 9999,
+            },
             VIDEOS: QWEN_VIDEO,
         },
     ),
@@ -135,8 +156,14 @@ SAME_AS_LIBRARY: dict[str, tuple[str, Files]] = {
             VIDEOS: {"fps": 9},
         },
     ),
-    "one inside, one beside": ("qwen3_5", {PROCESSOR: {"video_processor": QWEN_VIDEO}, IMAGES: QWEN_IMAGE}),
-    "videos by the file of images": ("qwen3_5", {IMAGES: {**QWEN_IMAGE, "fps": 3, "max_frames": 40}}),
+    "one inside, one beside": (
+        "qwen3_5",
+        {PROCESSOR: {"video_processor": QWEN_VIDEO}, IMAGES: QWEN_IMAGE},
+    ),
+    "videos by the file of images": (
+        "qwen3_5",
+        {IMAGES: {**QWEN_IMAGE, "fps": 3, "max_frames": 40}},
+    ),
     "crops": ("molmo2", {IMAGES: MOLMO_IMAGE, VIDEOS: MOLMO_VIDEO}),
     "crops by one number": ("molmo2", {IMAGES: {**MOLMO_IMAGE, "size": 56}, VIDEOS: MOLMO_VIDEO}),
     "frames of videos by the file of images": (
@@ -167,23 +194,38 @@ def test_switches_of_the_processor_as_a_whole_follow_its_signature(tmp_path: Pat
     """`image_use_col_tokens` is true where the file is silent, and false where it has a null."""
     files = {IMAGES: MOLMO_IMAGE, VIDEOS: MOLMO_VIDEO}
     assert read(written(tmp_path, files), "molmo2").values["use_column_tokens"] is True
-    whole = {"image_use_col_tokens": None, "video_use_col_tokens": True, "use_single_crop_col_tokens": False}
+    whole = {
+        "image_use_col_tokens": None,
+        "video_use_col_tokens": True,
+        "use_single_crop_col_tokens": False,
+    }
     values = read(written(tmp_path, {**files, PROCESSOR: whole}), "molmo2").values
     assert values["use_column_tokens"] is False and values["video_column_tokens"] is True
     assert values["low_res_column_tokens"] is False
 
 
 def test_what_is_not_used_is_told_once_a_file(tmp_path: Path) -> None:
-    image = {**QWEN_IMAGE, "do_center_crop": True, "crop_size": {"height": 8, "width": 8}, "do_pad": False}
-    files = {IMAGES: image, VIDEOS: {**QWEN_VIDEO, "max_pixels": 4096, "processor_class": "Qwen3VLProcessor"}}
+    image = {
+        **QWEN_IMAGE,
+        "do_center_crop": True,
+        "crop_size": {"height": 8, "width": 8},
+        "do_pad": False,
+    }
+    files = {
+        IMAGES: image,
+        VIDEOS: {**QWEN_VIDEO, "max_pixels": 4096, "processor_class": "Qwen3VLProcessor"},
+    }
     notes = read(written(tmp_path, files), "qwen3_5").notes
     assert notes == (
         f"{VIDEOS}: not used, as in the library: max_pixels 4096",
-        f"{IMAGES}: not used, as in the library: crop_size {{'height': 8, 'width': 8}}, do_center_crop True",
+        f"{IMAGES}: not used, as in the library: crop_size {{'height': 8, 'width': 8}}, "
+        f"do_center_crop True",
     )
     whole = {"image_processor": QWEN_IMAGE, "video_processor": QWEN_VIDEO}
     notes = read(written(tmp_path, {PROCESSOR: whole, **files}), "qwen3_5").notes
-    assert len(notes) == 2 and all("is not used: processor_config.json has" in note for note in notes)
+    assert len(notes) == 2 and all(
+        "is not used: processor_config.json has" in note for note in notes
+    )
     assert read(written(tmp_path, {PROCESSOR: whole, IMAGES: QWEN_IMAGE}), "qwen3_5").notes == ()
 
 
@@ -191,46 +233,177 @@ def test_a_folder_without_settings_of_videos_says_so(tmp_path: Path) -> None:
     """By this name the library takes another class for videos."""
     image = {**QWEN_IMAGE, "image_processor_type": "Qwen2VLImageProcessor"}
     told = read(written(tmp_path, {IMAGES: image}), "qwen3_5")
-    assert told.notes == (f"there is no {VIDEOS}: videos follow the defaults of the library's Qwen3VLVideoProcessor",)
-    assert told.values["video_resize_pixels"] == [131072, 786432] and told.values["video_fps"] == 2.0
+    assert told.notes == (
+        f"there is no {VIDEOS}: videos follow the defaults of the library's Qwen3VLVideoProcessor",
+    )
+    assert (
+        told.values["video_resize_pixels"] == [131072, 786432] and told.values["video_fps"] == 2.0
+    )
     # the library would take all frames here, which no rule expresses
     told = read(written(tmp_path, {IMAGES: {**QWEN_IMAGE, "do_sample_frames": False}}), "qwen3_5")
-    assert f"there is no {VIDEOS}: videos follow" in told.notes[0] and told.values["video_fps"] == 2.0
+    assert (
+        f"there is no {VIDEOS}: videos follow" in told.notes[0] and told.values["video_fps"] == 2.0
+    )
     assert read_processor(written(tmp_path, {}), "qwen3_5") is None
 
 
 REFUSED: dict[str, tuple[str, str, Files, str]] = {
-    "no normalisation": ("qwen3_5", IMAGES, {"do_normalize": False}, "do_normalize is False, megacp can only express"),
+    "no normalisation": (
+        "qwen3_5",
+        IMAGES,
+        {"do_normalize": False},
+        "do_normalize is False, megacp can only express",
+    ),
     "no resizing": ("qwen3_5", VIDEOS, {"do_resize": False}, "do_resize is False"),
     "no RGB": ("qwen3_5", IMAGES, {"do_convert_rgb": False}, "do_convert_rgb is False"),
-    "another scale": ("qwen3_5", IMAGES, {"rescale_factor": 1 / 127.5}, "rescale_factor is 0.00784"),
-    "another filter": ("qwen3_5", VIDEOS, {"resample": 2}, "resample is 2, megacp can only express 3"),
+    "another scale": (
+        "qwen3_5",
+        IMAGES,
+        {"rescale_factor": 1 / 127.5},
+        "rescale_factor is 0.00784",
+    ),
+    "another filter": (
+        "qwen3_5",
+        VIDEOS,
+        {"resample": 2},
+        "resample is 2, megacp can only express 3",
+    ),
     "all frames": ("qwen3_5", VIDEOS, {"do_sample_frames": False}, "do_sample_frames is False"),
-    "a number of frames": ("qwen3_5", VIDEOS, {"num_frames": 8}, "num_frames is 8, megacp can only express null"),
-    "capped frames": ("qwen3_5", VIDEOS, {"cap_pixels_per_frame": True}, "cap_pixels_per_frame is True"),
+    "a number of frames": (
+        "qwen3_5",
+        VIDEOS,
+        {"num_frames": 8},
+        "num_frames is 8, megacp can only express null",
+    ),
+    "capped frames": (
+        "qwen3_5",
+        VIDEOS,
+        {"cap_pixels_per_frame": True},
+        "cap_pixels_per_frame is True",
+    ),
     "pairs of frames": ("qwen3_5", VIDEOS, {"temporal_patch_size": 1}, "temporal_patch_size is 1"),
-    "another patch": ("qwen3_5", VIDEOS, {"patch_size": 14}, "patch_size is 14, preprocessor_config.json patch_size"),
-    "half a size": ("qwen3_5", IMAGES, {"size": {"shortest_edge": 9}}, "size is .*expected shortest_edge and longest"),
-    "a size of sides": ("qwen3_5", IMAGES, {"size": 448}, "size is 448; expected shortest_edge and longest_edge"),
-    "an older size alone": ("qwen3_5", IMAGES, {"size": {"min_pixels": 1, "max_pixels": 2}}, "expected shortest_edge"),
-    "an older size as text": ("qwen3_5", IMAGES, {"max_pixels": "9"}, "max_pixels is '9'; expected shortest_edge"),
-    "sizes in disorder": ("qwen3_5", VIDEOS, {"size": {"shortest_edge": 9, "longest_edge": 3}}, "in order"),
-    "another class": ("qwen3_5", IMAGES, {"image_processor_type": "CLIPImageProcessor"}, "expected Qwen2VLImageProc"),
-    "another class of videos": ("qwen3_5", VIDEOS, {"video_processor_type": "Qwen2VLVideoProcessor"}, "expected Qwen3"),
+    "another patch": (
+        "qwen3_5",
+        VIDEOS,
+        {"patch_size": 14},
+        "patch_size is 14, preprocessor_config.json patch_size",
+    ),
+    "half a size": (
+        "qwen3_5",
+        IMAGES,
+        {"size": {"shortest_edge": 9}},
+        "size is .*expected shortest_edge and longest",
+    ),
+    "a size of sides": (
+        "qwen3_5",
+        IMAGES,
+        {"size": 448},
+        "size is 448; expected shortest_edge and longest_edge",
+    ),
+    "an older size alone": (
+        "qwen3_5",
+        IMAGES,
+        {"size": {"min_pixels": 1, "max_pixels": 2}},
+        "expected shortest_edge",
+    ),
+    "an older size as text": (
+        "qwen3_5",
+        IMAGES,
+        {"max_pixels": "9"},
+        "max_pixels is '9'; expected shortest_edge",
+    ),
+    "sizes in disorder": (
+        "qwen3_5",
+        VIDEOS,
+        {"size": {"shortest_edge": 9, "longest_edge": 3}},
+        "in order",
+    ),
+    "another class": (
+        "qwen3_5",
+        IMAGES,
+        {"image_processor_type": "CLIPImageProcessor"},
+        "expected Qwen2VLImageProc",
+    ),
+    "another class of videos": (
+        "qwen3_5",
+        VIDEOS,
+        {"video_processor_type": "Qwen2VLVideoProcessor"},
+        "expected Qwen3",
+    ),
     "no rate": ("qwen3_5", VIDEOS, {"fps": 0}, "fps is 0; expected a number above 0"),
-    "no deviation": ("qwen3_5", IMAGES, {"image_std": [0.5, 0.5, 0.0]}, "image_std is .*expected three numbers"),
-    "two colours": ("qwen3_5", IMAGES, {"image_mean": [0.5, 0.5]}, "image_mean is .*expected three numbers"),
-    "no square": ("molmo2", IMAGES, {"size": {"height": 56, "width": 28}}, "can only express squares"),
-    "the shorter side": ("molmo2", IMAGES, {"size": 56, "default_to_square": False}, "can only express squares"),
+    "no deviation": (
+        "qwen3_5",
+        IMAGES,
+        {"image_std": [0.5, 0.5, 0.0]},
+        "image_std is .*expected three numbers",
+    ),
+    "two colours": (
+        "qwen3_5",
+        IMAGES,
+        {"image_mean": [0.5, 0.5]},
+        "image_mean is .*expected three numbers",
+    ),
+    "no square": (
+        "molmo2",
+        IMAGES,
+        {"size": {"height": 56, "width": 28}},
+        "can only express squares",
+    ),
+    "the shorter side": (
+        "molmo2",
+        IMAGES,
+        {"size": 56, "default_to_square": False},
+        "can only express squares",
+    ),
     "frames by rate": ("molmo2", VIDEOS, {"fps": 2}, "fps is 2, megacp can only express null"),
-    "videos as bytes": ("molmo2", VIDEOS, {"do_rescale": None}, "do_rescale is null, megacp can only express True"),
-    "a null for a size of videos": ("qwen3_5", VIDEOS, {"size": None}, "size is null; expected shortest_edge and"),
-    "a null for a rate": ("qwen3_5", VIDEOS, {"fps": None}, "fps is null; expected a number above 0"),
-    "a null for a step": ("qwen3_5", IMAGES, {"do_normalize": None}, "do_normalize is null, megacp can only express"),
-    "crops without a patch": ("molmo2", IMAGES, {"patch_size": 15}, "patch_size is 14, .*patch_size is 15"),
-    "plain frames": ("molmo2", PROCESSOR, {"use_frame_special_tokens": False}, "use_frame_special_tokens is False"),
-    "a null for plain frames": ("molmo2", PROCESSOR, {"use_frame_special_tokens": None}, "special_tokens is null"),
-    "margins over all": ("molmo2", IMAGES, {"overlap_margins": [2, 2]}, "leave nothing of 4 patches"),
+    "videos as bytes": (
+        "molmo2",
+        VIDEOS,
+        {"do_rescale": None},
+        "do_rescale is null, megacp can only express True",
+    ),
+    "a null for a size of videos": (
+        "qwen3_5",
+        VIDEOS,
+        {"size": None},
+        "size is null; expected shortest_edge and",
+    ),
+    "a null for a rate": (
+        "qwen3_5",
+        VIDEOS,
+        {"fps": None},
+        "fps is null; expected a number above 0",
+    ),
+    "a null for a step": (
+        "qwen3_5",
+        IMAGES,
+        {"do_normalize": None},
+        "do_normalize is null, megacp can only express",
+    ),
+    "crops without a patch": (
+        "molmo2",
+        IMAGES,
+        {"patch_size": 15},
+        "patch_size is 14, .*patch_size is 15",
+    ),
+    "plain frames": (
+        "molmo2",
+        PROCESSOR,
+        {"use_frame_special_tokens": False},
+        "use_frame_special_tokens is False",
+    ),
+    "a null for plain frames": (
+        "molmo2",
+        PROCESSOR,
+        {"use_frame_special_tokens": None},
+        "special_tokens is null",
+    ),
+    "margins over all": (
+        "molmo2",
+        IMAGES,
+        {"overlap_margins": [2, 2]},
+        "leave nothing of 4 patches",
+    ),
 }
 
 
@@ -238,8 +411,12 @@ def test_videos_that_the_library_would_not_normalise_are_refused(tmp_path: Path)
     """Its class for Molmo2's videos has no values of its own for these steps."""
     video = {name: value for name, value in MOLMO_VIDEO.items() if name != "do_normalize"}
     written(tmp_path, {IMAGES: MOLMO_IMAGE, VIDEOS: video})
-    assert not library("molmo2.video_processing_molmo2", "Molmo2VideoProcessor", tmp_path).do_normalize
-    with pytest.raises(ValueError, match="do_normalize is missing, which the library reads as False"):
+    assert not library(
+        "molmo2.video_processing_molmo2", "Molmo2VideoProcessor", tmp_path
+    ).do_normalize
+    with pytest.raises(
+        ValueError, match="do_normalize is missing, which the library reads as False"
+    ):
         read_processor(tmp_path, "molmo2")
 
 
@@ -253,8 +430,33 @@ def test_a_field_that_no_rule_expresses_is_refused_by_its_name(name: str, tmp_pa
         read_processor(written(tmp_path, files), family)
 
 
-VALUES: list[Any] = [None, True, False, 0, 1, 2, 3, 8, 14, 16, 56, 0.5, 1.5, 4.0, "8", [], [1, 1], [2, 2], [0.5] * 3]
-VALUES += [[0.1, 0.2, 0.3], {"height": 56, "width": 56}, {"shortest_edge": 1024, "longest_edge": 4096}, {"height": 56}]
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    3,
+    8,
+    14,
+    16,
+    56,
+    0.5,
+    1.5,
+    4.0,
+    "8",
+    [],
+    [1, 1],
+    [2, 2],
+    [0.5] * 3,
+]
+VALUES += [
+    [0.1, 0.2, 0.3],
+    {"height": 56, "width": 56},
+    {"shortest_edge": 1024, "longest_edge": 4096},
+    {"height": 56},
+]
 VALUES += [{"min_pixels": 64, "max_pixels": 9999}, {}, 65536, 99_999, -1, 1e308, 1 / 255]
 NAMES = {
     "qwen3_5": "size min_pixels max_pixels patch_size merge_size image_mean image_std do_rescale resample fps",

@@ -1,4 +1,6 @@
-"""Sizes, patches, tokens and times of images and videos against the transformers library's Qwen3.5 processors."""
+"""Sizes, patches, tokens and times of images and videos against the transformers library's Qwen3.5
+processors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ QWEN = Qwen35Rules().with_token_ids(WordTokenizer)
 SMALL = dataclasses.replace(
     QWEN, patch_size=4, resize_pixels=(300, 6000), video_resize_pixels=(2000, 30_000), max_frames=12
 )
-MEAN = dataclasses.replace(SMALL, image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.25, 0.3), merge_size=3)
+MEAN = dataclasses.replace(
+    SMALL, image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.25, 0.3), merge_size=3
+)
 ROUNDED = 1e-6
 """The library's processor for bytes without torchvision scales before it subtracts."""
 
@@ -41,7 +45,9 @@ def sizes(count: int, seed: int, least: int = 1) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("rules", [QWEN, SMALL, MEAN], ids=["Qwen3.5", "small", "other mean"])
-def test_patches_grids_and_tokens_of_images_are_those_of_the_transformers_library(rules: Qwen35Rules) -> None:
+def test_patches_grids_and_tokens_of_images_are_those_of_the_transformers_library(
+    rules: Qwen35Rules,
+) -> None:
     chosen = sizes(205, 0) if rules is SMALL else [(1, 1), (640, 480), (37, 221), *sizes(8, 1)]
     assert rules is not SMALL or len(chosen) >= 200
     for number, (width, height) in enumerate(chosen):
@@ -49,12 +55,17 @@ def test_patches_grids_and_tokens_of_images_are_those_of_the_transformers_librar
         expected, grid = reference.process_image(pixels, rules)
         layout = rules.layout_of_image(width, height)
         patches, pooling = rules.pixels_of_image(pixels)
-        assert patches.dtype == np.float32 and patches.shape == (layout.num_crops, *rules.patch_shape)
+        assert patches.dtype == np.float32 and patches.shape == (
+            layout.num_crops,
+            *rules.patch_shape,
+        )
         assert [1, *np.array(layout.grid) * rules.merge_size] == grid, (width, height)
         assert patches[:, 0].shape == expected.shape
         assert np.abs(patches[:, 0] - expected).max() <= two_levels(rules), (width, height)
         assert np.array_equal(pooling, layout.pooling)
-        assert np.array_equal(pooling.ravel(), np.arange(len(expected))), "a token's patches follow each other"
+        assert np.array_equal(pooling.ravel(), np.arange(len(expected))), (
+            "a token's patches follow each other"
+        )
         assert layout.tokens.tolist() == spelled(reference.image_text(grid, rules), rules)
 
 
@@ -66,11 +77,15 @@ def test_without_a_resize_every_number_of_a_patch_is_that_of_the_library() -> No
         frames = np.stack([noise(32, 32, number) for number in range(2)] * 2)
         square = dataclasses.replace(QWEN, patch_size=8, video_resize_pixels=(1, 1 << 20))
         expected, _ = reference.process_video(frames, square)
-        assert np.array_equal(square.pixels_of_frames(frames.reshape(2, 2, 32, 32, 3))[0][:, 0], expected)
+        assert np.array_equal(
+            square.pixels_of_frames(frames.reshape(2, 2, 32, 32, 3))[0][:, 0], expected
+        )
 
 
 @pytest.mark.parametrize("rules", [QWEN, SMALL], ids=["Qwen3.5", "small"])
-def test_frames_patches_grids_times_and_tokens_of_videos_are_those_of_the_library(rules: Qwen35Rules) -> None:
+def test_frames_patches_grids_times_and_tokens_of_videos_are_those_of_the_library(
+    rules: Qwen35Rules,
+) -> None:
     rng = np.random.default_rng(5)
     for width, height in sizes(22, 2, least=4):
         num_frames, fps = int(rng.integers(2, 60)), float(rng.choice([2.0, 3.7, 24.0, 29.97]))
@@ -79,21 +94,33 @@ def test_frames_patches_grids_times_and_tokens_of_videos_are_those_of_the_librar
         frames = np.stack([noise(width, height, number) for number in taken])
         expected, grid = reference.process_video(frames, rules)
         units = rules.layouts_of_video(taken, fps, {(width, height)})
-        assert [len(units), *np.array(units[0][1].grid) * rules.merge_size] == grid, (width, height, len(taken))
+        assert [len(units), *np.array(units[0][1].grid) * rules.merge_size] == grid, (
+            width,
+            height,
+            len(taken),
+        )
         text = reference.video_text(grid, taken, fps, rules)
         assert re.findall("<[0-9.]+ seconds>", text) == [time for time, _ in units]
-        assert [token for _, layout in units for token in layout.tokens.tolist()] == spelled(text, rules)
-        fitted = np.stack([rules.fitted(frame, len(taken)) for frame in [*frames, frames[-1]]][: 2 * len(units)])
+        assert [token for _, layout in units for token in layout.tokens.tolist()] == spelled(
+            text, rules
+        )
+        fitted = np.stack(
+            [rules.fitted(frame, len(taken)) for frame in [*frames, frames[-1]]][: 2 * len(units)]
+        )
         patches, pooling = rules.pixels_of_frames(fitted.reshape(-1, 2, *fitted.shape[1:]))
         assert np.abs(patches[:, 0] - expected).max() <= two_levels(rules), (width, height)
-        assert len(patches) == sum(layout.num_crops for _, layout in units) and pooling.size == len(patches)
+        assert len(patches) == sum(layout.num_crops for _, layout in units) and pooling.size == len(
+            patches
+        )
 
 
 def test_frames_of_long_and_short_videos_are_those_of_the_library() -> None:
     for num_frames in (1, 2, 3, 5, 17, 100, 1001, 5000):
         for fps in (0.5, 1.0, 2.0, 23.976, 60.0):
             for rules in (QWEN, SMALL):
-                assert rules.sampled(num_frames, fps) == reference.sampled_frames(num_frames, fps, rules)
+                assert rules.sampled(num_frames, fps) == reference.sampled_frames(
+                    num_frames, fps, rules
+                )
 
 
 def test_what_the_library_refuses_is_refused() -> None:
@@ -109,10 +136,16 @@ def test_what_the_library_refuses_is_refused() -> None:
 
 def test_rules_survive_json_by_the_name_of_their_family() -> None:
     assert rules_from_dict(QWEN.to_dict()) == QWEN and QWEN.to_dict()["family"] == "qwen3_5"
-    assert rules_from_dict({"patch_size": 7}) == Molmo2Rules(patch_size=7), "what names no family is Molmo2's"
+    assert rules_from_dict({"patch_size": 7}) == Molmo2Rules(patch_size=7), (
+        "what names no family is Molmo2's"
+    )
     with pytest.raises(ValueError, match="--vision-family is 'llava', allowed are molmo2, qwen3_5"):
         rules_from_dict({"family": "llava"})
-    with pytest.raises(ValueError, match="unknown keys max_crops; known are patch_size, merge_size"):
+    with pytest.raises(
+        ValueError, match="unknown keys max_crops; known are patch_size, merge_size"
+    ):
         rules_from_dict({"family": "qwen3_5", "max_crops": 3})
-    with pytest.raises(ValueError, match="--merge-size is 0.*--video-resize-pixels is .5, 4., the least is more"):
+    with pytest.raises(
+        ValueError, match="--merge-size is 0.*--video-resize-pixels is .5, 4., the least is more"
+    ):
         Qwen35Rules(merge_size=0, video_resize_pixels=(5, 4))

@@ -1,4 +1,6 @@
-"""What records name: every way to give an image, and nothing outside of the root and the record is ever opened."""
+"""What records name: every way to give an image, and nothing outside of the root and the record is
+ever opened.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,15 @@ def root(tmp_path: Path) -> Path:
 
 
 def expand(
-    content: list[dict[str, Any]], root: Path | None, members: dict[str, bytes] | None = None, **changes: Any
+    content: list[dict[str, Any]],
+    root: Path | None,
+    members: dict[str, bytes] | None = None,
+    **changes: Any,
 ) -> tuple[tuple[RecordPart, ...], list[bytes]]:
-    content = [{k: v.replace("ROOT", str(root)) if isinstance(v, str) else v for k, v in p.items()} for p in content]
+    content = [
+        {k: v.replace("ROOT", str(root)) if isinstance(v, str) else v for k, v in p.items()}
+        for p in content
+    ]
     pieces = parse_record({"content": content}, RecordRules(media=True)).prefix
     items: list[bytes] = []
     reader = MediaReader(dataclasses.replace(TINY, **changes), None if root is None else str(root))
@@ -68,17 +76,30 @@ def expand(
     ],
 )
 def test_an_image_may_be_given_in_every_way(root: Path, part: dict[str, Any]) -> None:
-    content = [{"type": "text", "text": "see "}, {"type": "image", **part}, {"type": "text", "text": "!"}]
+    content = [
+        {"type": "text", "text": "see "},
+        {"type": "image", **part},
+        {"type": "text", "text": "!"},
+    ]
     (text, placed, after, end), items = expand(content, root, {"d/1.png": PICTURE})
     assert (
-        (text, after) == (SamplePart("see ", 1.0), SamplePart("!", 1.0)) and isinstance(end, SamplePart) and end.is_end
+        (text, after) == (SamplePart("see ", 1.0), SamplePart("!", 1.0))
+        and isinstance(end, SamplePart)
+        and end.is_end
     )
-    assert isinstance(placed, Placed) and items == [PICTURE] and (placed.item, placed.frame) == (0, -1)
+    assert (
+        isinstance(placed, Placed) and items == [PICTURE] and (placed.item, placed.frame) == (0, -1)
+    )
     assert placed.layout.tokens.tolist() == image_layout(30, 20, TINY).tokens.tolist()
 
 
 def test_a_video_is_its_frames_with_their_times_between(root: Path) -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "now"}, {"type": "video", "path": "v.mp4"}]}]
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "now"}, {"type": "video", "path": "v.mp4"}],
+        }
+    ]
     pieces = parse_record({"messages": messages}, RecordRules(media=True)).prefix
     items: list[bytes] = []
     parts = MediaReader(TINY, str(root)).expand(pieces, {}, items)
@@ -86,22 +107,36 @@ def test_a_video_is_its_frames_with_their_times_between(root: Path) -> None:
     # the first time joins the text before it, as in a prompt that is written out
     assert texts[:4] == ["<|user|>\n", "now0.0 ", " 0.2 ", " 0.5 "]
     placed = [part for part in parts if isinstance(part, Placed)]
-    assert [part.frame for part in placed] == list(range(12)) and {part.item for part in placed} == {0}
+    assert [part.frame for part in placed] == list(range(12)) and {
+        part.item for part in placed
+    } == {0}
     assert len(items) == 1 and all(part.layout is frame_layout(TINY) for part in placed)
     assert not any(part.weight for part in parts if isinstance(part, SamplePart))
 
 
 BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
-    "climbing": ({"path": "../secret.png"}, r"`content\[0\].path` '../secret.png': the path climbs with `..`"),
+    "climbing": (
+        {"path": "../secret.png"},
+        r"`content\[0\].path` '../secret.png': the path climbs with `..`",
+    ),
     "climbing within": ({"path": "sub/../../secret.png"}, "climbs with `..`"),
     "absolute": ({"path": "/etc/passwd"}, "absolute"),
     "absolute link": ({"path": "ROOT/out.png"}, "it is a URL or absolute"),
     "absolute climbing": ({"path": "ROOT/../secret.png"}, "climbs with `..`"),
-    "file url": ({"path": "file:///etc/passwd"}, "it is a URL or absolute, allowed are URLs below --image-urls"),
+    "file url": (
+        {"path": "file:///etc/passwd"},
+        "it is a URL or absolute, allowed are URLs below --image-urls",
+    ),
     "short file url": ({"path": "file:/etc/passwd"}, "it is a URL"),
     "web url": ({"path": "https://example.org/a.png"}, "it is a URL"),
-    "data url as a path": ({"path": "data:image/png;base64," + "A" * 1000}, "750 bytes are none of Jpeg"),
-    "url key": ({"url": "https://example.org/a.png"}, "it is a URL or absolute, allowed are URLs below --image-urls"),
+    "data url as a path": (
+        {"path": "data:image/png;base64," + "A" * 1000},
+        "750 bytes are none of Jpeg",
+    ),
+    "url key": (
+        {"url": "https://example.org/a.png"},
+        "it is a URL or absolute, allowed are URLs below --image-urls",
+    ),
     "link to a file": ({"path": "out.png"}, "a symbolic link leads out of --image-root"),
     "link to a folder": ({"path": "up/secret.png"}, "a symbolic link leads out of --image-root"),
     "missing": ({"path": "none.png"}, "no such file under --image-root"),
@@ -109,10 +144,16 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "pipe": ({"path": "pipe.png"}, "'pipe.png': it is a named pipe, no regular file"),
     "file as a folder": ({"path": "sub/a.png/b"}, "no such file under --image-root"),
     "device": ({"path": "zero.png"}, "a symbolic link leads out of --image-root"),
-    "links in a circle": ({"path": "round.png"}, "it cannot be read .Too many levels of symbolic links"),
+    "links in a circle": (
+        {"path": "round.png"},
+        "it cannot be read .Too many levels of symbolic links",
+    ),
     "long name": ({"path": "a" * 300}, "it cannot be read .File name too long"),
     "half a character": ({"path": "a\ud800.png"}, "the path holds half a character"),
-    "damaged video": ({"type": "video", "path": "grey.mp4"}, "grey.mp4': the video is damaged: its frame at"),
+    "damaged video": (
+        {"type": "video", "path": "grey.mp4"},
+        "grey.mp4': the video is damaged: its frame at",
+    ),
     "zero byte": ({"path": "a\0.png"}, "it is a URL or absolute"),
     "empty path": ({"path": ""}, r"`content\[0\].path` is empty"),
     "no text": ({"path": 5}, r"`content\[0\].path` is a number \(5\), it must be a string"),
@@ -123,7 +164,10 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "bytes as text": ({"bytes": "abc"}, "must be bytes"),
     "nothing": ({}, "needs exactly one of path, base64, member, bytes, .*, found none"),
     "two": ({"path": "a", "base64": "b"}, "needs exactly one of .*, found path, base64"),
-    "an image as video": ({"type": "video", "path": "bad.mp4"}, "bad.mp4': the mov video is cut short or damaged"),
+    "an image as video": (
+        {"type": "video", "path": "bad.mp4"},
+        "bad.mp4': the mov video is cut short or damaged",
+    ),
 }
 
 
@@ -138,7 +182,9 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
 
 
 def test_a_link_that_is_exchanged_while_it_is_read_leads_nowhere(root: Path) -> None:
-    """A file of the root becomes a link to one outside, and a file again, as fast as a thread can."""
+    """A file of the root becomes a link to one outside, and a file again, as fast as a thread
+    can.
+    """
     (root.parent / "secret.png").write_bytes(b"a secret")
     changing, new = root / "changing.png", root / "new"
     changing.write_bytes(PICTURE)
@@ -190,12 +236,18 @@ def test_a_link_that_replaces_a_file_after_the_check_is_not_followed(
 def test_a_file_above_its_bound_is_refused_with_the_flag(root: Path, kind: str) -> None:
     limits = {"image": 1 << 20, "video": 1 << 20, kind: 100}
     reader = MediaReader(TINY, str(root), (), limits)
-    with pytest.raises(ImageError, match=f"it has more than 100 bytes: --max-{kind}-bytes N allows more"):
+    with pytest.raises(
+        ImageError, match=f"it has more than 100 bytes: --max-{kind}-bytes N allows more"
+    ):
         reader._from_path("sub/a.png", kind)
     with bad_server() as server:
         reader = MediaReader(TINY, None, [server.url], limits)
-        with pytest.raises(ImageError, match=f"it has more than 100 bytes: --max-{kind}-bytes N allows more"):
+        with pytest.raises(
+            ImageError, match=f"it has more than 100 bytes: --max-{kind}-bytes N allows more"
+        ):
             reader._from_path(f"{server.url}/endless.png", kind)
         with pytest.raises(ImageError, match=r"it has more than 1,048,576 bytes"):
-            reader._from_path(f"{server.url}/endless.png", {"image": "video", "video": "image"}[kind])
+            reader._from_path(
+                f"{server.url}/endless.png", {"image": "video", "video": "image"}[kind]
+            )
     assert server.sent < 64 << 20  # what the sockets hold, too

@@ -8,8 +8,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "more packs are taken than items are left",
         ),
         (
-            'np.argsort(-lengths, kind="stable")',
-            'np.argsort(lengths, kind="stable")',
+            '-lengths, kind="stable"',
+            'lengths, kind="stable"',
             "the shortest first",
         ),
         (

@@ -15,15 +15,22 @@ from megacp.prepare.packs.settings import BuildSettings
 from megacp.training.data.reader import PackedDataset
 
 
-def write_records(path: Path, count: int, seed: int = 0, first_id: int | None = 0) -> list[dict[str, Any]]:
+def write_records(
+    path: Path, count: int, seed: int = 0, first_id: int | None = 0
+) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     records = []
     for i in range(count):
-        record: dict[str, Any] = {"text": f"{seed}.{i} " + "ab\u00e9 "[i % 4] * rng.randrange(1, 60)}
+        record: dict[str, Any] = {
+            "text": f"{seed}.{i} " + "ab\u00e9 "[i % 4] * rng.randrange(1, 60)
+        }
         if first_id is not None:
             record["id"] = first_id + i
         records.append(record)
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+        encoding="utf-8",
+    )
     return records
 
 
@@ -32,12 +39,18 @@ def settings(inputs: Sequence[Path | str], output: Path | str, **changes: Any) -
     return BuildSettings(input=tuple(map(str, inputs)), output=str(output), **values)
 
 
-def run(inputs: Sequence[Path | str], output: Path, overwrite: bool = False, **changes: Any) -> BuildSummary:
+def run(
+    inputs: Sequence[Path | str], output: Path, overwrite: bool = False, **changes: Any
+) -> BuildSummary:
     return build(settings(inputs, output, **changes), io.StringIO(), overwrite)
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes()
+        for p in sorted(directory.rglob("*"))
+        if p.is_file()
+    }
 
 
 def visible(directory: Path) -> dict[str, bytes]:

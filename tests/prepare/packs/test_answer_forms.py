@@ -1,4 +1,6 @@
-"""One form of conversation in a dataset: what a build writes, refuses and reports, and how an answer is asked for."""
+"""One form of conversation in a dataset: what a build writes, refuses and reports, and how an
+answer is asked for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from tests.prepare.templates.public import TEMPLATES, write_tokenizer
 from tests.prepare.templates.test_public import expected, library
 
 ALPACA = {"instruction": "What is the answer?", "input": "The answer is 42.", "output": "42"}
-TALK = [{"role": "user", "content": "What is the answer?\nThe answer is 42."}, {"role": "assistant", "content": "42"}]
+TALK = [
+    {"role": "user", "content": "What is the answer?\nThe answer is 42."},
+    {"role": "assistant", "content": "42"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,9 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def built(output: Path, model: Path, *records: Any, **more: Any) -> tuple[list[list[int]], dict[str, int] | None, str]:
+def built(
+    output: Path, model: Path, *records: Any, **more: Any
+) -> tuple[list[list[int]], dict[str, int] | None, str]:
     """Documents, forms in the manifest, and what the build says of them."""
     source = write(output.with_suffix(".jsonl"), *records)
     summary = run([source], output, tokenizer=str(model), seq_length=512, **more)
@@ -57,7 +64,9 @@ def built(output: Path, model: Path, *records: Any, **more: Any) -> tuple[list[l
 
 
 def test_all_of_alpacas_records_are_written_by_the_template(model: Path, tmp_path: Path) -> None:
-    """Whether or not a record has a history or a system prompt, as the library renders the same messages."""
+    """Whether or not a record has a history or a system prompt, as the library renders the same
+    messages.
+    """
     system = {"role": "system", "content": "You are a helpful assistant."}
     with_system = {**ALPACA, "system": system["content"], "history": []}
     found, forms, told = built(tmp_path / "d", model, ALPACA, with_system, {"messages": TALK})
@@ -68,59 +77,117 @@ def test_all_of_alpacas_records_are_written_by_the_template(model: Path, tmp_pat
     assert told == "answers are learned as the chat template writes them (3 records)"
 
 
-def test_the_old_form_exists_by_name_and_for_base_models(model: Path, base: Path, tmp_path: Path) -> None:
+def test_the_old_form_exists_by_name_and_for_base_models(
+    model: Path, base: Path, tmp_path: Path
+) -> None:
     own = alpaca_prompt(ALPACA["instruction"], ALPACA["input"]) + ALPACA["output"]
     for name, folder, flags in (("base", base, {}), ("named", model, {"chat_template": "alpaca"})):
-        found, forms, told = built(tmp_path / name, folder, ALPACA, {**ALPACA, "system": "", "history": []}, **flags)
+        found, forms, told = built(
+            tmp_path / name, folder, ALPACA, {**ALPACA, "system": "", "history": []}, **flags
+        )
         tokenizer = load_tokenizer(str(folder))
-        assert [tokenizer.decode(tokens) for tokens in found] == [f"{own}</s>"] * 2 and forms == {"alpaca": 2}
-        assert told.startswith("answers are learned after Alpaca's prompt") and "--prompt asks in it" in told
+        assert [tokenizer.decode(tokens) for tokens in found] == [f"{own}</s>"] * 2 and forms == {
+            "alpaca": 2
+        }
+        assert (
+            told.startswith("answers are learned after Alpaca's prompt")
+            and "--prompt asks in it" in told
+        )
         assert ("the tokenizer's folder has no chat template" in told) == (name == "base")
-    with pytest.raises(ValueError, match=":2: `messages` holds a conversation, and --chat-template alpaca writes only"):
+    with pytest.raises(
+        ValueError,
+        match=":2: `messages` holds a conversation, and --chat-template alpaca writes only",
+    ):
         built(tmp_path / "both", model, ALPACA, {"messages": TALK}, chat_template="alpaca")
 
 
-def test_answers_in_two_forms_are_refused_with_the_flags_for_one(base: Path, tmp_path: Path) -> None:
+def test_answers_in_two_forms_are_refused_with_the_flags_for_one(
+    base: Path, tmp_path: Path
+) -> None:
     records = [ALPACA, {**ALPACA, "system": "Be brief."}, {"messages": TALK}]
-    with pytest.raises(ValueError, match="in two forms: 1 record of .* and 2 conversations .*--chat-template ignore"):
+    with pytest.raises(
+        ValueError,
+        match="in two forms: 1 record of .* and 2 conversations .*--chat-template ignore",
+    ):
         built(tmp_path / "d", base, *records)
     assert not (tmp_path / "d" / "manifest.json").exists()
     with pytest.raises(ValueError, match="in two forms"):  # in units of their own too
         built(tmp_path / "units", base, *records, unit_bytes=10, on_error="skip")
     found, forms, _ = built(tmp_path / "one", base, *records, chat_template="ignore")
     assert forms == {"messages": 3} and found[0] == found[2]
-    assert built(tmp_path / "chatml", base, *records, chat_template="chatml")[1] == {"chat_template": 3}
+    assert built(tmp_path / "chatml", base, *records, chat_template="chatml")[1] == {
+        "chat_template": 3
+    }
 
 
 def test_a_base_models_build_says_its_form_and_how_to_ask_and_export(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = write(tmp_path / "a.jsonl", {"messages": TALK}, {"prompt": "2 + 2 =", "completion": " 4"})
-    flags = ["--tokenizer", str(base), "--seq-length", "512", "--workers", "1", "--output", str(tmp_path / "d")]
+    source = write(
+        tmp_path / "a.jsonl", {"messages": TALK}, {"prompt": "2 + 2 =", "completion": " 4"}
+    )
+    flags = [
+        "--tokenizer",
+        str(base),
+        "--seq-length",
+        "512",
+        "--workers",
+        "1",
+        "--output",
+        str(tmp_path / "d"),
+    ]
     assert main(["build", "--input", str(source), *flags]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("answers are learned"))
-    assert "megacp's own form" in line and "(1 record), and right after the text of their prompt (1 record)" in line
+    (line,) = (
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("answers are learned")
+    )
+    assert (
+        "megacp's own form" in line
+        and "(1 record), and right after the text of their prompt (1 record)" in line
+    )
     for way in (
         "no chat template",
         "tools/generate.py --prompt and --chat",
         "--chat-template messages adds a template",
     ):
         assert way in line
-    assert main(["build", "--input", str(source), *flags[:-1], str(tmp_path / "e"), "--chat-template", "ignore"]) == 0
+    assert (
+        main(
+            [
+                "build",
+                "--input",
+                str(source),
+                *flags[:-1],
+                str(tmp_path / "e"),
+                "--chat-template",
+                "ignore",
+            ]
+        )
+        == 0
+    )
     assert "has no chat template" not in capsys.readouterr().out  # it was asked for
 
 
-def test_the_converters_own_template_makes_alpaca_a_conversation_of_its_form(base: Path, tmp_path: Path) -> None:
+def test_the_converters_own_template_makes_alpaca_a_conversation_of_its_form(
+    base: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "exported"
     write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text("{#- megacp's messages. -#}")  # as far as a build looks at it
+    (folder / "chat_template.jinja").write_text(
+        "{#- megacp's messages. -#}"
+    )  # as far as a build looks at it
     found, forms, told = built(tmp_path / "d", folder, ALPACA, {"messages": TALK})
     assert forms == {"messages": 2} and found[0] == found[1] and "has no chat template" not in told
 
 
-def test_only_stored_records_count_and_a_blend_adds_them_up(model: Path, base: Path, tmp_path: Path) -> None:
+def test_only_stored_records_count_and_a_blend_adds_them_up(
+    model: Path, base: Path, tmp_path: Path
+) -> None:
     long = {"messages": [{"role": "user", "content": "long " * 600}, TALK[1]]}
-    _, forms, _ = built(tmp_path / "a", model, {"messages": TALK}, long, {"text": "x"}, oversize="drop")
+    _, forms, _ = built(
+        tmp_path / "a", model, {"messages": TALK}, long, {"text": "x"}, oversize="drop"
+    )
     assert forms == {"chat_template": 1}
     assert built(tmp_path / "b", model, {"text": "x"})[1] is None
     assert "answer_forms" not in (tmp_path / "b" / "manifest.json").read_text()
@@ -132,7 +199,8 @@ def test_only_stored_records_count_and_a_blend_adds_them_up(model: Path, base: P
     assert answers_told(found) == f"answers are learned {told}"
     built(tmp_path / "d", model, ALPACA, chat_template="alpaca")
     with pytest.raises(
-        ValueError, match="d has answers after Alpaca's prompt, and .*a has conversations in another form"
+        ValueError,
+        match="d has answers after Alpaca's prompt, and .*a has conversations in another form",
     ):
         PackBlend([PackedDataset(tmp_path / name) for name in "ad"], [Fraction(1)] * 2)
     assert Sources(PackedDataset(tmp_path / "d"), None, "").answer_forms == {"alpaca": 1}
@@ -144,24 +212,44 @@ def test_an_interrupted_build_with_other_names_is_refused(base: Path, tmp_path: 
     named = {"tokenizer": str(base), "columns": (("prompt", "q"), ("completion", "a"))}
     run([source], tmp_path / "d", **named)
     with pytest.raises(ValueError, match="begun with other settings.*columns: "):
-        run([source], tmp_path / "d", **{**named, "columns": (("prompt", "a"), ("completion", "q"))})
+        run(
+            [source], tmp_path / "d", **{**named, "columns": (("prompt", "a"), ("completion", "q"))}
+        )
 
 
 def test_flags_of_names_are_validated_before_a_record_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "a.jsonl", {"q": "a", "a": "b"})
-    given = ["build", "--input", str(source), "--tokenizer", "byte", "--seq-length", "64", "--output"]
+    given = [
+        "build",
+        "--input",
+        str(source),
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        "64",
+        "--output",
+    ]
     given += [str(tmp_path / "d"), "--workers", "1"]
     for flags, named in (
-        (["--columns", "question=prompt"], "the name that is read stands first, --columns prompt=question"),
+        (
+            ["--columns", "question=prompt"],
+            "the name that is read stands first, --columns prompt=question",
+        ),
         (["--columns", "ask=q"], "'ask' is none of the names that are read, text, messages"),
         (["--columns", "prompt=q,completion=q"], "--columns names q twice"),
         (["--columns", "prompt=q,prompt=a"], "--columns names prompt twice"),
-        (["--columns", "prompt=q", "--ignore-keys", "q"], "--ignore-keys q: --columns reads these keys"),
+        (
+            ["--columns", "prompt=q", "--ignore-keys", "q"],
+            "--ignore-keys q: --columns reads these keys",
+        ),
         (["--columns", "text=q", "--text-key", "a"], "--text-key a and --columns both name"),
         (["--roles", "bot=assistant"], "the name that is read stands first, --roles assistant=bot"),
-        (["--roles", "user=a", "--context-roles", "a"], "--context-roles a: --roles gives these names another role"),
+        (
+            ["--roles", "user=a", "--context-roles", "a"],
+            "--context-roles a: --roles gives these names another role",
+        ),
     ):
         assert main([*given, *flags]) == 2
         assert named in capsys.readouterr().err
@@ -176,28 +264,46 @@ def test_a_prompt_is_asked_in_the_form_in_which_answers_were_learned(base: Path)
     tokenizer = load_tokenizer(str(base))
     plain, as_messages = PromptMaker(tokenizer), PromptMaker(tokenizer, as_messages=True)
     (asked,) = plain.of_record(ALPACA)
-    assert asked.question == alpaca_prompt(ALPACA["instruction"], ALPACA["input"]) and asked.expected == "42"
+    assert (
+        asked.question == alpaca_prompt(ALPACA["instruction"], ALPACA["input"])
+        and asked.expected == "42"
+    )
     (asked,) = as_messages.of_record(ALPACA)
     (same,) = plain.of_record({"messages": TALK})
     assert asked.tokens.tolist() == same.tokens.tolist()
     assert plain.of_question(TALK[0]["content"]).tokens.tolist() == same.tokens.tolist()
 
 
-def test_variables_of_a_template_are_needed_only_where_they_say_something(model: Path, tmp_path: Path) -> None:
+def test_variables_of_a_template_are_needed_only_where_they_say_something(
+    model: Path, tmp_path: Path
+) -> None:
     blank = {"enable_thinking": False, "custom_instructions": "", "xml_tools": [], "none": None}
     plain = built(tmp_path / "plain", model, {"messages": TALK})[0]
-    assert built(tmp_path / "blank", model, {"messages": TALK, "chat_template_kwargs": blank})[0] == plain
-    assert built(tmp_path / "ours", model, {"messages": TALK, "chat_template_kwargs": blank}, chat_template="ignore")
+    assert (
+        built(tmp_path / "blank", model, {"messages": TALK, "chat_template_kwargs": blank})[0]
+        == plain
+    )
+    assert built(
+        tmp_path / "ours",
+        model,
+        {"messages": TALK, "chat_template_kwargs": blank},
+        chat_template="ignore",
+    )
     given = {"messages": TALK, "chat_template_kwargs": {**blank, "custom_instructions": "Be kind."}}
     with pytest.raises(
-        ValueError, match="custom_instructions`: .* reads no such variable; --ignore-keys chat_template"
+        ValueError,
+        match="custom_instructions`: .* reads no such variable; --ignore-keys chat_template",
     ):
         built(tmp_path / "said", model, given)
     assert built(tmp_path / "said", model, given, ignore_keys=("chat_template_kwargs",))[0] == plain
 
 
-def test_the_note_of_a_build_names_the_template_that_wrote_alpacas_records(model: Path, tmp_path: Path) -> None:
+def test_the_note_of_a_build_names_the_template_that_wrote_alpacas_records(
+    model: Path, tmp_path: Path
+) -> None:
     stream = io.StringIO()
     source = write(tmp_path / "a.jsonl", ALPACA)
     build(settings([source], tmp_path / "d", tokenizer=str(model), seq_length=512), stream)
-    assert re.search(r"tokenizer_config.json writes the messages \(--chat-template auto\)", stream.getvalue())
+    assert re.search(
+        r"tokenizer_config.json writes the messages \(--chat-template auto\)", stream.getvalue()
+    )

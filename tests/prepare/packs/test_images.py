@@ -1,4 +1,6 @@
-"""Builds with images and videos: what is stored is what the records say, the same however it was made."""
+"""Builds with images and videos: what is stored is what the records say, the same however it was
+made.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def inlined(i: int) -> bytes:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """40 records of text, images (by path and base64), videos and branches; the images lie in `images`."""
+    """40 records of text, images (by path and base64), videos and branches; the images lie in
+    `images`.
+    """
     rng = np.random.default_rng(1)
     (tmp_path / "images").mkdir()
     (tmp_path / "images/v.mp4").write_bytes(video(30))
@@ -67,7 +71,10 @@ def corpus(tmp_path: Path) -> Path:
             [
                 {"text": f"text {i} " * 9},
                 {"messages": [say("user", "what? ", picture), answer], "weight": 0.5},
-                {"content": [picture, inline], "branches": [{"messages": [say("user", "q"), answer]}, "caption"]},
+                {
+                    "content": [picture, inline],
+                    "branches": [{"messages": [say("user", "q"), answer]}, "caption"],
+                },
                 {"messages": [say("user", {"type": "video", "path": "v.mp4"}, "happens"), answer]},
                 {"content": [picture], "branches": [{"content": [inline]}, "other"]},
             ][i % 5]
@@ -79,11 +86,15 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def run(corpus: Path, output: Path, **changes: Any) -> Any:
-    return builds.run([corpus], output, **{**VISION, "image_root": str(corpus.parent / "images"), **changes})
+    return builds.run(
+        [corpus], output, **{**VISION, "image_root": str(corpus.parent / "images"), **changes}
+    )
 
 
 def units_of_records(dataset: PackedDataset) -> dict[int, list[tuple[bytes, int, int, int, int]]]:
-    """By the record's offset: (encoded bytes, frame, crops, pooled tokens, branch) of each unit, in order."""
+    """By the record's offset: (encoded bytes, frame, crops, pooled tokens, branch) of each unit, in
+    order.
+    """
     found: dict[int, list[tuple[bytes, int, int, int, int]]] = {}
     for i in range(len(dataset)):
         pack = dataset.pack(i)
@@ -97,12 +108,20 @@ def units_of_records(dataset: PackedDataset) -> dict[int, list[tuple[bytes, int,
             assert int((tokens == IDS["image_patch"]).sum()) == p and (tokens >= 257).all()
             assert pack.weights is not None and not pack.weights[start : start + len(tokens)].any()
             offset = int(pack.segments["source_offset"][unit["segment"]])
-            row = (pack.images.read(int(unit["item"])), int(unit["frame"]), c, p, int(unit["branch"]))
+            row = (
+                pack.images.read(int(unit["item"])),
+                int(unit["frame"]),
+                c,
+                p,
+                int(unit["branch"]),
+            )
             found.setdefault(offset, []).append(row)
     return found
 
 
-def test_every_image_and_frame_is_stored_as_it_came_with_its_tokens(corpus: Path, tmp_path: Path) -> None:
+def test_every_image_and_frame_is_stored_as_it_came_with_its_tokens(
+    corpus: Path, tmp_path: Path
+) -> None:
     summary = run(corpus, tmp_path / "d")
     dataset = PackedDataset(tmp_path / "d")
     assert summary.documents == 40 and verify(tmp_path / "d") == []
@@ -130,7 +149,9 @@ def test_every_image_and_frame_is_stored_as_it_came_with_its_tokens(corpus: Path
         offset += len(line)
 
 
-def test_no_pack_exceeds_either_budget_and_its_boundaries_are_those_of_its_units(corpus: Path, tmp_path: Path) -> None:
+def test_no_pack_exceeds_either_budget_and_its_boundaries_are_those_of_its_units(
+    corpus: Path, tmp_path: Path
+) -> None:
     run(corpus, tmp_path / "d", unit_bytes=1 << 20)
     dataset = PackedDataset(tmp_path / "d")
     crops = 0
@@ -142,12 +163,16 @@ def test_no_pack_exceeds_either_budget_and_its_boundaries_are_those_of_its_units
         assert total <= 40
         crops += total
         for degree in (1, 2, 3) if len(units) else ():
-            expected = compute_image_shard_boundaries(units["image_stop"], units["pooled_stop"], degree)
+            expected = compute_image_shard_boundaries(
+                units["image_stop"], units["pooled_stop"], degree
+            )
             assert np.array_equal(pack.images.boundaries[degree], expected)
     assert crops == statistics(tmp_path / "d")["image_crops"] > 100
 
 
-def test_the_bytes_do_not_depend_on_workers_or_on_what_was_there(corpus: Path, tmp_path: Path) -> None:
+def test_the_bytes_do_not_depend_on_workers_or_on_what_was_there(
+    corpus: Path, tmp_path: Path
+) -> None:
     units = len(run(corpus, tmp_path / "one", seed=3).results)
     run(corpus, tmp_path / "two", seed=3, workers=2)
     assert builds.files(tmp_path / "one") == builds.files(tmp_path / "two")
@@ -164,10 +189,14 @@ def test_a_shard_holds_so_many_records_that_several_workers_have_work(
     (tmp_path / "empty.jsonl").touch()
     more = {**VISION, "image_root": str(corpus.parent / "images"), "unit_bytes": 0}
     after_nothing = builds.run([tmp_path / "empty.jsonl", corpus], tmp_path / "e", **more).results
-    assert 3 <= whole <= 5 and len([result for result in after_nothing if result.documents]) == whole
+    assert (
+        3 <= whole <= 5 and len([result for result in after_nothing if result.documents]) == whole
+    )
     text = tmp_path / "t.jsonl"
     builds.write_records(text, 40)
-    assert len(builds.run([text], tmp_path / "t", unit_bytes=0).results) == 1  # the rule for text is as it was
+    assert (
+        len(builds.run([text], tmp_path / "t", unit_bytes=0).results) == 1
+    )  # the rule for text is as it was
 
 
 def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
@@ -182,51 +211,91 @@ def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
     sound = {"content": [picture, {"type": "text", "text": "a b"}]}
     corpus.write_text(json.dumps(sound) + "\n" + json.dumps({"content": [picture, words]}) + "\n")
     settings = {**VISION, "tokenizer": str(tmp_path / "tokenizer.json")}
-    with pytest.raises(ValueError, match="c.jsonl:2: a text of this record spells the special token image_patch"):
+    with pytest.raises(
+        ValueError, match="c.jsonl:2: a text of this record spells the special token image_patch"
+    ):
         builds.run([corpus], tmp_path / "d", **settings)
     builds.run([corpus], tmp_path / "d", **settings, on_error="skip")
     rules = PackedDataset(tmp_path / "d").manifest.image_rules
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert rules is not None and rules["token_ids"]["image_patch"] == tokenizer.token_id("<im_patch>")
-    assert min(i for name, i in rules["token_ids"].items() if name != "image_patch") == tokenizer.vocab_size
+    assert rules is not None and rules["token_ids"]["image_patch"] == tokenizer.token_id(
+        "<im_patch>"
+    )
+    assert (
+        min(i for name, i in rules["token_ids"].items() if name != "image_patch")
+        == tokenizer.vocab_size
+    )
 
 
 @pytest.mark.parametrize("rules", [RULES, GIVEN], ids=["molmo2", "qwen3_5"])
-def test_a_caption_is_learned_behind_its_image_from_every_container(tmp_path: Path, rules: VisionRules) -> None:
+def test_a_caption_is_learned_behind_its_image_from_every_container(
+    tmp_path: Path, rules: VisionRules
+) -> None:
     """Parquet as datasets writes it, a tar as img2dataset does, lines with an absolute path."""
     (tmp_path / "a.jpg").write_bytes(encoded(noise(40, 20), "JPEG"))
     picture = (tmp_path / "a.jpg").read_bytes()
     parts = {"content": [{"type": "image", "path": "a.jpg"}, {"type": "text", "text": "A cat."}]}
     (tmp_path / "parts.jsonl").write_text(json.dumps(parts))
-    (tmp_path / "path.jsonl").write_text(json.dumps({"image": str(tmp_path / "a.jpg"), "caption": "A cat."}))
-    write_table(tmp_path / "table.parquet", [{"image": {"bytes": picture, "path": "elsewhere.png"}, "text": "A cat."}])
-    told = {"caption": "A cat.", "url": "u", "status": "success", "error_message": None, "exif": "{}"}
+    (tmp_path / "path.jsonl").write_text(
+        json.dumps({"image": str(tmp_path / "a.jpg"), "caption": "A cat."})
+    )
+    write_table(
+        tmp_path / "table.parquet",
+        [{"image": {"bytes": picture, "path": "elsewhere.png"}, "text": "A cat."}],
+    )
+    told = {
+        "caption": "A cat.",
+        "url": "u",
+        "status": "success",
+        "error_message": None,
+        "exif": "{}",
+    }
     members = [("1.v2.jpg", picture), ("1.v2.json", json.dumps(told).encode())]
     write_tar(tmp_path / "json.tar", members)
     write_tar(tmp_path / "both.tar", [*members, ("1.v2.txt", b"A cat.")])
     found = []
     for source in ("parts.jsonl", "path.jsonl", "table.parquet", "both.tar", "json.tar"):
         output = tmp_path / f"of {source}"
-        builds.run([tmp_path / source], output, image_rules=rules, image_root=str(tmp_path), seq_length=512)
+        builds.run(
+            [tmp_path / source], output, image_rules=rules, image_root=str(tmp_path), seq_length=512
+        )
         pack = PackedDataset(output).pack(0)
-        assert pack.weights is not None and pack.images is not None and pack.images.read(0) == picture
+        assert (
+            pack.weights is not None and pack.images is not None and pack.images.read(0) == picture
+        )
         assert pack.tokens[pack.weights > 0].tolist() == [*b"A cat.", 256]
         found.append((pack.tokens.tolist(), pack.weights.tolist(), pack.images.units.tolist()))
     assert all(each == found[0] for each in found)
 
 
-def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(tmp_path: Path) -> None:
+def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "w.tar"
     picture = encoded(noise(20, 20))
     words = {"type": "text", "text": "a"}
     named = json.dumps({"content": [{"type": "image", "member": "png"}, words]}).encode()
     climbs = json.dumps({"content": [{"type": "image", "member": "../../secret.png"}]}).encode()
-    members = {"1.json": named, "1.png": picture, "2.txt": b"text", "2.png": picture, "2.x.png": picture}
+    members = {
+        "1.json": named,
+        "1.png": picture,
+        "2.txt": b"text",
+        "2.png": picture,
+        "2.x.png": picture,
+    }
     write_tar(path, [*members.items(), ("3.json", climbs), ("3.png", picture)])
     builds.run([path], tmp_path / "d", **VISION, on_error="skip")
-    assert [row[:2] for row in units_of_records(PackedDataset(tmp_path / "d"))[0]] == [(picture, -1)]
-    reasons = [json.loads(line)["reason"] for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
-    assert "does not name its member '2.png'" in reasons[0] and "does not name its member '3.png'" in reasons[1]
+    assert [row[:2] for row in units_of_records(PackedDataset(tmp_path / "d"))[0]] == [
+        (picture, -1)
+    ]
+    reasons = [
+        json.loads(line)["reason"]
+        for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()
+    ]
+    assert (
+        "does not name its member '2.png'" in reasons[0]
+        and "does not name its member '3.png'" in reasons[1]
+    )
 
 
 @pytest.mark.parametrize("damage", ["units.npy", "images.bin", "shards_cp2.npy"])

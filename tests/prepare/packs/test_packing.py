@@ -29,7 +29,9 @@ LENGTHS = st.integers(1, 300).flatmap(
 
 def check_each_once(result: Packing, count: int) -> None:
     assert sorted(result.items.tolist()) == list(range(count))
-    assert result.starts[0] == 0 and result.starts[-1] == count and (np.diff(result.starts) > 0).all()
+    assert (
+        result.starts[0] == 0 and result.starts[-1] == count and (np.diff(result.starts) > 0).all()
+    )
     for p in range(len(result)):
         assert (np.diff(result.pack(p)) > 0).all()
 
@@ -41,13 +43,17 @@ def sums(result: Packing, amounts: Sequence[int] | np.ndarray) -> list[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS)
-def test_best_fit_in_bulk_fills_packs_exactly_as_one_item_at_a_time(case: tuple[int, list[int]]) -> None:
+def test_best_fit_in_bulk_fills_packs_exactly_as_one_item_at_a_time(
+    case: tuple[int, list[int]],
+) -> None:
     # catches a bulk step that skips a better fit opened by the step itself
     capacity, lengths = case
     result = best_fit_decreasing(np.array(lengths, np.int64), capacity)
     check_each_once(result, len(lengths))
     mine = sorted(sums(result, lengths))
-    twin = sorted(sum(lengths[i] for i in pack) for pack in reference.best_fit_decreasing(lengths, capacity))
+    twin = sorted(
+        sum(lengths[i] for i in pack) for pack in reference.best_fit_decreasing(lengths, capacity)
+    )
     assert mine == twin
     assert all(total <= capacity for total in mine)
 
@@ -63,7 +69,9 @@ def test_packs_of_equal_free_space_are_filled_in_their_order() -> None:
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), max_size=40),
     st.integers(1, 45),
 )
-def test_two_budgets_keeps_the_fewest_packs_of_the_three_orders(items: list[tuple[int, int]], window: int) -> None:
+def test_two_budgets_keeps_the_fewest_packs_of_the_three_orders(
+    items: list[tuple[int, int]], window: int
+) -> None:
     # catches a packer that forgets one budget, mixes windows, or keeps the wrong order
     tokens, crops = [t for t, _ in items], [c for _, c in items]
     result = two_budgets(np.array(tokens, np.int64), np.array(crops, np.int64), 40, 9, window)
@@ -90,7 +98,9 @@ def test_split_pieces_join_to_the_documents_and_fit(lengths: list[int], longest:
     covered: list[tuple[int, int]] = []
     for document, start, stop in pieces.tolist():
         covered += [(document, token) for token in range(start, stop)]
-    assert covered == [(document, token) for document, length in enumerate(lengths) for token in range(length)]
+    assert covered == [
+        (document, token) for document, length in enumerate(lengths) for token in range(length)
+    ]
 
 
 def test_each_oversize_rule_does_what_its_name_says() -> None:
@@ -98,11 +108,15 @@ def test_each_oversize_rule_does_what_its_name_says() -> None:
     truncated = cut_oversize(lengths, 8, truncate=True)
     assert truncated[:, 2].tolist() == [3, 8, 8, 8] and not truncated[:, 1].any()
     for longest, sizes in ((8, [3, 8, 3, 8, 8, 8, 4]), (20, [3, 11, 8, 20])):
-        assert np.diff(cut_oversize(lengths, longest, truncate=False)[:, 1:])[:, 0].tolist() == sizes
+        assert (
+            np.diff(cut_oversize(lengths, longest, truncate=False)[:, 1:])[:, 0].tolist() == sizes
+        )
 
 
 def mixed_documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, crops): half images of 2 to 9 crops with branches, 40 % videos of 8 to 128 frames, the rest text."""
+    """(tokens, crops): half images of 2 to 9 crops with branches, 40 % videos of 8 to 128 frames,
+    the rest text.
+    """
     kind, crops, frames = rng.random(count), rng.integers(2, 10, count), rng.integers(8, 129, count)
     tokens = 100 + crops * 110 + rng.integers(1, 9, count) * 60
     text = np.clip(rng.lognormal(6, 1, count), 10, 8192).astype(np.int64)
@@ -133,7 +147,9 @@ TOOL = ROOT / "tools" / "preprocess_data.py"
 
 
 def on_full_disk(largest_file: int, *args: Any) -> subprocess.CompletedProcess[str]:
-    """The tool in a process that may write files of `largest_file` bytes at most, as on a disk that is full then."""
+    """The tool in a process that may write files of `largest_file` bytes at most, as on a disk that
+    is full then.
+    """
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -152,7 +168,18 @@ def on_full_disk(largest_file: int, *args: Any) -> subprocess.CompletedProcess[s
 
 
 def build_args(path: Path, output: Path, *more: Any) -> list[Any]:
-    return ["build", "--input", path, "--output", output, "--tokenizer", "byte", "--seq-length", 512, *more]
+    return [
+        "build",
+        "--input",
+        path,
+        "--output",
+        output,
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        512,
+        *more,
+    ]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -163,7 +190,9 @@ def test_a_disk_that_is_full_at_any_write_is_one_message_with_path_and_bytes(
     """Journal, tables, tokens: would catch the worker's traceback that some sizes gave."""
     corpus = tmp_path / "a.jsonl"
     write_records(corpus, 300)
-    full = on_full_disk(largest, *build_args(corpus, tmp_path / "d", "--unit-bytes", 12000, "--workers", workers))
+    full = on_full_disk(
+        largest, *build_args(corpus, tmp_path / "d", "--unit-bytes", 12000, "--workers", workers)
+    )
     assert full.returncode == 2 and full.stderr.count("\n") == 1, full.stderr
     assert full.stderr.startswith(f"error: --output {tmp_path}/d: File too large"), full.stderr
     assert "bytes are free there" in full.stderr and "run the same command again" in full.stderr
@@ -181,7 +210,11 @@ def test_each_kind_of_wrong_input_is_named_as_what_it_is(tmp_path: Path) -> None
     inputs = [tmp_path / name for name in ("folder", "pipe", "none.jsonl")]
     with pytest.raises(ValueError) as error:
         run(inputs, tmp_path / "d")
-    for part in ("folder is a directory without a file that is read", "pipe is a named pipe", "no such file: "):
+    for part in (
+        "folder is a directory without a file that is read",
+        "pipe is a named pipe",
+        "no such file: ",
+    ):
         assert f"--input: {tmp_path}/{part}" in str(error.value) or part in str(error.value)
     assert "no such file: " + str(tmp_path / "none.jsonl") in str(error.value)
     assert str(error.value).count("no such file") == 1

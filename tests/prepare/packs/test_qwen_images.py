@@ -1,4 +1,6 @@
-"""Builds by Qwen3.5's rules, and what a model gets of them: patches, grids and positions with three axes."""
+"""Builds by Qwen3.5's rules, and what a model gets of them: patches, grids and positions with three
+axes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from megacp.prepare.verify import verify
 from megacp.training.data.collate import collate
 from megacp.training.data.images import ImageLoading
 from megacp.training.data.reader import PackedDataset
-from megacp.training.data.vision.decoding import RulesDecoder, load_pixels, rules_from_dict, video_info, video_pixels
+from megacp.training.data.vision.decoding import (
+    RulesDecoder,
+    load_pixels,
+    rules_from_dict,
+    video_info,
+    video_pixels,
+)
 from megacp.training.data.vision.qwen3_5 import Qwen35Rules
 from megacp.training.data.vision.rules import ImageError
 from megacp.training.loop.sources import image_misfits
@@ -64,9 +72,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [
                 {"text": f"text {i} " * 9},
                 {"messages": [say("user", "what? ", picture, " and ", other), answer]},
-                parts(picture, "?") | {"branches": [{"messages": [say("user", "q", other), answer]}, "caption"]},
+                parts(picture, "?")
+                | {"branches": [{"messages": [say("user", "q", other), answer]}, "caption"]},
                 {"messages": [say("user", film, "happens", picture), answer]},
-                parts(film) | {"branches": [parts(picture, "a") | {"branches": ["b", parts(other)]}]},
+                parts(film)
+                | {"branches": [parts(picture, "a") | {"branches": ["b", parts(other)]}]},
             ][i % 5]
         )
     (folder / "c.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -95,7 +105,9 @@ def loaded(dataset: PackedDataset, numbers: list[int], rank: int = 0, size: int 
 
 
 def library_pixels(corpus: Path, name: str) -> tuple[np.ndarray, list[list[int]], str]:
-    """Patches, the grid of each unit and the text of a file, as the library's processors have them."""
+    """Patches, the grid of each unit and the text of a file, as the library's processors have
+    them.
+    """
     data = (corpus.parent / name).read_bytes()
     if name.endswith(".png"):
         patches, grid = reference.process_image(load_pixels(data, SMALL), SMALL)
@@ -111,7 +123,9 @@ def named(value: Any) -> list[str]:
     """The files that a record names, in the order of its tokens."""
     if isinstance(value, dict):
         own = [value["path"]] if "path" in value else []
-        return own + [name for key in ("content", "messages", "branches") for name in named(value.get(key))]
+        return own + [
+            name for key in ("content", "messages", "branches") for name in named(value.get(key))
+        ]
     return [name for one in value for name in named(one)] if isinstance(value, list) else []
 
 
@@ -130,7 +144,10 @@ def test_a_build_stores_the_tokens_and_grids_of_the_library_and_its_rows_have_th
             tokens = pack.tokens[begin : begin + int(row["true_length"])]
             weights = pack.weights[begin : begin + len(tokens)]
             begin += len(tokens)
-            files = [library_pixels(corpus, name) for name in named(json.loads(records[int(row["source_offset"])]))]
+            files = [
+                library_pixels(corpus, name)
+                for name in named(json.loads(records[int(row["source_offset"])]))
+            ]
             expected = [token for *_, text in files for token in spelled(text, SMALL)]
             assert tokens[np.isin(tokens, special)].tolist() == expected
             assert not weights[np.isin(tokens, special)].any()
@@ -139,7 +156,11 @@ def test_a_build_stores_the_tokens_and_grids_of_the_library_and_its_rows_have_th
             patches += [one for one, *_ in files]
             grids += [grid for _, of, _ in files for grid in of]
         vision = batch.vision
-        assert vision is not None and vision.patches.shape[1:] == SMALL.patch_shape and begin == len(pack.tokens)
+        assert (
+            vision is not None
+            and vision.patches.shape[1:] == SMALL.patch_shape
+            and begin == len(pack.tokens)
+        )
         seen += len(grids)
         if not grids:
             continue
@@ -147,7 +168,9 @@ def test_a_build_stores_the_tokens_and_grids_of_the_library_and_its_rows_have_th
         assert np.abs(vision.patches[:, 0] - np.concatenate(patches)).max() <= two_levels(SMALL)
         assert np.array_equal(vision.pooling, np.arange(len(vision.patches)).reshape(-1, 4))
         assert vision.cum_crop_bounds.tolist() == np.cumsum(np.array(grids).prod(1)).tolist()
-        assert np.isin(batch.tokens[vision.feature_rows], [IDS["image_patch"], IDS["video_patch"]]).all()
+        assert np.isin(
+            batch.tokens[vision.feature_rows], [IDS["image_patch"], IDS["video_patch"]]
+        ).all()
     assert seen > 100
 
 
@@ -176,25 +199,47 @@ def test_chats_and_videos_have_the_ids_of_the_library_from_their_first_token_to_
     branches = [{"messages": talk[1:]} for talk in talks[1:]]
     films = parts("Look: ", film, second, " The answer") | {"weight": 0.0}
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": talks[0]}) + "\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": talks[1][:1], "branches": branches}) + "\n")
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"messages": talks[1][:1], "branches": branches}) + "\n"
+    )
     (tmp_path / "v.jsonl").write_text(json.dumps(films) + "\n" + json.dumps({"text": "so"}))
-    more = {"image_rules": GIVEN, "image_root": str(corpus.parent), "seq_length": 4096, "append_eod": False}
-    more |= {"tokenizer": str(tmp_path / "tokenizer.json"), "chat_template": str(tmp_path / "chat.jinja")}
+    more = {
+        "image_rules": GIVEN,
+        "image_root": str(corpus.parent),
+        "seq_length": 4096,
+        "append_eod": False,
+    }
+    more |= {
+        "tokenizer": str(tmp_path / "tokenizer.json"),
+        "chat_template": str(tmp_path / "chat.jinja"),
+    }
     for name in "cbv":
         builds.run([tmp_path / f"{name}.jsonl"], tmp_path / name, **more)
     pack = PackedDataset(tmp_path / "b").pack(0)
     shared, *starts = [*pack.branches["start"].tolist(), len(pack.tokens)]
-    tree = [pack.tokens[:shared].tolist() + pack.tokens[a:b].tolist() for a, b in itertools.pairwise([shared, *starts])]
+    tree = [
+        pack.tokens[:shared].tolist() + pack.tokens[a:b].tolist()
+        for a, b in itertools.pairwise([shared, *starts])
+    ]
     for talk, tokens in zip(talks, [*builds.documents(tmp_path / "c"), *tree], strict=True):
         chat, names = PLACE.split(theirs.apply_chat_template(talk, tokenize=False)), named(talk)
         seen = [library_pixels(corpus, name)[2] for name in names]
-        whole = "".join(text for pair in itertools.zip_longest(chat, seen, fillvalue="") for text in pair)
-        assert len(chat) == len(names) + 1 and tokens == theirs.encode(whole, add_special_tokens=False)
+        whole = "".join(
+            text for pair in itertools.zip_longest(chat, seen, fillvalue="") for text in pair
+        )
+        assert len(chat) == len(names) + 1 and tokens == theirs.encode(
+            whole, add_special_tokens=False
+        )
     for name, count in {"c": 1, "b": 2}.items():
         pack = PackedDataset(tmp_path / name).pack(0)
-        assert theirs.decode(pack.tokens[pack.weights > 0].tolist()) == "The answer is 42.<|im_end|>\n" * count
+        assert (
+            theirs.decode(pack.tokens[pack.weights > 0].tolist())
+            == "The answer is 42.<|im_end|>\n" * count
+        )
         assert len(pack.images.units) == {"c": 3 + 3 + 4, "b": 3 + 1 + 4 + 4}[name]
-    whole = "".join(["Look: ", *(library_pixels(corpus, name)[2] for name in FRAMES), " The answer"])
+    whole = "".join(
+        ["Look: ", *(library_pixels(corpus, name)[2] for name in FRAMES), " The answer"]
+    )
     assert builds.documents(tmp_path / "v")[0] == theirs.encode(whole, add_special_tokens=False)
 
 
@@ -207,7 +252,9 @@ def test_positions_are_those_of_the_library_along_every_path(dataset: PackedData
         bounds = batch.vision.cum_token_pooling_bounds
         starts = batch.vision.feature_rows[bounds - np.diff(bounds, prepend=0)]
         ends = np.flatnonzero((batch.leave > 0) & (np.append(batch.leave[1:], 0) != batch.leave))
-        for end in ends.tolist():  # all that the last token of a part sees is a document of the library
+        for (
+            end
+        ) in ends.tolist():  # all that the last token of a part sees is a document of the library
             path = np.flatnonzero((np.arange(len(batch)) <= end) & (batch.leave > end))
             on_path = np.flatnonzero(np.isin(starts, path))
             kinds = batch.tokens[starts[on_path]]
@@ -219,17 +266,25 @@ def test_positions_are_those_of_the_library_along_every_path(dataset: PackedData
             assert np.array_equal(batch.position_axes[path], expected)
             paths += 1
         padding = batch.leave == 0
-        assert np.array_equal(batch.position_axes[padding], np.repeat(batch.position_ids[padding][:, None], 3, 1))
+        assert np.array_equal(
+            batch.position_axes[padding], np.repeat(batch.position_ids[padding][:, None], 3, 1)
+        )
     assert paths > 80
 
 
-def test_ranks_share_the_patches_of_a_row_evenly_and_know_their_grids(dataset: PackedDataset) -> None:
+def test_ranks_share_the_patches_of_a_row_evenly_and_know_their_grids(
+    dataset: PackedDataset,
+) -> None:
     for numbers in rows(dataset):
         whole = loaded(dataset, numbers)
         shares = [loaded(dataset, numbers, rank, 3) for rank in range(3)]
         assert len({part.fingerprint() for part in [whole, *shares]}) == 1
-        assert np.array_equal(np.concatenate([part.vision.patches for part in shares]), whole.vision.patches)
-        assert np.array_equal(np.concatenate([part.vision.grids for part in shares]), whole.vision.grids)
+        assert np.array_equal(
+            np.concatenate([part.vision.patches for part in shares]), whole.vision.patches
+        )
+        assert np.array_equal(
+            np.concatenate([part.vision.grids for part in shares]), whole.vision.grids
+        )
         bounds = whole.vision.cum_crop_bounds, whole.vision.cum_token_pooling_bounds
         table = compute_image_shard_boundaries(*bounds, 3)
         for rank, part in enumerate(shares):
@@ -237,7 +292,9 @@ def test_ranks_share_the_patches_of_a_row_evenly_and_know_their_grids(dataset: P
             assert len(part.vision.grids) == len(units_of(table, bounds[0], rank))
             assert part.vision.grids.prod(1).sum() * 4 == len(part.vision.patches)
         largest = np.diff(bounds[0], prepend=0).max(initial=0)
-        assert max(len(part.vision.patches) for part in shares) <= whole.vision.num_crops / 3 + largest
+        assert (
+            max(len(part.vision.patches) for part in shares) <= whole.vision.num_crops / 3 + largest
+        )
 
 
 def test_a_text_shard_has_no_images_and_its_rows_no_axes(tmp_path: Path) -> None:
@@ -247,24 +304,53 @@ def test_a_text_shard_has_no_images_and_its_rows_no_axes(tmp_path: Path) -> None
     assert names == {"checksums.npy", "packs.npy", "segments.npy", "tokens.bin", "tokens.idx"}
     assert verify(tmp_path / "d") == []
     batch = loaded(PackedDataset(tmp_path / "d"), [0])
-    assert batch.position_axes is None and batch.vision.grids is None and not len(batch.vision.patches)
+    assert (
+        batch.position_axes is None and batch.vision.grids is None and not len(batch.vision.patches)
+    )
 
 
 def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> None:
     def built(*more: object) -> Any:
-        basic = ["build", "--input", corpus, "--output", tmp_path / "d", "--tokenizer", "byte", "--seq-length", 2048]
+        basic = [
+            "build",
+            "--input",
+            corpus,
+            "--output",
+            tmp_path / "d",
+            "--tokenizer",
+            "byte",
+            "--seq-length",
+            2048,
+        ]
         return tool(*basic, "--image-root", corpus.parent, "--workers", 1, *more)
 
-    sizes = ["--patch-size", 4, "--resize-pixels", "300,6000", "--video-resize-pixels", "2000,30000"]
+    sizes = [
+        "--patch-size",
+        4,
+        "--resize-pixels",
+        "300,6000",
+        "--video-resize-pixels",
+        "2000,30000",
+    ]
     done = built("--vision-family", "qwen3_5", *sizes, "--max-frames", 12)
     assert done.returncode == 0, done.stderr
     dataset = PackedDataset(tmp_path / "d")
     rules = rules_from_dict(dataset.manifest.image_rules)
     assert rules == SMALL and dataset.manifest.feature_ids == (257, 258)
-    towers = VisionConfig(2), VisionConfig(2, "qwen3_5"), VisionConfig(2, "qwen3_5", vision_patch_size=4)
-    told = ["built with --vision-family qwen3_5", "patches of 4 pixels in windows of 2, the model's are 14 in 2"]
+    towers = (
+        VisionConfig(2),
+        VisionConfig(2, "qwen3_5"),
+        VisionConfig(2, "qwen3_5", vision_patch_size=4),
+    )
+    told = [
+        "built with --vision-family qwen3_5",
+        "patches of 4 pixels in windows of 2, the model's are 14 in 2",
+    ]
     found = [image_misfits("d", rules, tower) for tower in towers]
-    assert all(text in reason for text, (reason,) in zip(told, found[:2], strict=True)) and found[2] == []
+    assert (
+        all(text in reason for text, (reason,) in zip(told, found[:2], strict=True))
+        and found[2] == []
+    )
     page = tool("inspect", tmp_path / "d", "--pack", 1, "--html", tmp_path / "pack.html")
     assert page.returncode == 0 and "frame 3" in (tmp_path / "pack.html").read_text()
     folder, other = (write_tokenizer(tmp_path / name).parent for name in ("model", "other"))
@@ -273,8 +359,12 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     done = built("--tokenizer", folder, *sizes, "--oversize", "drop", "--overwrite")
     assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr
     assert PackedDataset(tmp_path / "d").manifest.image_rules["family"] == "qwen3_5"
-    done = built("--tokenizer", folder / "tokenizer.json", *sizes, "--oversize", "drop", "--overwrite")
-    assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr, "a file in the folder"
+    done = built(
+        "--tokenizer", folder / "tokenizer.json", *sizes, "--oversize", "drop", "--overwrite"
+    )
+    assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr, (
+        "a file in the folder"
+    )
     for flags, told in (
         (["--vision-family", "llava"], "--vision-family is 'llava', allowed are molmo2, qwen3_5"),
         (["--vision-family", "qwen3_5", "--max-crops", 2], "unknown keys max_crops"),
@@ -287,7 +377,9 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
         assert refused.returncode == 2 and told in refused.stderr
 
 
-def test_a_bad_image_leaves_windows_of_the_family_that_no_token_sees(dataset: PackedDataset) -> None:
+def test_a_bad_image_leaves_windows_of_the_family_that_no_token_sees(
+    dataset: PackedDataset,
+) -> None:
 
     class Broken(RulesDecoder):
         def image(self, data: bytes) -> Any:

@@ -1,4 +1,6 @@
-"""Builds on Ray: the bytes of the local pool on any number of nodes, and one clear message for what is wrong."""
+"""Builds on Ray: the bytes of the local pool on any number of nodes, and one clear message for what
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Answer:
 
 
 class FakeRay(types.SimpleNamespace):
-    """The calls of Ray that a build makes, in this process: tasks are run when their answer is asked for."""
+    """The calls of Ray that a build makes, in this process: tasks are run when their answer is
+    asked for.
+    """
 
     def __init__(self, lose: dict[int, int] | None = None, nodes: int = 2) -> None:
         lost = {name: type(name, (Lost,), {}) for name in ("WorkerCrashedError", "NodeDiedError")}
@@ -60,8 +64,12 @@ class FakeRay(types.SimpleNamespace):
 
         return types.SimpleNamespace(options=lambda **options: types.SimpleNamespace(remote=submit))
 
-    def wait(self, answers: list[Any], num_returns: int = 1, timeout: float = 0) -> tuple[list[Any], list[Any]]:
-        return answers[-num_returns:], answers[:-num_returns]  # the last one first: no order may be relied on
+    def wait(
+        self, answers: list[Any], num_returns: int = 1, timeout: float = 0
+    ) -> tuple[list[Any], list[Any]]:
+        return answers[-num_returns:], answers[
+            :-num_returns
+        ]  # the last one first: no order may be relied on
 
     def get(self, answer: Any, timeout: float | None = None) -> Any:
         self.flying -= 1
@@ -99,7 +107,9 @@ def squares(settings_: str = "fine", count: int = 9, **more: Any) -> list[int]:
     return sorted(run_on_ray(_start, settings_, list(range(count)), 2, **more))
 
 
-def test_lost_workers_are_replaced_and_no_more_than_two_tasks_a_cpu_are_under_way(fake: FakeRay) -> None:
+def test_lost_workers_are_replaced_and_no_more_than_two_tasks_a_cpu_are_under_way(
+    fake: FakeRay,
+) -> None:
     fake.lose = {2: 3, 5: 1}
     assert squares(count=30, address="auto") == [n * n for n in range(30)]
     assert fake.most <= 8 and fake.options["address"] == "auto" and fake.ended
@@ -107,7 +117,9 @@ def test_lost_workers_are_replaced_and_no_more_than_two_tasks_a_cpu_are_under_wa
 
 def test_a_task_whose_workers_are_lost_again_and_again_ends_the_build(fake: FakeRay) -> None:
     fake.lose = {2: 99}
-    with pytest.raises(WorkerFailed, match="^4 workers were lost while working on 2: the worker died$"):
+    with pytest.raises(
+        WorkerFailed, match="^4 workers were lost while working on 2: the worker died$"
+    ):
         squares()
     assert fake.ended and fake.flying == 0
 
@@ -115,12 +127,16 @@ def test_a_task_whose_workers_are_lost_again_and_again_ends_the_build(fake: Fake
 def test_errors_are_not_tried_again(fake: FakeRay) -> None:
     with pytest.raises(ValueError, match="^a.jsonl:4: not a record$"):
         squares("refuses")
-    with pytest.raises(WorkerFailed, match="(?s)a worker failed while working on 3:.*KeyError: 'surprise'"):
+    with pytest.raises(
+        WorkerFailed, match="(?s)a worker failed while working on 3:.*KeyError: 'surprise'"
+    ):
         squares("raises")
     assert fake.ended and fake.flying == 0
 
 
-def test_a_worker_that_is_not_like_this_process_does_nothing(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_not_like_this_process_does_nothing(
+    fake: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = fake.get
 
     def get(answer: Any, timeout: float | None = None) -> Any:
@@ -129,7 +145,9 @@ def test_a_worker_that_is_not_like_this_process_does_nothing(fake: FakeRay, monk
         return own(answer)
 
     monkeypatch.setattr(fake, "get", get)
-    with pytest.raises(ValueError, match=r"is not like this process: the version of numpy is .* there, 9\.9 here"):
+    with pytest.raises(
+        ValueError, match=r"is not like this process: the version of numpy is .* there, 9\.9 here"
+    ):
         squares()
 
 
@@ -138,33 +156,50 @@ def test_without_ray_a_build_runs_as_ever_and_the_flag_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     write_records(tmp_path / "a.jsonl", 20)
-    flags = ["build", "--input", str(tmp_path / "a.jsonl"), "--tokenizer", "byte", "--seq-length", "128"]
+    flags = [
+        "build",
+        "--input",
+        str(tmp_path / "a.jsonl"),
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        "128",
+    ]
     assert preprocess.main([*flags, "--output", str(tmp_path / "d"), "--workers", "1"]) == 0
     capsys.readouterr()
     assert preprocess.main([*flags, "--output", str(tmp_path / "e"), "--executor", "ray"]) == 2
     told = capsys.readouterr().err
-    assert "--executor ray needs the package ray (" in told and "): pip install 'megacp[ray]'" in told
+    assert (
+        "--executor ray needs the package ray (" in told and "): pip install 'megacp[ray]'" in told
+    )
     assert preprocess.main([*flags, "--output", str(tmp_path / "e"), "--ray-address", "auto"]) == 2
     assert "--ray-address auto needs --executor ray" in capsys.readouterr().err
 
 
-def test_a_ray_that_cannot_start_is_told_in_one_line(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_cannot_start_is_told_in_one_line(
+    fake: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init(**options: Any) -> None:
         raise RuntimeError("Version mismatch:\n    the cluster has Ray 2.1\n")
 
     monkeypatch.setattr(fake, "init", init)
     with pytest.raises(
-        ValueError, match="^--executor ray: no Ray is reached at --ray-address h:1: Version mismatch: the"
+        ValueError,
+        match="^--executor ray: no Ray is reached at --ray-address h:1: Version mismatch: the",
     ):
         squares(address="h:1")
-    with pytest.raises(ValueError, match="^--executor ray: Ray cannot start here: Version mismatch"):
+    with pytest.raises(
+        ValueError, match="^--executor ray: Ray cannot start here: Version mismatch"
+    ):
         squares()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_one_node_of_the_real_ray_makes_the_bytes_of_the_local_pool(tmp_path: Path) -> None:
-    """Also that a bad record ends a build with its line, and that the signal of an orderly end is left as it was."""
+    """Also that a bad record ends a build with its line, and that the signal of an orderly end is
+    left as it was.
+    """
     pytest.importorskip("ray", reason="ray is not installed: pip install 'megacp[ray]'")
     write_records(tmp_path / "a.jsonl", 150)
     run([tmp_path / "a.jsonl"], tmp_path / "one", seed=3)

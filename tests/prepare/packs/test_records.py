@@ -1,4 +1,6 @@
-"""Builds say what records would lose and what they teach: templates, first tokens, learned tokens."""
+"""Builds say what records would lose and what they teach: templates, first tokens, learned
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ UNLEARNED: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "long " * 60}, ASSISTANT]},
 ]
 REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
-    ([{"text": "one", "url": "u"}, {"text": "see <image>", "images": ["x.jpg"]}], {}, ":2: `images`"),
+    (
+        [{"text": "one", "url": "u"}, {"text": "see <image>", "images": ["x.jpg"]}],
+        {},
+        ":2: `images`",
+    ),
     ([{"messages": [{"role": "bot", "content": "x"}, ASSISTANT]}], {}, ":1: `messages.0..role`"),
     ([{"text": "some code", "messages": [ASSISTANT]}], {}, ":1: .*--ignore-keys"),
     ([{"text": "x" * 300}], {}, ":1: .* --seq-length 128.*--oversize"),
@@ -73,21 +79,35 @@ def test_a_flag_lets_through_what_it_names(tmp_path: Path) -> None:
 
 
 def test_the_build_and_its_statistics_count_what_training_learns(tmp_path: Path) -> None:
-    """Against the loss weights of the batches themselves: branches, split and truncated documents, weights."""
+    """Against the loss weights of the batches themselves: branches, split and truncated documents,
+    weights.
+    """
     records = [
         TALK,
         {"text": "plain text"},
         {"text": "to be cut " * 30},
         {"text": "What? ", "branches": ["same", "same too"], "weight": 0.5},
         {"text": "What? ", "branches": ["A", "Bc", {"messages": [USER, ASSISTANT]}]},
-        {"text": "What? ", "branches": ["b", {"text": "A", "branches": ["same", {"text": "same", "weight": 0}]}, "A"]},
-        {"messages": [USER], "branches": [{"messages": [ASSISTANT]}, {"messages": [{**ASSISTANT, "weight": 0}]}]},
+        {
+            "text": "What? ",
+            "branches": [
+                "b",
+                {"text": "A", "branches": ["same", {"text": "same", "weight": 0}]},
+                "A",
+            ],
+        },
+        {
+            "messages": [USER],
+            "branches": [{"messages": [ASSISTANT]}, {"messages": [{**ASSISTANT, "weight": 0}]}],
+        },
     ]
     a = write(tmp_path / "a.jsonl", *records)
     for oversize in ("split", "truncate"):
         summary = run([a], tmp_path / oversize, oversize=oversize)
         dataset = PackedDataset(tmp_path / oversize)
-        counted = sum(int((collate([dataset.pack(i)]).loss_weights > 0).sum()) for i in range(len(dataset)))
+        counted = sum(
+            int((collate([dataset.pack(i)]).loss_weights > 0).sum()) for i in range(len(dataset))
+        )
         values = statistics(tmp_path / oversize)
         assert summary.learned_tokens == values["learned_tokens"] == counted > 0
         assert f"learned tokens          {counted:,}" in statistics_text(values)
@@ -117,15 +137,21 @@ def template(content: dict[str, Any], order: list[str]) -> dict[str, Any]:
     """A post-processor that puts special tokens around a text, A."""
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
     parts = [
-        {"Sequence": {"id": "A", "type_id": 0}} if name == "A" else {"SpecialToken": {"id": name, "type_id": 0}}
+        {"Sequence": {"id": "A", "type_id": 0}}
+        if name == "A"
+        else {"SpecialToken": {"id": name, "type_id": 0}}
         for name in order
     ]
-    special = {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in order if name != "A"}
+    special = {
+        name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in order if name != "A"
+    }
     return {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
 
 
 def tokenizer_in(place: Path, folder: Path, order: list[str] | None, **config: Any) -> Path:
-    """A tokenizer.json in a folder of its own, with this post-processor and tokenizer_config.json."""
+    """A tokenizer.json in a folder of its own, with this post-processor and
+    tokenizer_config.json.
+    """
     place.mkdir()
     content = json.loads((folder / "plain.json").read_text())
     content["post_processor"] = None if order is None else template(content, order)
@@ -137,23 +163,38 @@ def tokenizer_in(place: Path, folder: Path, order: list[str] | None, **config: A
 
 def test_documents_begin_as_the_post_processor_begins_a_text(folder: Path, tmp_path: Path) -> None:
     library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
-    a = write(tmp_path / "a.jsonl", {"text": "a b"}, TALK, {"text": "c" * 40, "branches": ["a", "b"]}, {"text": "<s>a"})
+    a = write(
+        tmp_path / "a.jsonl",
+        {"text": "a b"},
+        TALK,
+        {"text": "c" * 40, "branches": ["a", "b"]},
+        {"text": "<s>a"},
+    )
     run([a], tmp_path / "d", tokenizer=str(folder / "tokenizer.json"), oversize="split")
     stored = documents(tmp_path / "d")
     first, end = library.token_to_id("<s>"), library.token_to_id("</s>")
     assert stored[0] == [*library.encode("a b").ids, end]
-    assert [tokens.count(first) for tokens in stored] == [1, 1, 1, 1] and {tokens[0] for tokens in stored} == {first}
+    assert [tokens.count(first) for tokens in stored] == [1, 1, 1, 1] and {
+        tokens[0] for tokens in stored
+    } == {first}
     dataset = PackedDataset(tmp_path / "d")
     assert dataset.manifest.tokenizer.begins_with == first and verify(tmp_path / "d") == []
-    learned = sum(int((collate([dataset.pack(i)]).loss_weights > 0).sum()) for i in range(len(dataset)))
+    learned = sum(
+        int((collate([dataset.pack(i)]).loss_weights > 0).sum()) for i in range(len(dataset))
+    )
     assert statistics(tmp_path / "d")["learned_tokens"] == learned
     run([a], tmp_path / "none", tokenizer=str(folder / "tokenizer.json"), prepend_bos=False)
-    assert documents(tmp_path / "none")[0] == [*library.encode("a b", add_special_tokens=False).ids, end]
+    assert documents(tmp_path / "none")[0] == [
+        *library.encode("a b", add_special_tokens=False).ids,
+        end,
+    ]
     assert "begins_with" not in (tmp_path / "none/manifest.json").read_text()
 
 
 @pytest.mark.parametrize("eod", ["</s>", "<sep>", None])
-def test_a_dataset_keeps_what_ends_its_documents(folder: Path, tmp_path: Path, eod: str | None) -> None:
+def test_a_dataset_keeps_what_ends_its_documents(
+    folder: Path, tmp_path: Path, eod: str | None
+) -> None:
     a = write(tmp_path / "a.jsonl", {"text": "a b"})
     path = str(folder / "tokenizer.json")
     run([a], tmp_path / "d", tokenizer=path, eod_token=eod, append_eod=eod is not None)
@@ -179,7 +220,9 @@ def test_a_text_that_ends_as_documents_do_is_clear_and_other_surroundings_ask_fo
     run([a], tmp_path / "d", tokenizer=str(both))
     for name, order in (("after", ["<s>", "A", "<sep>"]), ("before", ["<s>", "<sep>", "A"])):
         path = tokenizer_in(tmp_path / name, folder, order)
-        with pytest.raises(ValueError, match=r"puts the tokens \[.*choose --prepend-bos or --no-prepend-bos"):
+        with pytest.raises(
+            ValueError, match=r"puts the tokens \[.*choose --prepend-bos or --no-prepend-bos"
+        ):
             run([a], tmp_path / f"{name}.d", tokenizer=str(path))
         run([a], tmp_path / f"{name}.d", tokenizer=str(path), prepend_bos=True)
         assert documents(tmp_path / f"{name}.d") == documents(tmp_path / "d")
@@ -190,8 +233,13 @@ def test_a_config_that_contradicts_the_post_processor_asks_for_a_choice(
     folder: Path, tmp_path: Path, order: list[str] | None, says: bool
 ) -> None:
     a = write(tmp_path / "a.jsonl", {"text": "a b"})
-    path = tokenizer_in(tmp_path / "t", folder, order, add_bos_token=says, bos_token="<s>", eos_token="</s>")
-    with pytest.raises(ValueError, match=f"says add_bos_token {says}, and the post-processor of tokenizer.json puts"):
+    path = tokenizer_in(
+        tmp_path / "t", folder, order, add_bos_token=says, bos_token="<s>", eos_token="</s>"
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"says add_bos_token {says}, and the post-processor of tokenizer.json puts",
+    ):
         run([a], tmp_path / "d", tokenizer=str(path))
     run([a], tmp_path / "d", tokenizer=str(path), prepend_bos=True)
     run([a], tmp_path / "e", tokenizer=str(path), prepend_bos=False)
@@ -201,7 +249,9 @@ def test_a_config_that_contradicts_the_post_processor_asks_for_a_choice(
 def test_a_config_beside_vocab_and_merges_says_how_texts_begin(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train_from_iterator(["a b c"], vocab_size=300, show_progress=False, special_tokens=["<|endoftext|>"])
+    bpe.train_from_iterator(
+        ["a b c"], vocab_size=300, show_progress=False, special_tokens=["<|endoftext|>"]
+    )
     bpe.save_model(str(tmp_path))
     specification = f"{tmp_path}/vocab.json,{tmp_path}/merges.txt"
     assert load_tokenizer(specification).begins_with is None
@@ -218,8 +268,12 @@ def test_a_vocabulary_without_letters_still_says_how_texts_begin(tmp_path: Path)
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {name: i for i, name in enumerate(["<s>", "</s>", "A", "C", "G", "T"])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[ACGT]"), "removed", invert=True)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex("[ACGT]"), "removed", invert=True
+    )
     made.add_special_tokens(["<s>", "</s>"])
-    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 0)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", "<s> $A <s> $B", [("<s>", 0)]
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).begins_with == 0

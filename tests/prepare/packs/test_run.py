@@ -1,4 +1,6 @@
-"""Builds: the same bytes however they were made, nothing lost, and one clear error for whatever is wrong."""
+"""Builds: the same bytes however they were made, nothing lost, and one clear error for whatever is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,20 @@ from tests.prepare.packs.builds import documents, expected, files, run, write_re
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_what_a_killed_build_was_just_writing_is_gone_when_the_next_one_ends(tmp_path: Path, finished: bool) -> None:
+def test_what_a_killed_build_was_just_writing_is_gone_when_the_next_one_ends(
+    tmp_path: Path, finished: bool
+) -> None:
     a = tmp_path / "a.jsonl"
     write_records(a, 30)
     run([a], tmp_path / "whole")
     if finished:
         run([a], tmp_path / "d")
     left = [".build/.00002.json.c8d21ca78463.partial", ".shard_00007.partial/tokens.bin"]
-    left += [".manifest.json.0011aabbccdd.partial", "tokenizer/.tokenizer.json.ab.partial"] if finished else []
+    left += (
+        [".manifest.json.0011aabbccdd.partial", "tokenizer/.tokenizer.json.ab.partial"]
+        if finished
+        else []
+    )
     for name in left:
         (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "d" / name).write_bytes(b"{")
@@ -85,10 +93,14 @@ def test_other_settings_or_input_are_refused_by_name_and_overwrite_replaces(tmp_
     write_records(a, 20)
     run([a], tmp_path / "d")
     before = files(tmp_path / "d")
-    with pytest.raises(ValueError, match="oversize: .error. before, .drop. now; seq_length: 128 before, 256 now"):
+    with pytest.raises(
+        ValueError, match="oversize: .error. before, .drop. now; seq_length: 128 before, 256 now"
+    ):
         run([a], tmp_path / "d", seq_length=256, oversize="drop")
     records = write_records(a, 20, seed=9)
-    with pytest.raises(ValueError, match="input: .*nothing was overwritten|nothing was overwritten.*input: "):
+    with pytest.raises(
+        ValueError, match="input: .*nothing was overwritten|nothing was overwritten.*input: "
+    ):
         run([a], tmp_path / "d")
     assert files(tmp_path / "d") == before
     run([a], tmp_path / "d", overwrite=True, seq_length=256)
@@ -131,7 +143,9 @@ def spoiled(path: Path, position: int, line: bytes) -> list[dict[str, Any]]:
     ("line", "workers"),
     [(b"{", 1), (b'{"text": 1}', 1), (b'{"t": "x"}', 1), (b'{"text": "\xff"}', 1), (b"{", 2)],
 )
-def test_a_bad_line_ends_the_build_with_its_place(tmp_path: Path, line: bytes, workers: int) -> None:
+def test_a_bad_line_ends_the_build_with_its_place(
+    tmp_path: Path, line: bytes, workers: int
+) -> None:
     a = tmp_path / "a.jsonl"
     spoiled(a, 50, line)
     with pytest.raises(ValueError, match=f"{a}:51: .*byte offset"):
@@ -174,15 +188,21 @@ class CountedFile(io.FileIO):
 def test_lines_of_dropped_and_bad_records_are_counted_in_one_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes read are those of the file twice and of a buffer for each unit, however many records are left out."""
+    """Bytes read are those of the file twice and of a buffer for each unit, however many records
+    are left out.
+    """
     a, wrong = tmp_path / "a.jsonl", {7: "x" * 300, 17: ["no text"]}
-    a.write_text("".join(json.dumps({"text": wrong.get(i % 20, "short" * 20)}) + "\n" for i in range(3000)))
+    a.write_text(
+        "".join(json.dumps({"text": wrong.get(i % 20, "short" * 20)}) + "\n" for i in range(3000))
+    )
     monkeypatch.setattr(read, "open_input", lambda path: io.BufferedReader(CountedFile(path)))
     monkeypatch.setattr(read, "SAMPLED_BYTES", 1)
     CountedFile.total = 0
     summary = run([a], tmp_path / "d", oversize="drop", on_error="skip", unit_bytes=1 << 14)
     assert len(summary.results) == 22 and CountedFile.total < 4 * a.stat().st_size
-    rejects = [json.loads(line)["line"] for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    rejects = [
+        json.loads(line)["line"] for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()
+    ]
     assert rejects == [i + 1 for i in range(3000) if i % 20 in wrong]
 
 
@@ -193,8 +213,13 @@ def test_a_seed_shuffles_documents_and_none_keeps_their_order(tmp_path: Path) ->
     for name, seed in seeds.items():
         run([a], tmp_path / name, seed=seed, unit_bytes=1 << 20)
     tokens = {name: (tmp_path / name / "shard_00000/tokens.bin").read_bytes() for name in seeds}
-    assert tokens["one"] == tokens["again"] and len({tokens["none"], tokens["one"], tokens["two"]}) == 3
-    assert documents(tmp_path / "none") == documents(tmp_path / "one") == documents(tmp_path / "two")
+    assert (
+        tokens["one"] == tokens["again"]
+        and len({tokens["none"], tokens["one"], tokens["two"]}) == 3
+    )
+    assert (
+        documents(tmp_path / "none") == documents(tmp_path / "one") == documents(tmp_path / "two")
+    )
 
 
 # ---- weights and branches
@@ -222,7 +247,12 @@ def test_the_tokenizer_is_kept_with_the_dataset(tmp_path: Path) -> None:
     records = write_records(a, 10)
     with pytest.raises(ValueError, match="--eod-token, or give --no-append-eod"):
         run([a], tmp_path / "d", tokenizer=f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
-    run([a], tmp_path / "d", tokenizer=f"{tmp_path}/vocab.json,{tmp_path}/merges.txt", append_eod=False)
+    run(
+        [a],
+        tmp_path / "d",
+        tokenizer=f"{tmp_path}/vocab.json,{tmp_path}/merges.txt",
+        append_eod=False,
+    )
     kept = load_tokenizer(kept_tokenizer(tmp_path / "d"))
     assert kept.info() == PackedDataset(tmp_path / "d").manifest.tokenizer
     assert kept.decode(documents(tmp_path / "d")[3]) == records[3]["text"]

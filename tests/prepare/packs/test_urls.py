@@ -1,4 +1,6 @@
-"""Builds that read from URLs have the bytes of those that read a disk, and parts those of one run."""
+"""Builds that read from URLs have the bytes of those that read a disk, and parts those of one
+run.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,12 @@ FORMS = {
 
 def records(path: str, unit_bytes: int = 2000) -> list[Any]:
     units = plan_units([path], unit_bytes)
-    found = [item for unit in units for extent in unit.extents for item in read_extent(extent, media=True)]
+    found = [
+        item
+        for unit in units
+        for extent in unit.extents
+        for item in read_extent(extent, media=True)
+    ]
     assert all(isinstance(item, Record) for item in found), found[-1]
     return [item.value for item in found if isinstance(item, Record)]
 
@@ -92,7 +99,9 @@ def test_a_store_that_is_gone_ends_the_reading(name: str, monkeypatch: pytest.Mo
     url.write(FORMS[name]())
     place = str(under_flaky(url))
     units = plan_units([place], 1 << 20)
-    monkeypatch.setattr(FlakyStore, "cat_file", lambda *_, **__: (_ for _ in ()).throw(ConnectionResetError("down")))
+    monkeypatch.setattr(
+        FlakyStore, "cat_file", lambda *_, **__: (_ for _ in ()).throw(ConnectionResetError("down"))
+    )
     with pytest.raises(UnreachableError, match=r"down \(tried 6 times\)"):
         list(read_extent(units[0].extents[0]))
 
@@ -133,7 +142,10 @@ def test_a_build_from_a_url_has_the_bytes_of_one_from_a_disk_and_sees_a_changed_
     assert kept_tokenizer(url) == "byte"
     before = identity(f"{inputs}/one.jsonl")
     (inputs / "one.jsonl").write(corpus[0].read_bytes().replace(b"ab", b"ba"))
-    assert identity(f"{inputs}/one.jsonl")[1] == before[1] and identity(f"{inputs}/one.jsonl") != before
+    assert (
+        identity(f"{inputs}/one.jsonl")[1] == before[1]
+        and identity(f"{inputs}/one.jsonl") != before
+    )
     with pytest.raises(ValueError, match=r"begun with other settings or other input.*input"):
         build(settings([pattern], tmp_path / "d"), io.StringIO())
     with pytest.raises(ValueError, match="--output s3://b/d: a dataset is built in a directory"):
@@ -142,7 +154,10 @@ def test_a_build_from_a_url_has_the_bytes_of_one_from_a_disk_and_sees_a_changed_
 
 def image_records(places: Sequence[str], folder: Path) -> Path:
     path = folder / "pairs.jsonl"
-    rows = [{"content": [{"type": "image", "path": p}, {"type": "text", "text": "A cat."}]} for p in places]
+    rows = [
+        {"content": [{"type": "image", "path": p}, {"type": "text", "text": "A cat."}]}
+        for p in places
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -154,24 +169,35 @@ def items_of(dataset: PackedDataset) -> list[bytes]:
         pack = dataset.pack(i)
         assert pack.images is not None
         for unit in pack.images.units:
-            found[int(pack.segments[int(unit["segment"])]["source_offset"])] = pack.images.read(int(unit["item"]))
+            found[int(pack.segments[int(unit["segment"])]["source_offset"])] = pack.images.read(
+                int(unit["item"])
+            )
     return [found[offset] for offset in sorted(found)]
 
 
 IMAGES = {"image_rules": TINY, "seq_length": 512, "unit_bytes": 400}
 
 
-def test_images_below_a_url_are_fetched_and_those_that_do_not_come_are_refused(tmp_path: Path) -> None:
+def test_images_below_a_url_are_fetched_and_those_that_do_not_come_are_refused(
+    tmp_path: Path,
+) -> None:
     store = memory()
     pictures = [encoded(noise(20 + i, 16, seed=i)) for i in range(5)]
     for i, picture in enumerate(pictures):
         (store / "photos" / f"{i}.png").write(picture)
     (store / "photos" / "bad.png").write(b"<html>")
-    path = image_records([f"photos/{name}.png" for name in (0, 1, "gone", 2, 3, "bad", 4, 0)], tmp_path)
+    path = image_records(
+        [f"photos/{name}.png" for name in (0, 1, "gone", 2, 3, "bad", 4, 0)], tmp_path
+    )
     builds.run([path], tmp_path / "d", on_error="skip", image_root=str(store), **IMAGES)
     assert items_of(PackedDataset(tmp_path / "d")) == [*pictures, pictures[0]]
-    rejects = [json.loads(line) for line in (tmp_path / "d" / "rejects.jsonl").read_text().splitlines()]
-    assert [line["line"] for line in rejects] == [3, 6] and "no such file under --image-root" in rejects[0]["reason"]
+    rejects = [
+        json.loads(line) for line in (tmp_path / "d" / "rejects.jsonl").read_text().splitlines()
+    ]
+    assert [line["line"] for line in rejects] == [
+        3,
+        6,
+    ] and "no such file under --image-root" in rejects[0]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -206,12 +232,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked.append(self.headers["Host"].partition(":")[0] + self.path)
-        lead = {"away": "http://localhost:1/photos/a.png", "up": "../secret.png", "here": "a.png"}.get(
-            self.path[8:], ""
-        )
+        lead = {
+            "away": "http://localhost:1/photos/a.png",
+            "up": "../secret.png",
+            "here": "a.png",
+        }.get(self.path[8:], "")
         data = gzip.compress(bytes(1 << 24)) if "bomb" in self.path else PICTURE
         self.send_response(302 if lead else 200)
-        for name in ("Location", lead), ("Content-Encoding", "gzip"), ("Content-Length", str(len(data))):
+        for name in (
+            ("Location", lead),
+            ("Content-Encoding", "gzip"),
+            ("Content-Length", str(len(data))),
+        ):
             self.send_header(*name)
         self.end_headers()
         self.wfile.write(data if self.command == "GET" else b"")
@@ -227,14 +259,24 @@ def test_a_server_is_asked_below_what_is_allowed_alone_and_nothing_is_unpacked(n
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        reader = MediaReader(TINY, *((None, [f"{url}/photos/"]) if named else (f"{url}/photos", ())))
+        reader = MediaReader(
+            TINY, *((None, [f"{url}/photos/"]) if named else (f"{url}/photos", ()))
+        )
         read = lambda name: reader._from_path(f"{url}/photos/{name}" if named else name)  # noqa: E731
         assert read("a.png") == read("here") == PICTURE and len(read("bomb")) < 1 << 15
         for name in ("away", "up"):
             with pytest.raises(ImageError, match="leads to .*--image-urls"):
                 read(name)
-        others = [url.replace("127.0.0.1", "localhost"), url.replace("//", "//127.0.0.1@localhost:1/"), f"{url}/x"]
-        for place in (*(f"{other}/photos" for other in others), f"{url}/photosmore", f"{url}/photos/.."):
+        others = [
+            url.replace("127.0.0.1", "localhost"),
+            url.replace("//", "//127.0.0.1@localhost:1/"),
+            f"{url}/x",
+        ]
+        for place in (
+            *(f"{other}/photos" for other in others),
+            f"{url}/photosmore",
+            f"{url}/photos/..",
+        ):
             with pytest.raises(ImageError, match="--image-urls|climbs with"):
                 reader._from_path(f"{place}/a.png")
         server.shutdown()
@@ -251,7 +293,9 @@ def test_a_store_is_read_below_the_urls_that_are_named_alone() -> None:
             reader._from_path(place)
 
 
-def part(inputs: list[Path], output: Path, index: int, count: int, **changes: Any) -> tuple[int, int]:
+def part(
+    inputs: list[Path], output: Path, index: int, count: int, **changes: Any
+) -> tuple[int, int]:
     """Units of a part, and those that were there."""
     summary = build(settings(inputs, output, **changes), io.StringIO(), part=(index, count))
     return len(summary.results), summary.units_resumed
@@ -285,16 +329,23 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     part([a], tmp_path / "d", 0, 4)
     part([a], tmp_path / "d", 2, 4)
     odd = [unit for unit in range(units) if unit % 2]
-    with pytest.raises(ValueError, match=f"lacks {len(odd)} of {units} units, {', '.join(map(str, odd))} "):
+    with pytest.raises(
+        ValueError, match=f"lacks {len(odd)} of {units} units, {', '.join(map(str, odd))} "
+    ):
         finish([a], tmp_path / "d")
     assert not (tmp_path / "d/manifest.json").exists()
     part([a], tmp_path / "d", 3, 4)
     (tmp_path / "d/shard_00002/tokens.bin").unlink()  # a shard that was lost counts as missing
     with pytest.raises(ValueError, match=r"lacks \d+ of \d+ units, 1, 2, 5"):
         finish([a], tmp_path / "d")
-    with pytest.raises(ValueError, match=r"begun with other settings .*seq_length: 128 before, 256 now"):
+    with pytest.raises(
+        ValueError, match=r"begun with other settings .*seq_length: 128 before, 256 now"
+    ):
         part([a], tmp_path / "d", 1, 4, seq_length=256)
-    assert build(settings([a], tmp_path / "d"), io.StringIO()).units_resumed == units - len(odd[::2]) - 1
+    assert (
+        build(settings([a], tmp_path / "d"), io.StringIO()).units_resumed
+        == units - len(odd[::2]) - 1
+    )
     assert visible(tmp_path / "d") == visible(tmp_path / "one")
 
 
@@ -302,15 +353,34 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_parts_of_other_processes_build_at_the_same_time(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     write_records(a, 60)
-    command = [sys.executable, "-c", "import sys; from megacp.prepare.command import main; sys.exit(main())"]
-    flags = ["--input", str(a), "--output", str(tmp_path / "d"), "--tokenizer", "byte", "--seq-length", "128"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from megacp.prepare.command import main; sys.exit(main())",
+    ]
+    flags = [
+        "--input",
+        str(a),
+        "--output",
+        str(tmp_path / "d"),
+        "--tokenizer",
+        "byte",
+        "--seq-length",
+        "128",
+    ]
     flags += ["--unit-bytes", "1000", "--workers", "1"]
     parts = [
-        subprocess.Popen([*command, "build", *flags, "--units", f"{i}/3"], env={**os.environ}) for i in (0, 1, 2, 1)
+        subprocess.Popen([*command, "build", *flags, "--units", f"{i}/3"], env={**os.environ})
+        for i in (0, 1, 2, 1)
     ]
     assert [process.wait(timeout=120) for process in parts] == [0, 0, 0, 0]
     assert preprocess.main(["finish", *flags]) == 0
-    assert preprocess.main(["build", *[text.replace(f"{tmp_path}/d", f"{tmp_path}/one") for text in flags]]) == 0
+    assert (
+        preprocess.main(
+            ["build", *[text.replace(f"{tmp_path}/d", f"{tmp_path}/one") for text in flags]]
+        )
+        == 0
+    )
     assert visible(tmp_path / "d") == visible(tmp_path / "one")
 
 
@@ -325,15 +395,23 @@ def test_a_part_is_a_number_below_a_count(text: str, capsys: pytest.CaptureFixtu
 
 def test_a_whole_build_keeps_all_others_out_and_parts_share(tmp_path: Path) -> None:
     def other(shared: bool) -> subprocess.CompletedProcess[str]:
-        code = "import sys; from pathlib import Path; from megacp.prepare.packs.journal import locked"
-        command = [sys.executable, "-c", f"{code}\nwith locked(Path(sys.argv[1]), {shared}): print('in')"]
+        code = (
+            "import sys; from pathlib import Path; from megacp.prepare.packs.journal import locked"
+        )
+        command = [
+            sys.executable,
+            "-c",
+            f"{code}\nwith locked(Path(sys.argv[1]), {shared}): print('in')",
+        ]
         return subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
 
     with locked(tmp_path):
         for shared in (False, True):
             assert "another build is writing to it" in other(shared).stderr
     with locked(tmp_path, shared=True):
-        assert other(True).stdout == "in\n" and "another build is writing to it" in other(False).stderr
+        assert (
+            other(True).stdout == "in\n" and "another build is writing to it" in other(False).stderr
+        )
     assert other(False).returncode == 0
 
 

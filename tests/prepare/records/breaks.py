@@ -32,8 +32,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "of two system prompts one is lost",
         ),
         (
-            "and _same(given[key], text)}",
-            "}",
+            "found = {\n        key for key, text in pairs if isinstance(given.get(key), str) and _same(given[key], text)\n    }",
+            "found = {key for key, text in pairs if isinstance(given.get(key), str)}",
             "a prompt that says something else is taken for a copy",
         ),
         (
@@ -84,8 +84,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/prepare/records/forms.py", "tests/prepare/records/test_samples.py"): [
         (
-            "if not places and values and",
-            "if False and values and",
+            "  not places",
+            "  False",
             "an image without a place is refused",
         ),
         (

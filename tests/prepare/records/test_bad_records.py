@@ -1,4 +1,6 @@
-"""Every bad record, image and video in one build: each is refused with its own reason, and nothing else is lost."""
+"""Every bad record, image and video in one build: each is refused with its own reason, and nothing
+else is lost.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,20 @@ from tests.prepare.packs import builds
 
 pytest.importorskip("av")
 RULES = dataclasses.replace(TINY, token_ids={}, max_pixels=10_000)
-SETTINGS: dict[str, Any] = {"image_rules": RULES, "seq_length": 1024, "max_record_bytes": 200_000, "on_error": "skip"}
+SETTINGS: dict[str, Any] = {
+    "image_rules": RULES,
+    "seq_length": 1024,
+    "max_record_bytes": 200_000,
+    "on_error": "skip",
+}
 SETTINGS["max_crops_per_pack"] = 40
 
 
 def record(**part: Any) -> bytes:
     """A line with an image (or what `part` says) and a word that is learned."""
-    return json.dumps({"content": [{"type": "image", **part}, {"type": "text", "text": "a"}]}).encode()
+    return json.dumps(
+        {"content": [{"type": "image", **part}, {"type": "text", "text": "a"}]}
+    ).encode()
 
 
 def inline(data: bytes, kind: str = "image") -> bytes:
@@ -54,7 +63,10 @@ def good_lines() -> dict[str, bytes]:
 
 def bad_lines(root: Path) -> dict[bytes, str]:
     """Line -> what its reason must say."""
-    whole, small = video(43), {"type": "image", "base64": base64.b64encode(encoded(noise(9, 9))).decode()}
+    whole, small = (
+        video(43),
+        {"type": "image", "base64": base64.b64encode(encoded(noise(9, 9))).decode()},
+    )
     (root / "out.png").symlink_to(root.parent / "secret.png")
     lines = {
         json.dumps({"text": "x" * 200_000}).encode(): "more than --max-record-bytes 200000",
@@ -62,8 +74,12 @@ def bad_lines(root: Path) -> dict[bytes, str]:
         b'{"body": "x"}': "missing key: a record needs exactly one of",
         b'{"prompt": "a", "chosen": "b", "rejected": "c"}': "DPO.*--columns completion=chosen --ignore-keys rejected",
         b'{"text": "cut': "invalid JSON",
-        json.dumps({"content": [small] * 41}).encode(): "image crops, more than --max-crops-per-pack 40",
-        json.dumps({"content": [small], "branches": ["x" * 1100]}).encode(): "with all branches, .* --seq-length 1024",
+        json.dumps(
+            {"content": [small] * 41}
+        ).encode(): "image crops, more than --max-crops-per-pack 40",
+        json.dumps(
+            {"content": [small], "branches": ["x" * 1100]}
+        ).encode(): "with all branches, .* --seq-length 1024",
         record(path="../secret.png"): "climbs with `..`",
         record(path="/etc/passwd"): "absolute",
         record(path="out.png"): "a symbolic link leads out of --image-root",
@@ -74,11 +90,15 @@ def bad_lines(root: Path) -> dict[bytes, str]:
     }
     (root / "empty.png").write_bytes(b"")
     lines |= {record(path="empty.png"): BAD["empty"][1]}
-    return lines | {inline(data): message for name, (data, message) in BAD.items() if name != "empty"}
+    return lines | {
+        inline(data): message for name, (data, message) in BAD.items() if name != "empty"
+    }
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_each_bad_record_has_its_own_reason_and_all_others_are_stored(tmp_path: Path, workers: int) -> None:
+def test_each_bad_record_has_its_own_reason_and_all_others_are_stored(
+    tmp_path: Path, workers: int
+) -> None:
     root = tmp_path / "root"
     root.mkdir()
     (tmp_path / "secret.png").write_bytes(encoded(noise(9, 9)))
@@ -91,21 +111,41 @@ def test_each_bad_record_has_its_own_reason_and_all_others_are_stored(tmp_path: 
     corpus = tmp_path / "c.jsonl"
     corpus.write_bytes(b"".join(line + b"\n" for line in lines))
     built = tmp_path / "d"
-    builds.run([corpus], built, image_root=str(root), workers=workers, unit_bytes=400_000 // workers, **SETTINGS)
+    builds.run(
+        [corpus],
+        built,
+        image_root=str(root),
+        workers=workers,
+        unit_bytes=400_000 // workers,
+        **SETTINGS,
+    )
     assert verify(built) == []
     rejects = [json.loads(line) for line in (built / "rejects.jsonl").read_text().splitlines()]
-    assert [reject["line"] for reject in rejects] == [len(good) + 1 + 2 * number for number in range(len(bad))]
+    assert [reject["line"] for reject in rejects] == [
+        len(good) + 1 + 2 * number for number in range(len(bad))
+    ]
     for reject, message in zip(rejects, bad.values(), strict=True):
         assert re.search(message, reject["reason"]), (reject, message)
     assert len({reject["reason"] for reject in rejects}) == len(bad)
     dataset = PackedDataset(built)
-    stored = [int(offset) for i in range(len(dataset)) for offset in dataset.pack(i).segments["source_offset"]]
+    stored = [
+        int(offset)
+        for i in range(len(dataset))
+        for offset in dataset.pack(i).segments["source_offset"]
+    ]
     assert sorted(stored) == offsets[sound].tolist()
 
 
-def test_a_cut_gz_and_a_tar_with_a_member_outside_lose_nothing_that_is_whole(tmp_path: Path) -> None:
+def test_a_cut_gz_and_a_tar_with_a_member_outside_lose_nothing_that_is_whole(
+    tmp_path: Path,
+) -> None:
     picture = encoded(noise(9, 9))
-    members = {"a/1.json": record(member="png"), "a/1.png": picture, "../2.txt": b"out", "z.txt": b"last"}
+    members = {
+        "a/1.json": record(member="png"),
+        "a/1.png": picture,
+        "../2.txt": b"out",
+        "z.txt": b"last",
+    }
     with tarfile.open(tmp_path / "w.tar", "w") as archive:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
@@ -131,5 +171,7 @@ def test_a_cut_file_of_images_is_named_at_open(tmp_path: Path, name: str) -> Non
     path = tmp_path / "d/shard_00000" / name
     size = path.stat().st_size
     os.truncate(path, size - 1)
-    with pytest.raises(ValueError, match=rf"shard_00000/{name}: {size - 1} bytes, the manifest says {size}"):
+    with pytest.raises(
+        ValueError, match=rf"shard_00000/{name}: {size - 1} bytes, the manifest says {size}"
+    ):
         PackedDataset(tmp_path / "d")

@@ -1,4 +1,6 @@
-"""Readers: each record exactly once whatever the cuts and the format, and a place for each bad one."""
+"""Readers: each record exactly once whatever the cuts and the format, and a place for each bad
+one.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,15 @@ def values(path: Path, limit: int = 1 << 20) -> list[Any]:
 
 
 def lines(count: int) -> bytes:
-    return b"".join(json.dumps({"text": f"document {i} " + "x" * (i % 7)}).encode() + b"\n" for i in range(count))
+    return b"".join(
+        json.dumps({"text": f"document {i} " + "x" * (i % 7)}).encode() + b"\n"
+        for i in range(count)
+    )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(st.text(alphabet="ab\u00e9 ", max_size=12), min_size=1, max_size=20),
     st.integers(1, 40),
@@ -69,7 +76,11 @@ def test_every_line_is_read_exactly_once_however_the_file_is_cut(
     assert [item.value["text"] for item in records if isinstance(item, Record)] == texts
     before = LinesBefore()
     for order in (1, -1):
-        numbers = [before(extent) + item.line for extent in extents[::order] for item in read_extent(extent)]
+        numbers = [
+            before(extent) + item.line
+            for extent in extents[::order]
+            for item in read_extent(extent)
+        ]
         assert sorted(numbers) == list(range(1, len(texts) + 1))
 
 
@@ -77,7 +88,10 @@ def test_units_group_small_files_and_cut_large_ones(tmp_path: Path) -> None:
     for name, count in (("a.jsonl", 1), ("b.jsonl", 1), ("c.jsonl", 40), ("d.jsonl.gz", 40)):
         (tmp_path / name).write_bytes(lines(count))
     (tmp_path / "empty.jsonl").write_bytes(b"")
-    paths = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "empty.jsonl", "c.jsonl", "d.jsonl.gz")]
+    paths = [
+        str(tmp_path / name)
+        for name in ("a.jsonl", "b.jsonl", "empty.jsonl", "c.jsonl", "d.jsonl.gz")
+    ]
     units = plan_units(paths, 400)
     assert [e.source for e in units[0].extents] == [0, 1]
     size = (tmp_path / "c.jsonl").stat().st_size
@@ -90,11 +104,19 @@ def test_units_group_small_files_and_cut_large_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [b"{", b'{"text": "\xfe"}', b'"' + b"x" * 300 + b'"'])
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_bad_line_is_refused_with_its_place_and_reading_goes_on(tmp_path: Path, bad: bytes, suffix: str) -> None:
+def test_a_bad_line_is_refused_with_its_place_and_reading_goes_on(
+    tmp_path: Path, bad: bytes, suffix: str
+) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(PACK[suffix](lines(5) + bad + b"\n" + lines(3) + b"\n  \r\n"))  # blank ones hold nothing
+    path.write_bytes(
+        PACK[suffix](lines(5) + bad + b"\n" + lines(3) + b"\n  \r\n")
+    )  # blank ones hold nothing
     records, (refusal,) = read(path, 200)
-    assert len(records) == 8 and (refusal.file, refusal.line, refusal.offset) == (str(path), 6, len(lines(5)))
+    assert len(records) == 8 and (refusal.file, refusal.line, refusal.offset) == (
+        str(path),
+        6,
+        len(lines(5)),
+    )
     assert str(refusal).startswith(f"{path}:6: ")
 
 
@@ -109,7 +131,9 @@ def test_a_compressed_file_of_several_members_is_read_whole_and_a_cut_or_damaged
     for data in (whole[: len(whole) * 3 // 4], whole[:-1], b"this is no compressed file"):
         path.write_bytes(data)
         records, (refusal,) = read(path)
-        assert [r.value for r in records] == [json.loads(line) for line in lines(20_000).splitlines()[: len(records)]]
+        assert [r.value for r in records] == [
+            json.loads(line) for line in lines(20_000).splitlines()[: len(records)]
+        ]
         assert refusal.line == len(records) + 1 and (len(records) > 5_000) == (data[:4] != b"this")
 
 
@@ -118,7 +142,10 @@ def test_a_compressed_file_of_several_members_is_read_whole_and_a_cut_or_damaged
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     pq.write_table(
-        pa.table({key: [row.get(key) for row in rows] for key in {k: None for row in rows for k in row}}), path
+        pa.table(
+            {key: [row.get(key) for row in rows] for key in {k: None for row in rows for k in row}}
+        ),
+        path,
     )
     return path
 
@@ -126,7 +153,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_rows_of_a_table_are_records_and_a_cut_one_is_told(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     records, _ = read(write(path, ROWS))
-    assert [r.value for r in records] == READ and [(r.line, r.offset) for r in records] == [(1, 0), (2, 1), (3, 2)]
+    assert [r.value for r in records] == READ and [(r.line, r.offset) for r in records] == [
+        (1, 0),
+        (2, 1),
+        (3, 2),
+    ]
     rows = [{"text": "a"}, {"text": "x" * 5000}, {"text": "c"}]
     records, (refusal,) = read(write(path, rows), 1000)
     assert [r.value for r in records] == [rows[0], rows[2]] and refusal.line == 2
@@ -140,7 +171,10 @@ def test_rows_of_a_table_are_records_and_a_cut_one_is_told(tmp_path: Path) -> No
     columns = [arrow.array(["a", "b", "c"]), arrow.array([1, 2, 3]), texts]
     pq.write_table(arrow.Table.from_arrays(columns, names=["text", "id", "id"]), path)
     records, (refusal,) = read(path)
-    assert [r.value for r in records] == [{"text": "a", "id": 1}, {"text": "c", "id": 3}] and refusal.line == 2
+    assert [r.value for r in records] == [
+        {"text": "a", "id": 1},
+        {"text": "c", "id": 3},
+    ] and refusal.line == 2
 
 
 # ---- tars
@@ -157,13 +191,30 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_path: Path) -> None:
     twice = b'{"id": 1, "caption": "one"}'  # as img2dataset has it
-    members = [("d/1.json", twice), ("d/1.txt", b"one"), ("d/2.json", b'{"text": "two"}'), ("d/3.v2.TXT", b"3")]
+    members = [
+        ("d/1.json", twice),
+        ("d/1.txt", b"one"),
+        ("d/2.json", b'{"text": "two"}'),
+        ("d/3.v2.TXT", b"3"),
+    ]
     path = write_tar(tmp_path / "a.tar", members)
     records, refusals = read(path)
-    assert [r.value for r in records] == [{"id": 1, "text": "one"}, {"text": "two"}, {"text": "3"}] and not refusals
+    assert [r.value for r in records] == [
+        {"id": 1, "text": "one"},
+        {"text": "two"},
+        {"text": "3"},
+    ] and not refusals
     assert [r.line for r in records] == [1, 2, 3]
-    assert [r.value["text"] for r in read(write_tar(path, [*members[2:], *members[2:]]))[0]] == ["two", "3"] * 2
-    apart = [("d/1.json", b'{"text": "x"}'), ("d/2.json", b'{"text": "y"}'), ("d/1.txt", b"one"), ("d/2.txt", b"two")]
+    assert [r.value["text"] for r in read(write_tar(path, [*members[2:], *members[2:]]))[0]] == [
+        "two",
+        "3",
+    ] * 2
+    apart = [
+        ("d/1.json", b'{"text": "x"}'),
+        ("d/2.json", b'{"text": "y"}'),
+        ("d/1.txt", b"one"),
+        ("d/2.txt", b"two"),
+    ]
     records, refusals = read(write_tar(path, apart))
     assert [r.value["text"] for r in records] == ["x", "y"] and [r.line for r in refusals] == [3, 4]
     assert "'d/1' stand apart, at bytes 0 and 2048" in refusals[0].reason
@@ -191,19 +242,30 @@ def test_a_bad_record_in_a_tar_is_refused_and_the_next_is_read(
     tmp_path: Path, members: list[tuple[str, bytes]], named: str
 ) -> None:
     records, (refusal,) = read(write_tar(tmp_path / "a.tar", [*members, ("z.txt", b"last")]), 200)
-    assert [r.value for r in records] == [{"text": "last"}] and named in refusal.reason and refusal.line == 1
+    assert (
+        [r.value for r in records] == [{"text": "last"}]
+        and named in refusal.reason
+        and refusal.line == 1
+    )
 
 
 # ---- JSON that is not one record a line
 
-TALKS = [[{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": f"A{i}\u00e9"}] for i in range(40)]
+TALKS = [
+    [{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": f"A{i}\u00e9"}]
+    for i in range(40)
+]
 RECORDS = [{"messages": talk, "id": i} for i, talk in enumerate(TALKS)]
 
 
 def test_objects_over_many_lines_are_read_as_jq_prints_them(tmp_path: Path) -> None:
-    """One or several, also where units cut the file, with the line, the place and the number of each."""
+    """One or several, also where units cut the file, with the line, the place and the number of
+    each.
+    """
     for name, indent in (("a.jsonl", 2), ("b.json", "\t")):
-        text = "\n".join(json.dumps(record, indent=indent, ensure_ascii=False) for record in RECORDS)
+        text = "\n".join(
+            json.dumps(record, indent=indent, ensure_ascii=False) for record in RECORDS
+        )
         path = tmp_path / name
         path.write_text(text + "\n", encoding="utf-8")
         assert values(path) == RECORDS
@@ -214,12 +276,19 @@ def test_objects_over_many_lines_are_read_as_jq_prints_them(tmp_path: Path) -> N
             for item in read_extent(extent):
                 assert isinstance(item, Record)
                 assert records_before(extent) + item.number == item.value["id"] + 1
-                line = text[: text.index(json.dumps(item.value, indent=indent, ensure_ascii=False))].count("\n") + 1
+                line = (
+                    text[
+                        : text.index(json.dumps(item.value, indent=indent, ensure_ascii=False))
+                    ].count("\n")
+                    + 1
+                )
                 assert before(extent) + item.line == line
                 found.append(item)
         assert [item.value for item in found] == RECORDS
         data = path.read_bytes()
-        assert all(json.loads(data[item.offset : item.offset + item.size]) == item.value for item in found)
+        assert all(
+            json.loads(data[item.offset : item.offset + item.size]) == item.value for item in found
+        )
     path.write_text(json.dumps(RECORDS[0], indent=2))
     assert values(path) == RECORDS[:1]
     path.write_text(json.dumps(RECORDS[0]).replace("}, ", "},\n  "))  # as people lay it out
@@ -238,7 +307,9 @@ def test_a_list_of_messages_is_one_record_on_a_line_of_its_own(tmp_path: Path) -
     assert values(path) == TALKS
     path.write_text(json.dumps(RECORDS) + "\n")
     assert values(path) == RECORDS
-    path.write_text(json.dumps(TALKS[0], indent=1))  # its elements are no records, which parsing tells
+    path.write_text(
+        json.dumps(TALKS[0], indent=1)
+    )  # its elements are no records, which parsing tells
     assert values(path) == TALKS[0]
 
 
@@ -257,9 +328,15 @@ def test_an_error_in_an_array_has_the_records_number_in_every_unit(tmp_path: Pat
     path = tmp_path / "a.json"
     path.write_text(json.dumps(records))
     builds.run([path], tmp_path / "d", unit_bytes=200, on_error="skip")
-    rejects = [json.loads(line) for line in (tmp_path / "d" / "rejects.jsonl").read_text().splitlines()]
-    assert [reject["number"] for reject in rejects] == [6, 34] and {reject["line"] for reject in rejects} == {1}
-    with pytest.raises(ValueError, match=r"a.json:1: `text` is a number .*\(record 6, byte offset \d+\)"):
+    rejects = [
+        json.loads(line) for line in (tmp_path / "d" / "rejects.jsonl").read_text().splitlines()
+    ]
+    assert [reject["number"] for reject in rejects] == [6, 34] and {
+        reject["line"] for reject in rejects
+    } == {1}
+    with pytest.raises(
+        ValueError, match=r"a.json:1: `text` is a number .*\(record 6, byte offset \d+\)"
+    ):
         builds.run([path], tmp_path / "e", unit_bytes=200)
     path.write_text(json.dumps(records[:3])[:-1] + ', {"text": }]')
     _, (refusal,) = read(path)
@@ -275,7 +352,10 @@ def test_an_error_in_an_array_has_the_records_number_in_every_unit(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("a.csv", "pandas.read_csv('{path}').to_json('{folder}/a.jsonl', orient='records', lines=True)"),
+        (
+            "a.csv",
+            "pandas.read_csv('{path}').to_json('{folder}/a.jsonl', orient='records', lines=True)",
+        ),
         ("a.TSV", "pandas.read_table('{path}').to_json"),
         ("a.xlsx", "pandas.read_excel('{path}').to_json"),
         ("a.arrow", "datasets.Dataset.from_file('{path}').to_parquet('{folder}/a.parquet')"),
@@ -316,6 +396,12 @@ def test_the_commands_for_datasets_folders_and_arrow_files_work(tmp_path: Path) 
     for path in (tmp_path / "one", tmp_path / "split", arrow):
         problem = str(input_problem(str(path)))
         command = problem.partition("To convert it: python -c ")[2].strip('"')
-        subprocess.run([sys.executable, "-c", command], check=True, capture_output=True, timeout=100)
-    for made in (tmp_path / "one.parquet", tmp_path / "split.parquet", arrow.with_suffix(".parquet")):
+        subprocess.run(
+            [sys.executable, "-c", command], check=True, capture_output=True, timeout=100
+        )
+    for made in (
+        tmp_path / "one.parquet",
+        tmp_path / "split.parquet",
+        arrow.with_suffix(".parquet"),
+    ):
         assert values(made) == [{"text": "a"}, {"text": "b"}]

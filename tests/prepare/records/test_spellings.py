@@ -1,4 +1,6 @@
-"""Records in the spellings that people have: each is what the plain form says, or is refused with advice that works."""
+"""Records in the spellings that people have: each is what the plain form says, or is refused with
+advice that works.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,24 @@ def talk_of(record: dict[str, Any], rules: RecordRules | None = None) -> Talk:
         ({"conversation": TURNS}, TALK),
         ({"messages": TURNS}, TALK),
         ({"messages": [{"role": "human", "content": "Q"}, {"role": "gpt", "content": "A"}]}, TALK),
-        ({"messages": [{"role": "User", "content": "Q"}, {"role": "ASSISTANT", "content": "A"}]}, TALK),
+        (
+            {"messages": [{"role": "User", "content": "Q"}, {"role": "ASSISTANT", "content": "A"}]},
+            TALK,
+        ),
         ({"messages": [ASK, {"role": "model", "content": "A"}]}, TALK),
-        ({"messages": [{"role": "user", "parts": [{"text": "Q"}]}, {"role": "model", "parts": ["A"]}]}, TALK),
-        ({"messages": [{"role": "user", "value": "Q"}, {"from": "assistant", "content": "A"}]}, TALK),
+        (
+            {
+                "messages": [
+                    {"role": "user", "parts": [{"text": "Q"}]},
+                    {"role": "model", "parts": ["A"]},
+                ]
+            },
+            TALK,
+        ),
+        (
+            {"messages": [{"role": "user", "value": "Q"}, {"from": "assistant", "content": "A"}]},
+            TALK,
+        ),
         ({"messages": [{"role": "user", "text": "Q"}, {**TELL, "text": ""}]}, TALK),
         ({"prompt": json.dumps([ASK]), "completion": [TELL]}, TALK),
         ([ASK, TELL], TALK),
@@ -63,7 +79,9 @@ def talk_of(record: dict[str, Any], rules: RecordRules | None = None) -> Talk:
         ({**TALK, "question": "Q", "response": "A"}, TALK),
     ],
 )
-def test_a_conversation_is_read_in_every_spelling_with_one_meaning(record: Any, plain: dict[str, Any]) -> None:
+def test_a_conversation_is_read_in_every_spelling_with_one_meaning(
+    record: Any, plain: dict[str, Any]
+) -> None:
     assert parse_record(record) == parse_record(plain)
 
 
@@ -77,18 +95,29 @@ def test_a_text_of_json_is_read_where_a_list_or_an_object_must_stand() -> None:
     assert talk_of({**alpaca, "history": json.dumps([["a", "b"]])}) == talk_of(alpaca)
     images = RecordRules(media=True)
     shown = {"text": "x", "images": ["a.png", "b.png"]}
-    assert parse_record({**shown, "images": json.dumps(shown["images"])}, images) == parse_record(shown, images)
+    assert parse_record({**shown, "images": json.dumps(shown["images"])}, images) == parse_record(
+        shown, images
+    )
     assert parse_record({"text": "[1, 2]"}).prefix[0].text == "[1, 2]"  # a text may be anything
 
 
 MESSAGE = re.escape("`messages[1]`")
 REFUSED: list[tuple[Any, str]] = [
-    ({"messages": "[{'role': 'user', 'content': 'Q'}]"}, "`messages` is a string and no JSON: .*ast.literal_eval"),
+    (
+        {"messages": "[{'role': 'user', 'content': 'Q'}]"},
+        "`messages` is a string and no JSON: .*ast.literal_eval",
+    ),
     ({"messages": '[{"role": "user"'}, "`messages` is a string and no JSON"),
     ({"messages": "[" * 100_000}, "nested too deeply"),
     ({"messages": ["Q", "A"]}, r"`messages\[0\]` .*found a string; who says a text cannot be told"),
-    ({"messages": [ASK, {**TELL, "from": "gpt"}]}, f"{MESSAGE}: `role` and `from` both say who speaks"),
-    ({"messages": [ASK, {**TELL, "value": "B"}]}, f"{MESSAGE}: `content` and `value` both say what is said"),
+    (
+        {"messages": [ASK, {**TELL, "from": "gpt"}]},
+        f"{MESSAGE}: `role` and `from` both say who speaks",
+    ),
+    (
+        {"messages": [ASK, {**TELL, "value": "B"}]},
+        f"{MESSAGE}: `content` and `value` both say what is said",
+    ),
     (
         {"messages": [ASK, {"role": "model", "parts": [{"inline_data": "x"}]}]},
         r"`messages\[1\].parts\[0\]` must be a text",
@@ -104,26 +133,44 @@ REFUSED: list[tuple[Any, str]] = [
         {**TALK, "system_prompt": "T"},
         "`system_prompt` may be a system prompt .*--columns system=system_prompt takes it",
     ),
-    ({"text": "x", "system": "S"}, "`system` may be a system prompt and would be lost. A text has no place"),
-    ({"prompt": json.dumps([ASK]), "completion": "A"}, "`prompt` is a string that holds messages as JSON"),
+    (
+        {"text": "x", "system": "S"},
+        "`system` may be a system prompt and would be lost. A text has no place",
+    ),
+    (
+        {"prompt": json.dumps([ASK]), "completion": "A"},
+        "`prompt` is a string that holds messages as JSON",
+    ),
     ({**TALK, "text": "rendered"}, r"`text` and `messages`; --ignore-keys text leaves"),
     ({"prompt": "Q", "completion": "A", "label": False}, r"KTO.*select\(.label == true"),
     ({**TALK, "label": 0}, "KTO"),
     ({**TALK, "kto_tag": False}, "KTO.*del.*kto_tag"),
     ({"text": "good film", "label": 1}, "the number of the text's class .1. and would be lost"),
     ({"text": "good film", "label": "positive"}, "--columns instruction=text,output=label"),
-    ({"chosen": "Human: Q Assistant: A", "rejected": "Human: Q Assistant: B"}, "make `messages` of `chosen`"),
-    ({"conversation": [{"human": "Q", "assistant": "A"}]}, r"`conversation\[0\]` has no `role`: .*jq -c"),
+    (
+        {"chosen": "Human: Q Assistant: A", "rejected": "Human: Q Assistant: B"},
+        "make `messages` of `chosen`",
+    ),
+    (
+        {"conversation": [{"human": "Q", "assistant": "A"}]},
+        r"`conversation\[0\]` has no `role`: .*jq -c",
+    ),
     ({"content": "print(1)", "lang": "Python"}, "--text-key content learns it as a plain text"),
     (json.dumps(TALK), "found a string that holds JSON; jq -c fromjson"),
     ({**ASK, "content": [{"type": "text", "text": "Q"}]}, "This is one message of a list"),
     (ASK, r"one message of a list.*jq -c '\{messages: .\}'"),
     ({"data": [TALK, TALK]}, r"jq -c '.data\[\]' FILE"),
-    ({"conversation_text": "Human: Q\n\nAssistant: A"}, "in which several speak: make `messages` of it"),
+    (
+        {"conversation_text": "Human: Q\n\nAssistant: A"},
+        "in which several speak: make `messages` of it",
+    ),
     ({"body": "USER: Q ASSISTANT: A"}, "in which several speak"),
     ({"text": "Q", "role": "prompter"}, "is what a 'prompter' says, .* one message"),
     ({"prompt": [ASK], "reward": 1}, "`prompt` asks, and nothing in the record answers"),
-    ({"problem": "Q", "solution": "A", "answer": "4"}, "output=ANSWER, where ANSWER is `answer` or `solution`, reads"),
+    (
+        {"problem": "Q", "solution": "A", "answer": "4"},
+        "output=ANSWER, where ANSWER is `answer` or `solution`, reads",
+    ),
     ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "`input_ids` are tokens"),
 ]
 
@@ -147,7 +194,9 @@ def test_no_advice_loses_a_system_prompt_or_learns_a_bad_answer(record: Any) -> 
     with pytest.raises(RecordError) as refused:
         parse_record(record)
     for keys in re.findall(r"--ignore-keys ([\w,]+)", str(refused.value)):
-        assert not any("system" in key or key in ("chosen", "role") for key in keys.split(",")), refused.value
+        assert not any("system" in key or key in ("chosen", "role") for key in keys.split(",")), (
+            refused.value
+        )
 
 
 # ---- names that --columns and --roles give
@@ -165,11 +214,20 @@ def pairs(text: str) -> tuple[tuple[str, str], ...]:
         ({"query": "Q", "response": "A"}, {"instruction": "Q", "output": "A"}),
         ({"input": "Q", "output": "A"}, {"instruction": "Q", "output": "A"}),
         ({"instruction": "Q", "response": "A"}, {"instruction": "Q", "output": "A"}),
-        ({"instruction": "Q", "input": "X", "response": "A"}, {"instruction": "Q", "input": "X", "output": "A"}),
-        ({"instruction": "Q", "context": "X", "response": "A"}, {"instruction": "Q", "input": "X", "output": "A"}),
+        (
+            {"instruction": "Q", "input": "X", "response": "A"},
+            {"instruction": "Q", "input": "X", "output": "A"},
+        ),
+        (
+            {"instruction": "Q", "context": "X", "response": "A"},
+            {"instruction": "Q", "input": "X", "output": "A"},
+        ),
         ({"prompt": "Q", "response": "A"}, {"instruction": "Q", "output": "A"}),
         ({"problem": "Q", "solution": "A"}, {"instruction": "Q", "output": "A"}),
-        ({"system_prompt": "S", "question": "Q", "response": "A"}, {"instruction": "Q", "output": "A", "system": "S"}),
+        (
+            {"system_prompt": "S", "question": "Q", "response": "A"},
+            {"instruction": "Q", "output": "A", "system": "S"},
+        ),
         ({"dialogue": TURNS}, TALK),
         ({"chat": json.dumps([ASK, TELL])}, TALK),
         (PREFERENCE, TALK),
@@ -177,7 +235,10 @@ def pairs(text: str) -> tuple[tuple[str, str], ...]:
         ({**PREFERENCE, "prompt": "Q", **TALK}, TALK),
         ({"contents": TURNS, "systemInstruction": {"parts": [{"text": "S"}]}}, WITH_SYSTEM),
         ({"document": "Q", "summary": "A", "id": 3}, {"instruction": "Q", "output": "A"}),
-        ({"system": "S", "input": "Q", "output": "A"}, {"instruction": "Q", "output": "A", "system": "S"}),
+        (
+            {"system": "S", "input": "Q", "output": "A"},
+            {"instruction": "Q", "output": "A", "system": "S"},
+        ),
         ({**PREFERENCE, "prompt": [ASK]}, TALK),
         ({"prompt": [ASK], "chosen": [TELL], "rejected": [TELL]}, TALK),
         ({"prompt": "Q", "chosen": "A", "rejected": "B"}, {"prompt": "Q", "completion": "A"}),
@@ -192,7 +253,8 @@ def test_advice_can_be_followed(record: dict[str, Any], plain: dict[str, Any]) -
         parse_record(record)
     said = str(refused.value)
     columns, roles, ignored, text_key = (
-        re.search(rf"--{flag} ([\w=,]+)", said) for flag in ("columns", "roles", "ignore-keys", "text-key")
+        re.search(rf"--{flag} ([\w=,]+)", said)
+        for flag in ("columns", "roles", "ignore-keys", "text-key")
     )
     rules = RecordRules(
         text_key=text_key[1] if text_key else "text",
@@ -205,30 +267,47 @@ def test_advice_can_be_followed(record: dict[str, Any], plain: dict[str, Any]) -
 
 def test_columns_name_any_key_and_errors_have_the_name_of_the_file() -> None:
     rules = RecordRules(columns=pairs("prompt=question,completion=answer"))
-    assert parse_record({"question": "Q", "answer": "A"}, rules) == parse_record({"prompt": "Q", "completion": "A"})
+    assert parse_record({"question": "Q", "answer": "A"}, rules) == parse_record(
+        {"prompt": "Q", "completion": "A"}
+    )
     with pytest.raises(RecordError, match="^`answer` is empty"):
         parse_record({"question": "Q", "answer": ""}, rules)
-    with pytest.raises(RecordError, match="missing key: .*--columns completion=answer: there is no such key"):
+    with pytest.raises(
+        RecordError, match="missing key: .*--columns completion=answer: there is no such key"
+    ):
         parse_record({"question": "Q", "reply": "A"}, rules)
-    with pytest.raises(RecordError, match="`prompt` and `question` are both there, .*--ignore-keys prompt leaves"):
+    with pytest.raises(
+        RecordError, match="`prompt` and `question` are both there, .*--ignore-keys prompt leaves"
+    ):
         parse_record({"question": "Q", "answer": "A", "prompt": "P"}, rules)
     own_out = RecordRules(columns=rules.columns, ignore_keys=("prompt",))
-    assert parse_record({"question": "Q", "answer": "A", "prompt": "P"}, own_out).prefix[0].text == "Q"
+    assert (
+        parse_record({"question": "Q", "answer": "A", "prompt": "P"}, own_out).prefix[0].text == "Q"
+    )
     swapped = RecordRules(columns=pairs("prompt=completion,completion=prompt"))
-    assert parse_record({"prompt": "A", "completion": "Q"}, swapped) == parse_record({"prompt": "Q", "completion": "A"})
+    assert parse_record({"prompt": "A", "completion": "Q"}, swapped) == parse_record(
+        {"prompt": "Q", "completion": "A"}
+    )
     nested = {"text": "Q", "branches": [{"msgs": [ASK, TELL]}]}
     expected = parse_record({"text": "Q", "branches": [TALK]})
     assert parse_record(nested, RecordRules(columns=pairs("messages=msgs"))) == expected
     with pytest.raises(RecordError, match=r"`msgs\[0\].content`"):
-        parse_record({"msgs": [{"role": "user", "content": 3}]}, RecordRules(columns=pairs("messages=msgs")))
+        parse_record(
+            {"msgs": [{"role": "user", "content": 3}]}, RecordRules(columns=pairs("messages=msgs"))
+        )
 
 
 def test_an_unknown_role_is_refused_with_the_flags_for_all_it_may_be() -> None:
     record = {"messages": [ASK, {"role": "agent", "content": "A"}]}
-    with pytest.raises(RecordError, match="--roles assistant=agent if .*--roles user=agent if .*--context-roles agent"):
+    with pytest.raises(
+        RecordError,
+        match="--roles assistant=agent if .*--roles user=agent if .*--context-roles agent",
+    ):
         parse_record(record)
     assert parse_record(record, RecordRules(roles=pairs("assistant=agent"))) == parse_record(TALK)
-    named = RecordRules(roles=pairs("user=agent"))  # a name that is known otherwise may be given another role
+    named = RecordRules(
+        roles=pairs("user=agent")
+    )  # a name that is known otherwise may be given another role
     assert sum(piece.weight for piece in parse_record(record, named).prefix) == 0
 
 
@@ -247,7 +326,9 @@ def test_alpaca_is_a_conversation_by_a_template_and_its_own_prompt_without() -> 
         *asked["messages"],
     ]
     own = parse_record(record)
-    assert own.forms == {ALPACA} and "### Instruction:\nQ\n\n### Input:\nX\n\n" in str(own.prefix[0].text)
+    assert own.forms == {ALPACA} and "### Instruction:\nQ\n\n### Input:\nX\n\n" in str(
+        own.prefix[0].text
+    )
     assert parse_record(record, RecordRules(form=AS_MESSAGES)) == parse_record(asked)
     assert parse_record(asked).forms == {AS_MESSAGES}
     assert parse_record({"prompt": "Q", "completion": "A"}).forms == {"completion"}
@@ -255,7 +336,9 @@ def test_alpaca_is_a_conversation_by_a_template_and_its_own_prompt_without() -> 
     only = RecordRules(form=ALPACA)
     assert parse_record(record, only) == own and not parse_record({"text": "x"}, only).forms
     for other in (TALK, {**record, "system": "S"}):
-        with pytest.raises(RecordError, match="--chat-template alpaca writes only records of `instruction`"):
+        with pytest.raises(
+            RecordError, match="--chat-template alpaca writes only records of `instruction`"
+        ):
             parse_record(other, only)
     assert parse_record(record, FOR_PROMPTS).forms == {ALPACA}
     assert parse_record({**record, "history": "[]"}) == own
@@ -264,7 +347,9 @@ def test_alpaca_is_a_conversation_by_a_template_and_its_own_prompt_without() -> 
 def test_a_record_that_is_asked_may_say_more_than_one_that_is_learned() -> None:
     asked = parse_record({**TALK, "prompt": "T", "label": False}, FOR_PROMPTS)
     assert asked == parse_record(TALK, FOR_PROMPTS)
-    assert parse_record({"text": "Q", "role": "x", "label": 1}, FOR_PROMPTS) == parse_record({"text": "Q"}, FOR_PROMPTS)
+    assert parse_record({"text": "Q", "role": "x", "label": 1}, FOR_PROMPTS) == parse_record(
+        {"text": "Q"}, FOR_PROMPTS
+    )
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
@@ -285,7 +370,9 @@ def test_jq_makes_what_the_advice_promises(tmp_path: Path, content: Any, plain: 
     path = tmp_path / "FILE"
     path.write_text(json.dumps(content, indent=1))
     try:
-        parse_record(content[0] if isinstance(content, list) else content)  # a reader gives a list's elements
+        parse_record(
+            content[0] if isinstance(content, list) else content
+        )  # a reader gives a list's elements
         said = "jq -c . FILE > NEW.jsonl"
     except RecordError as error:
         said = str(error)

@@ -9,7 +9,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/prepare/records/answers.py", "tests/prepare/templates/test_learned.py"): [
-        ('"no_thoughts", alone, here, added)', '"no_thoughts")', "an empty thought is learned"),
+        (
+            'return _Opening(\n            "empty_thoughts" if is_after_thought or here != prompt else "no_thoughts",\n            alone,\n            here,\n            added,\n        )',
+            'return _Opening("empty_thoughts" if is_after_thought or here != prompt else "no_thoughts")',
+            "an empty thought is learned",
+        ),
         (
             'solid("".join(around)) == solid(alone)',
             "bool(around)",
@@ -41,8 +45,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a template whose prompt opens a thought that it never writes is refused",
         ),
         (
-            " or self._renderings.with_message(i, message)",
-            "",
+            "return self._renderings.tried([*before, message]) or self._renderings.with_message(\n            i, message\n        )",
+            "return self._renderings.tried([*before, message])",
             "the empty thought of an answer before any question is learned",
         ),
         (" if i else self._opened()", "", "the text before a first answer is learned with it"),

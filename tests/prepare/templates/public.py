@@ -1,4 +1,6 @@
-"""The chat templates of published models, of TRL or one file each, and a small tokenizer with their special tokens."""
+"""The chat templates of published models, of TRL or one file each, and a small tokenizer with their
+special tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,12 @@ from typing import Any
 from megacp.prepare.records.chat_template import OURS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
-TEMPLATES = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
-_OF_TRL = "gemma gemma llama_3 llama3 llama_32 llama3_2 phi_3 phi3 qwen_25 qwen2_5 qwen_3 qwen3".split()
+TEMPLATES = {
+    path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))
+}
+_OF_TRL = (
+    "gemma gemma llama_3 llama3 llama_32 llama3_2 phi_3 phi3 qwen_25 qwen2_5 qwen_3 qwen3".split()
+)
 
 
 def of_trl(name: str) -> str:
@@ -30,9 +36,32 @@ WITH_TOOLS = ("llama_32", "qwen_25", "qwen_3", "granite", "ours_for_qwen3")
 GENERATING = ("smollm_3", "granite", "ours_for_qwen3")
 """Those with generation blocks."""
 SPECIAL = (
-    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
-    *("<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|end|>", "<|assistant|>", "<|user|>", "<|system|>"),
-    *("<|User|>", "<|Assistant|>", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<image>"),
+    *(
+        "<s>",
+        "</s>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+    ),
+    *(
+        "<|eot_id|>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<|end|>",
+        "<|assistant|>",
+        "<|user|>",
+        "<|system|>",
+    ),
+    *(
+        "<|User|>",
+        "<|Assistant|>",
+        "<|start_of_role|>",
+        "<|end_of_role|>",
+        "<|end_of_text|>",
+        "<image>",
+    ),
 )
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Added tokens that are not special."""
@@ -43,17 +72,33 @@ _WORDS = [
 ]
 
 
-def write_tokenizer(folder: Path, metaspace: bool = False, trim_offsets: bool = False, **config: Any) -> Path:
-    """A tokenizer.json in a folder, with the settings beside it; `metaspace`: as Llama 2, else as GPT-2.
+def write_tokenizer(
+    folder: Path, metaspace: bool = False, trim_offsets: bool = False, **config: Any
+) -> Path:
+    """A tokenizer.json in a folder, with the settings beside it; `metaspace`: as Llama 2, else as
+    GPT-2.
 
     `trim_offsets`: whether the place of a token is told without its blanks, as by Llama 3's.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     folder.mkdir(parents=True, exist_ok=True)
-    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True) if metaspace else models.BPE())
+    made = Tokenizer(
+        models.BPE(unk_token="<unk>", byte_fallback=True) if metaspace else models.BPE()
+    )
     if metaspace:
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
         alphabet = [f"<0x{i:02X}>" for i in range(256)]
     else:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,9 +114,13 @@ def write_tokenizer(folder: Path, metaspace: bool = False, trim_offsets: bool = 
     made.train_from_iterator(_WORDS * 3, trainer)
     content = json.loads(made.to_str())
     if metaspace:  # bytes are pieces of the vocabulary, found in no text
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] == "<unk>"]
+        content["added_tokens"] = [
+            token for token in content["added_tokens"] if token["content"] == "<unk>"
+        ]
         made = Tokenizer.from_str(json.dumps(content))
-    made.add_special_tokens([AddedToken(text, normalized=False, rstrip=text == "<|end|>") for text in SPECIAL])
+    made.add_special_tokens(
+        [AddedToken(text, normalized=False, rstrip=text == "<|end|>") for text in SPECIAL]
+    )
     made.add_tokens([AddedToken(text, normalized=False) for text in PLAIN])
     made.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({**CONFIG, **config}))

@@ -28,7 +28,11 @@ from tests.prepare.packs.builds import documents, files, run, settings
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, TELL, expected, library
 
-TWO = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}, {"name": "rag", "template": "C"}]
+TWO = [
+    {"name": "default", "template": "A"},
+    {"name": "tool_use", "template": "B"},
+    {"name": "rag", "template": "C"},
+]
 
 
 def text(folder: Path, choice: str = "auto", today: str | None = None) -> str:
@@ -38,7 +42,9 @@ def text(folder: Path, choice: str = "auto", today: str | None = None) -> str:
 def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     with pytest.raises(
-        ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, qwen3_5, or FILE.jinja"
+        ValueError,
+        match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, qwen3_5, or "
+        "FILE.jinja",
     ):
         text(tmp_path)
     assert text(tmp_path, "chatml") == OURS["chatml"]
@@ -48,13 +54,18 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     assert text(tmp_path) == "stated"
     write_tokenizer(tmp_path, chat_template=TWO)
     assert text(tmp_path) == "A" and text(tmp_path, "rag") == "C"
-    with pytest.raises(ValueError, match="x: .* has the templates default, rag, tool_use; give auto"):
+    with pytest.raises(
+        ValueError, match="x: .* has the templates default, rag, tool_use; give auto"
+    ):
         text(tmp_path, "x")
     (tmp_path / "chat_template.jinja").write_text("file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "more.jinja").write_text("more")
     assert text(tmp_path) == "file" and text(tmp_path, "more") == "more"
-    assert library(tmp_path, "").from_pretrained(tmp_path).chat_template == {"default": "file", "more": "more"}
+    assert library(tmp_path, "").from_pretrained(tmp_path).chat_template == {
+        "default": "file",
+        "more": "more",
+    }
     (tmp_path / "own.jinja").write_text("own")
     assert text(tmp_path, str(tmp_path / "own.jinja")) == "own"
     with pytest.raises(FileNotFoundError, match="no.jinja"):
@@ -68,7 +79,12 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     [
         ({"chat_template": "{% if %}"}, "auto", None, "no Jinja"),
         ({"chat_template": TEMPLATES["smollm_3"]}, "auto", None, "--chat-template-date YYYY-MM-DD"),
-        ({"chat_template": TEMPLATES["smollm_3"]}, "auto", "tomorrow", "--chat-template-date tomorrow"),
+        (
+            {"chat_template": TEMPLATES["smollm_3"]},
+            "auto",
+            "tomorrow",
+            "--chat-template-date tomorrow",
+        ),
         ({"eos_token": "<nowhere>"}, "chatml", None, "<nowhere>"),
         ({"im_end": "<|im_stop|>"}, "chatml", None, r"<\|im_start\|>"),
     ],
@@ -95,10 +111,14 @@ def test_a_template_needs_a_tokenizer_with_special_tokens_and_jinja(
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_tokens_that_only_the_settings_add_are_special_as_in_the_library(tmp_path: Path, older: bool) -> None:
+def test_tokens_that_only_the_settings_add_are_special_as_in_the_library(
+    tmp_path: Path, older: bool
+) -> None:
     path = write_tokenizer(tmp_path)
     content = json.loads(path.read_text())
-    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in ("</s>", "<|im_end|>")]
+    content["added_tokens"] = [
+        t for t in content["added_tokens"] if t["content"] not in ("</s>", "<|im_end|>")
+    ]
     content["model"]["vocab"] |= {"</s>": 900, "<|im_end|>": 901}
     path.write_text(json.dumps(content))
     named = {"eos_token": "</s>", "additional_special_tokens": ["<|im_end|>"]}
@@ -113,7 +133,9 @@ def test_tokens_that_only_the_settings_add_are_special_as_in_the_library(tmp_pat
     text = template.render([ASK, TELL]).text + "</s>"
     theirs = library(tmp_path, OURS["chatml"])
     assert template.encode(text)[0].tolist() == theirs(text, add_special_tokens=False)["input_ids"]
-    assert {900, 901} <= set(template.encode(text)[0].tolist()) and template.special["eos_token"] == "</s>"
+    assert {900, 901} <= set(template.encode(text)[0].tolist()) and template.special[
+        "eos_token"
+    ] == "</s>"
 
 
 def records(path: Path, count: int = 40) -> list[dict[str, Any]]:
@@ -126,10 +148,17 @@ def records(path: Path, count: int = 40) -> list[dict[str, Any]]:
 
 
 def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path: Path) -> None:
-    """It is looked at where there are messages alone, and a build that wrote some by it goes on with no other."""
+    """It is looked at where there are messages alone, and a build that wrote some by it goes on
+    with no other.
+    """
 
     def built(name: str, *inputs: str, part: tuple[int, int] | None = None, **more: Any) -> Any:
-        given: dict[str, Any] = {"tokenizer": str(tmp_path / "t"), "seq_length": 512, "unit_bytes": 10, **more}
+        given: dict[str, Any] = {
+            "tokenizer": str(tmp_path / "t"),
+            "seq_length": 512,
+            "unit_bytes": 10,
+            **more,
+        }
         stream, paths = io.StringIO(), [tmp_path / f"{each}.jsonl" for each in inputs]
         build(settings(paths, tmp_path / name, **given), stream, part=part)
         made = None if part else DatasetManifest.read(tmp_path / name).chat_template
@@ -142,20 +171,29 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
     assert f"{tmp_path / 't/tokenizer_config.json'} writes the messages" in told
     assert (kept, found) == built("asked", "talks", chat_template="auto")[1:]
     assert kept["default"] == TEMPLATES["qwen_25"]
-    assert found == [expected(library(tmp_path / "t", TEMPLATES["qwen_25"]), record["messages"])[0] for record in made]
+    assert found == [
+        expected(library(tmp_path / "t", TEMPLATES["qwen_25"]), record["messages"])[0]
+        for record in made
+    ]
     ignored = built("ignored", "talks", chat_template="ignore")
     assert ignored[:2] == ("", {"default": ""}) and ignored[2] != found
     built("both", "text", "talks", part=(0, 9))
     built("half", "text", "talks", part=(1, 2))
-    for broken in (TEMPLATES["smollm_3"], "{% if %}"):  # which writes today's date, and which is no template
+    for broken in (
+        TEMPLATES["smollm_3"],
+        "{% if %}",
+    ):  # which writes today's date, and which is no template
         write_tokenizer(tmp_path / "t", chat_template=broken)
         assert built("words", "text")[:2] == ("", None)
         with pytest.raises(
-            ValueError, match=r"tokenizer_config.json has a chat template: .* or --chat-template ignore"
+            ValueError,
+            match=r"tokenizer_config.json has a chat template: .* or --chat-template ignore",
         ):
             built(f"broken{len(broken)}", "talks", on_error="skip")
     for other, by in {"own": kept, "ignored": None}.items():  # texts agree with any
-        mixed = PackBlend([PackedDataset(tmp_path / name) for name in ("words", other)], [Fraction(1)] * 2)
+        mixed = PackBlend(
+            [PackedDataset(tmp_path / name) for name in ("words", other)], [Fraction(1)] * 2
+        )
         assert Sources(mixed, None, "").chat_template == by
     write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["granite"])
     for name, inputs in {"own": ["talks"], "half": ["text", "talks"]}.items():
@@ -163,20 +201,38 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
             built(name, *inputs)
     with pytest.raises(ValueError, match="begun with other settings.*chat_template: "):
         built("asked", "talks", chat_template="auto")
-    assert built("both", "text", "talks")[1]["default"] == TEMPLATES["granite"]  # the part of it had no messages
-    (tmp_path / "t" / "chat_template.jinja").write_text("{#- megacp's messages. -#}")  # of what a build does
+    assert (
+        built("both", "text", "talks")[1]["default"] == TEMPLATES["granite"]
+    )  # the part of it had no messages
+    (tmp_path / "t" / "chat_template.jinja").write_text(
+        "{#- megacp's messages. -#}"
+    )  # of what a build does
     assert built("ours", "talks") == ignored
 
 
-def test_the_command_takes_a_template_and_its_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_a_template_and_its_date(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["smollm_3"])
     records(tmp_path / "a.jsonl", 3)
-    flags = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
+    flags = [
+        "--input",
+        str(tmp_path / "a.jsonl"),
+        "--tokenizer",
+        str(path),
+        "--seq-length",
+        "512",
+        "--workers",
+        "1",
+    ]
     flags += ["--chat-template", "auto"]
     assert main(["build", *flags, "--output", str(tmp_path / "d")]) == 2
     assert "--chat-template-date YYYY-MM-DD" in capsys.readouterr().err
     for date in ("2026-01-02", "2026-01-03"):
-        assert main(["build", *flags, "--output", str(tmp_path / date), "--chat-template-date", date]) == 0
+        assert (
+            main(["build", *flags, "--output", str(tmp_path / date), "--chat-template-date", date])
+            == 0
+        )
     assert documents(tmp_path / "2026-01-02") != documents(tmp_path / "2026-01-03")
 
 
@@ -188,7 +244,12 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TEXT = {"type": "text", "text": "What is this? "}
-TALK = [{"role": "user", "content": [TEXT, {"type": "image", "path": "a.png"}, {"type": "image", "path": "b.png"}]}]
+TALK = [
+    {
+        "role": "user",
+        "content": [TEXT, {"type": "image", "path": "a.png"}, {"type": "image", "path": "b.png"}],
+    }
+]
 
 
 def values(folder: Path, place: str) -> dict[str, Any]:
@@ -226,7 +287,12 @@ def with_images(ids: list[int], weights: list[float], place: int, layouts: list[
 @pytest.mark.parametrize("form", ["messages", "llava"])
 def test_images_stand_in_the_places_of_the_template(tmp_path: Path, form: str) -> None:
     given = values(tmp_path, "'<image>'")
-    messages = [*TALK, TELL, {"role": "user", "content": [{"type": "image", "path": "a.png"}]}, TELL]
+    messages = [
+        *TALK,
+        TELL,
+        {"role": "user", "content": [{"type": "image", "path": "a.png"}]},
+        TELL,
+    ]
     record: dict[str, Any] = {"messages": messages}
     if form == "llava":
         turns = ["What is this? <image><image>", TELL["content"], "<image>", TELL["content"]]
@@ -234,7 +300,10 @@ def test_images_stand_in_the_places_of_the_template(tmp_path: Path, form: str) -
         record = {"conversations": said, "images": ["a.png", "b.png", "a.png"]}
     run([write(tmp_path / "a.jsonl", record)], tmp_path / "d", **given)
     theirs = library(tmp_path / "t", CHATML.replace("PLACE", "'<image>'"))
-    layouts = [image_layout(*SIZES[name], given["image_rules"]).tokens for name in ("a.png", "b.png", "a.png")]
+    layouts = [
+        image_layout(*SIZES[name], given["image_rules"]).tokens
+        for name in ("a.png", "b.png", "a.png")
+    ]
     place = theirs.convert_tokens_to_ids("<image>")
     ids, weights = with_images(*expected(theirs, messages), place, layouts)
     assert documents(tmp_path / "d") == [ids]
@@ -255,11 +324,18 @@ def test_images_stand_in_the_places_of_the_template(tmp_path: Path, form: str) -
         ),
         ("'Picture: <image>'", "writes 'Picture: <image>' where it stands"),
         ("loop.index ~ '<image>'", "writes '2<image>' where it stands"),
-        ("'<image>'", "`messages[0].content[1].path`: the chat template writes '' where it stands, and videos need"),
+        (
+            "'<image>'",
+            "`messages[0].content[1].path`: the chat template writes '' where it stands, and videos need",
+        ),
     ],
 )
-def test_an_image_without_a_place_of_its_own_is_refused(tmp_path: Path, place: str, message: str) -> None:
-    said = json.dumps({"messages": [*TALK, TELL]}).replace('"image"', '"video"' if place == "'<image>'" else '"image"')
+def test_an_image_without_a_place_of_its_own_is_refused(
+    tmp_path: Path, place: str, message: str
+) -> None:
+    said = json.dumps({"messages": [*TALK, TELL]}).replace(
+        '"image"', '"video"' if place == "'<image>'" else '"image"'
+    )
     source = write(tmp_path / "a.jsonl", json.loads(said))
     with pytest.raises(ValueError) as error:
         run([source], tmp_path / "d", **values(tmp_path, place))

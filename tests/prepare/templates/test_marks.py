@@ -1,4 +1,6 @@
-"""One rendering with marks tells all answers of a conversation: the cost, and what it tells beside the library."""
+"""One rendering with marks tells all answers of a conversation: the cost, and what it tells beside
+the library.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def template(folder: Path, name: str) -> ChatTemplate:
     return template_of(text, tokenizer_at(folder / "tokenizer.json"), "2026-03-04")
 
 
-def rendered(made: ChatTemplate, messages: list[dict[str, Any]], tools: Any = None, **rules: Any) -> Rendered:
+def rendered(
+    made: ChatTemplate, messages: list[dict[str, Any]], tools: Any = None, **rules: Any
+) -> Rendered:
     record = {"messages": messages} | ({"tools": tools} if tools else {})
     piece = parse_record(record, RecordRules(**rules), template=made).prefix[0]
     assert isinstance(piece, Rendered)
@@ -59,7 +63,12 @@ def call(n: int, **more: Any) -> dict[str, Any]:
 
 
 def result(n: int) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": f"call0000{n % 10}", "name": f"look{n % 3}", "content": f"{n} degrees"}
+    return {
+        "role": "tool",
+        "tool_call_id": f"call0000{n % 10}",
+        "name": f"look{n % 3}",
+        "content": f"{n} degrees",
+    }
 
 
 # ---- what a long conversation costs
@@ -79,12 +88,19 @@ def thinker(turns: int) -> list[dict[str, Any]]:
 def chat(turns: int, **more: Any) -> list[dict[str, Any]]:
     edges = ("{}", "<b>{}</b>", "{}\n", "{} !")
     said = [(f"Question {n}?", edges[n % 4].format(n)) for n in range(turns)]
-    return [m for ask, tell in said for m in ({**ASK, "content": ask}, {**TELL, "content": tell, **more})]
+    return [
+        m
+        for ask, tell in said
+        for m in ({**ASK, "content": ask}, {**TELL, "content": tell, **more})
+    ]
 
 
 def pictures(turns: int) -> list[dict[str, Any]]:
     part = {"type": "image", "path": "a.png"}
-    asked = [{"role": "user", "content": [part, {"type": "text", "text": f"{n}?"}, part]} for n in range(turns)]
+    asked = [
+        {"role": "user", "content": [part, {"type": "text", "text": f"{n}?"}, part]}
+        for n in range(turns)
+    ]
     return [m for ask in asked for m in (ask, TELL)]
 
 
@@ -97,7 +113,11 @@ LONG = {
     "pictures": pictures,
 }
 COSTLY = [
-    *((name, kind) for name in ("qwen3", "qwen3_5_think", "qwen3_training") for kind in list(LONG)[:5]),
+    *(
+        (name, kind)
+        for name in ("qwen3", "qwen3_5_think", "qwen3_training")
+        for kind in list(LONG)[:5]
+    ),
     *((name, kind) for name in ("glm4moe", "gemma4_v5", "qwen3_5") for kind in ("agent", "chat")),
     ("gptoss", "agent"),
     (SEES, "pictures"),
@@ -108,7 +128,9 @@ COSTLY = [
 def test_a_conversation_costs_no_more_renderings_when_it_is_longer(
     folder: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The characters that a template writes are at most 30 times the conversation, however long it is."""
+    """The characters that a template writes are at most 30 times the conversation, however long it
+    is.
+    """
     made, lengths, written = template(folder, name), list[int](), sandbox.rendered
 
     def counted(*given: Any) -> str:
@@ -125,7 +147,9 @@ def test_a_conversation_costs_no_more_renderings_when_it_is_longer(
         assert text is not None
         costs.append((len(lengths), sum(lengths) / len(text)))
     (few, _), (many, share) = costs
-    assert many <= few + 12 and share < 30, costs  # a few more where the first half, quarter, ... is looked at
+    assert many <= few + 12 and share < 30, (
+        costs
+    )  # a few more where the first half, quarter, ... is looked at
 
 
 # ---- what is told by marks is what is told without
@@ -140,7 +164,9 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_an_answer_that_is_written_otherwise_once_more_follows_is_refused(folder: Path, name: str) -> None:
+def test_an_answer_that_is_written_otherwise_once_more_follows_is_refused(
+    folder: Path, name: str
+) -> None:
     body = f"<|im_start|>{{{{ m.role }}}}\n{OTHERWISE[name]}<|im_end|>\n"
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     made = template(folder, f"{{% for m in messages %}}{body}{{% endfor %}}{prompt}")
@@ -163,7 +189,9 @@ PECULIAR = {
 
 
 @pytest.mark.parametrize("name", PECULIAR)
-@pytest.mark.parametrize("loop", ["m in messages", "m in messages[0:]", "i in range(messages | length)"])
+@pytest.mark.parametrize(
+    "loop", ["m in messages", "m in messages[0:]", "i in range(messages | length)"]
+)
 def test_marks_tell_what_is_told_without_them(
     folder: Path, name: str, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +201,12 @@ def test_marks_tell_what_is_told_without_them(
     body = f"{{% set m = m or messages[i] %}}<|im_start|>{{{{ m.role }}}}\n{PECULIAR[name]}<|im_end|>\n"
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     made = template(folder, f"{macro}{look}{{% for {loop} %}}{body}{{% endfor %}}{prompt}")
-    messages = chat(7) + [ASK, {**TELL, "weight": 0.5}, ASK, {**TELL, "content": "Yes \u00e9\u6f22 \U0001f642."}]
+    messages = chat(7) + [
+        ASK,
+        {**TELL, "weight": 0.5},
+        ASK,
+        {**TELL, "content": "Yes \u00e9\u6f22 \U0001f642."},
+    ]
     if name.endswith("ASCII"):
         messages = messages[:-2]
     if name == "counts turns":
@@ -208,7 +241,10 @@ def test_one_answer_that_is_unlike_all_others_is_not_told_by_them(
 
 
 def test_a_value_that_is_written_only_with_a_mark_in_it_is_lost(folder: Path) -> None:
-    made = template(folder, "{% for m in messages %}{{ m.content }}{{ m.note if m.note | length > 5 }}{% endfor %}")
+    made = template(
+        folder,
+        "{% for m in messages %}{{ m.content }}{{ m.note if m.note | length > 5 }}{% endfor %}",
+    )
     assert rendered(made, [{**ASK, "note": "in full"}, TELL]).text
     with pytest.raises(RecordError, match=r"`messages\[0\].note` would be lost"):
         rendered(made, [{**ASK, "note": "short"}, TELL])
@@ -218,12 +254,29 @@ def test_a_value_that_is_written_only_with_a_mark_in_it_is_lost(folder: Path) ->
 
 
 WITH_BLOCKS = (
-    *("glm4moe_training", "gptoss_training", "qwen2_5_training", "qwen3_training", "qwen3_5_think_training"),
-    *("llama3_training", "gemma_training", "phi3_training", "lfm2_training", "nemotron_3_nano_training"),
+    *(
+        "glm4moe_training",
+        "gptoss_training",
+        "qwen2_5_training",
+        "qwen3_training",
+        "qwen3_5_think_training",
+    ),
+    *(
+        "llama3_training",
+        "gemma_training",
+        "phi3_training",
+        "lfm2_training",
+        "nemotron_3_nano_training",
+    ),
 )
 CHATS = {
     "one turn": [ASK, TELL],
-    "turns": [ASK, TELL, {**ASK, "content": "  Sure?\n"}, {**TELL, "content": "Yes \u00e9\u6f22 \U0001f642."}],
+    "turns": [
+        ASK,
+        TELL,
+        {**ASK, "content": "  Sure?\n"},
+        {**TELL, "content": "Yes \u00e9\u6f22 \U0001f642."},
+    ],
     "long": [*chat(6)[:8], ASK, TELL],
     "no answer to the last": [ASK, TELL, ASK],
     "a system": [SYSTEM, ASK, TELL],
@@ -232,7 +285,9 @@ CHATS = {
 
 
 LIKE_THE_LIBRARY = [(name, kind) for name in WITH_BLOCKS for kind in CHATS]
-LIKE_THE_LIBRARY.remove(("nemotron_3_nano_training", "an agent"))  # writes a blank after an empty thought
+LIKE_THE_LIBRARY.remove(
+    ("nemotron_3_nano_training", "an agent")
+)  # writes a blank after an empty thought
 
 
 @pytest.mark.parametrize(("name", "kind"), LIKE_THE_LIBRARY)
@@ -247,13 +302,18 @@ def test_blocks_are_learned_as_the_library_masks_them(folder: Path, name: str, k
     try:
         piece = rendered(made, messages, tools)
     except RecordError as error:
-        assert kind == "an agent" and name in ("gemma_training", "phi3_training", "llama3_training", "lfm2_training"), (
-            error
-        )
+        assert kind == "an agent" and name in (
+            "gemma_training",
+            "phi3_training",
+            "llama3_training",
+            "lfm2_training",
+        ), error
         return
     ids, places = made.encode(str(piece.text))
     learned = [any(a < stop and b > start for start, stop, _ in piece.learned) for a, b in places]
     theirs = library(folder, made.text)
     if "strftime_now" in made.text:
         theirs.chat_template = made.text.replace('strftime_now("%Y-%m-%d")', '"2026-03-04"')
-    assert (ids.tolist(), [float(each) for each in learned]) == expected(theirs, messages, tools=tools)
+    assert (ids.tolist(), [float(each) for each in learned]) == expected(
+        theirs, messages, tools=tools
+    )

@@ -1,4 +1,6 @@
-"""Conversations by the templates of published models: the ids and the masks of the transformers library."""
+"""Conversations by the templates of published models: the ids and the masks of the transformers
+library.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from tests.prepare.templates.public import (
 
 TODAY = "2026-03-04"
 SYSTEM = {"role": "system", "content": "You are terse."}
-ASK, TELL = {"role": "user", "content": "What is 6 x 7?"}, {"role": "assistant", "content": "The answer is 42."}
+ASK, TELL = (
+    {"role": "user", "content": "What is 6 x 7?"},
+    {"role": "assistant", "content": "The answer is 42."},
+)
 ASK_2, TELL_2 = (
     {"role": "user", "content": "  Sure?\n"},
     {"role": "assistant", "content": "Yes \u00e9\u6f22 \U0001f642."},
@@ -42,7 +47,10 @@ TOOLS = [
         "function": {
             "name": "weather",
             "description": "The weather \u00e9 <b>",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Where"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "Where"}},
+            },
         },
     }
 ]
@@ -80,7 +88,9 @@ def fixed_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def template_of(folder: Path, name: str, tmp_path: Path) -> ChatTemplate:
     (tmp_path / "t.jinja").write_bytes(TEMPLATES[name].encode())
     tokenizer = tokenizer_at(folder / "tokenizer.json")
-    return load_chat_template(str(tmp_path / "t.jinja"), tokenizer, TODAY if name in DATED else None)
+    return load_chat_template(
+        str(tmp_path / "t.jinja"), tokenizer, TODAY if name in DATED else None
+    )
 
 
 def made(
@@ -110,29 +120,47 @@ def library(folder: Path, text: str) -> Any:
     return found
 
 
-def expected(theirs: Any, messages: list[dict[str, Any]], **given: Any) -> tuple[list[int], list[float]]:
-    """Ids by the library; masks by it, or character by character from its renderings of all beginnings."""
-    dicts = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+def expected(
+    theirs: Any, messages: list[dict[str, Any]], **given: Any
+) -> tuple[list[int], list[float]]:
+    """Ids by the library; masks by it, or character by character from its renderings of all
+    beginnings.
+    """
+    dicts = [
+        {key: value for key, value in message.items() if key != "weight"} for message in messages
+    ]
     has_blocks = re.search(r"%-? *generation *-?%", theirs.chat_template) is not None
-    out = theirs.apply_chat_template(dicts, return_dict=True, return_assistant_tokens_mask=has_blocks, **given)
+    out = theirs.apply_chat_template(
+        dicts, return_dict=True, return_assistant_tokens_mask=has_blocks, **given
+    )
     whole = theirs.apply_chat_template(dicts, tokenize=False, **given)
     offsets = theirs(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     weights = [0.0] * len(offsets)
     if has_blocks:
-        for n, learned in enumerate(out["assistant_masks"]):  # it has the first token alone of a block's last character
-            weights[n] = 1.0 if learned or (n and weights[n - 1] and offsets[n] == offsets[n - 1]) else 0.0
+        for n, learned in enumerate(
+            out["assistant_masks"]
+        ):  # it has the first token alone of a block's last character
+            weights[n] = (
+                1.0 if learned or (n and weights[n - 1] and offsets[n] == offsets[n - 1]) else 0.0
+            )
     for i, message in enumerate(messages if not has_blocks else ()):
         if message["role"] == "assistant" and message.get("weight", 1):
-            asked = theirs.apply_chat_template(dicts[:i], tokenize=False, add_generation_prompt=True, **given)
+            asked = theirs.apply_chat_template(
+                dicts[:i], tokenize=False, add_generation_prompt=True, **given
+            )
             told = theirs.apply_chat_template(dicts[: i + 1], tokenize=False, **given)
             told = told if whole.startswith(told) else told.removesuffix("</s>")  # of Phi 3
-            if not whole.startswith(told):  # Qwen 3's own writes an empty thought in the last answer alone
+            if not whole.startswith(
+                told
+            ):  # Qwen 3's own writes an empty thought in the last answer alone
                 told = asked + told.removeprefix(asked).removeprefix("<think>\n\n</think>\n\n")
             assert whole.startswith(asked) and whole.startswith(told)
             for n, (start, stop) in enumerate(offsets):
                 if start < len(told) and stop > len(asked):
                     weights[n] = float(message.get("weight", 1))
-    for empty in re.finditer(r"\n*<think>\s*</think>\n*", whole):  # not learned, whatever the library says
+    for empty in re.finditer(
+        r"\n*<think>\s*</think>\n*", whole
+    ):  # not learned, whatever the library says
         for n, (start, stop) in enumerate(offsets):
             if start >= empty.start() and stop <= empty.end():
                 weights[n] = 0.0
@@ -140,10 +168,16 @@ def expected(theirs: Any, messages: list[dict[str, Any]], **given: Any) -> tuple
 
 
 @pytest.mark.slow
-def test_a_build_has_the_ids_and_the_mask_of_the_library(folder: Path, name: str, tmp_path: Path) -> None:
+def test_a_build_has_the_ids_and_the_mask_of_the_library(
+    folder: Path, name: str, tmp_path: Path
+) -> None:
     template, theirs = template_of(folder, name, tmp_path), library(folder, TEMPLATES[name])
     talks = [[ASK, TELL], [ASK, TELL, ASK_2, TELL_2], [ASK, {**TELL, "weight": 0}, ASK_2, TELL_2]]
-    talks += [] if name in WITHOUT_SYSTEM else [[SYSTEM, ASK, TELL], [{**SYSTEM, "content": ""}, ASK, TELL]]
+    talks += (
+        []
+        if name in WITHOUT_SYSTEM
+        else [[SYSTEM, ASK, TELL], [{**SYSTEM, "content": ""}, ASK, TELL]]
+    )
     talks += [[ASK, TELL, ASK_2, TELL_2, ASK]]
     for talk in talks:
         ids, weights = expected(theirs, talk)
@@ -169,7 +203,13 @@ def test_tools_and_calls_are_those_of_the_library(folder: Path, name: str, tmp_p
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.text(alphabet=" \n\ta<\u00e9\u6f22\U0001f642\u200d\"'{|", max_size=8), min_size=2, max_size=5))
+@given(
+    st.lists(
+        st.text(alphabet=" \n\ta<\u00e9\u6f22\U0001f642\u200d\"'{|", max_size=8),
+        min_size=2,
+        max_size=5,
+    )
+)
 @pytest.mark.slow
 def test_any_text_has_the_ids_and_the_mask_of_the_library_or_is_refused(
     folder: Path, name: str, tmp_path: Path, texts: list[str]
@@ -187,7 +227,10 @@ def test_any_text_has_the_ids_and_the_mask_of_the_library_or_is_refused(
 def test_a_block_that_begins_with_a_blank_is_learned_whole(tmp_path: Path) -> None:
     """The library learns nothing of it where a tokenizer tells places without blanks."""
     write_tokenizer(tmp_path, trim_offsets=True)
-    template, theirs = template_of(tmp_path, "granite", tmp_path), library(tmp_path, TEMPLATES["granite"])
+    template, theirs = (
+        template_of(tmp_path, "granite", tmp_path),
+        library(tmp_path, TEMPLATES["granite"]),
+    )
     talk = [ASK, {**TELL, "content": " 42"}]
     ids, weights = made({"messages": talk}, template, tmp_path)
     learned = [i for i, weight in zip(ids, weights, strict=True) if weight]
@@ -197,7 +240,9 @@ def test_a_block_that_begins_with_a_blank_is_learned_whole(tmp_path: Path) -> No
         "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
         "{{ m.content if m.role == 'user' }}<|im_end|>{% endfor %}"
     )
-    template = load_chat_template(str(tmp_path / "t.jinja"), tokenizer_at(tmp_path / "tokenizer.json"), None)
+    template = load_chat_template(
+        str(tmp_path / "t.jinja"), tokenizer_at(tmp_path / "tokenizer.json"), None
+    )
     ids, weights = made({"messages": [ASK, {**TELL, "content": "42  "}]}, template, tmp_path)
     assert theirs.decode([i for i, weight in zip(ids, weights, strict=True) if weight]) == "42  "
 
@@ -222,7 +267,9 @@ EVERYTHING = """
 def test_the_environment_is_that_of_the_library(folder: Path, tmp_path: Path) -> None:
     """Blanks around blocks, loop controls, JSON without escapes, names that are not there."""
     (tmp_path / "t.jinja").write_text(EVERYTHING)
-    template = load_chat_template(str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None)
+    template = load_chat_template(
+        str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None
+    )
     theirs = library(folder, EVERYTHING)
     for talk in ([SYSTEM, ASK, TELL], [ASK, CALL, {**TELL_2, "reasoning": "<hm>"}]):
         assert template.render(talk).text == theirs.apply_chat_template(talk, tokenize=False)
@@ -230,6 +277,8 @@ def test_the_environment_is_that_of_the_library(folder: Path, tmp_path: Path) ->
         template.render([ASK] * 5)
     for unsafe in ("messages.__class__.a", "messages.append(1)", "raise_exception.__code__.a"):
         (tmp_path / "t.jinja").write_text("{{ " + unsafe + " }}{{ messages[0].content }}")
-        template = load_chat_template(str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None)
+        template = load_chat_template(
+            str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None
+        )
         with pytest.raises(RecordError, match="refuses it: .* is unsafe"):
             template.render([ASK])

@@ -51,17 +51,23 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_template_that_needs_much_memory_ends_the_build_by_one_message(folder: Path, name: str) -> None:
+def test_a_template_that_needs_much_memory_ends_the_build_by_one_message(
+    folder: Path, name: str
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_AS)
     began = time.process_time()
-    with pytest.raises(ValueError, match="--chat-template: the template needs more than 1,024 MiB") as error:
+    with pytest.raises(
+        ValueError, match="--chat-template: the template needs more than 1,024 MiB"
+    ) as error:
         template(folder, LARGE[name]).render([ASK, TELL])
     assert not isinstance(error.value, RecordError)
     assert time.process_time() - began < 8 and resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
 @pytest.mark.parametrize("name", ["a text times a number", "a power", "a list times a number"])
-def test_no_thread_but_the_main_one_has_limits_and_yet_sizes_are_bounded(folder: Path, name: str) -> None:
+def test_no_thread_but_the_main_one_has_limits_and_yet_sizes_are_bounded(
+    folder: Path, name: str
+) -> None:
     found: list[BaseException] = []
 
     def render() -> None:
@@ -86,8 +92,12 @@ NESTED = "{% for a in b %}" * 30 + "{% endfor %}" * 30
 """More loops within each other than Python compiles."""
 
 
-@pytest.mark.parametrize("text", ["{% if %}", "{{ 'a' * 1", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", NESTED])
-def test_a_text_that_is_no_template_is_refused_before_any_record(folder: Path, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["{% if %}", "{{ 'a' * 1", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", NESTED]
+)
+def test_a_text_that_is_no_template_is_refused_before_any_record(
+    folder: Path, text: str, tmp_path: Path
+) -> None:
     (tmp_path / "t.jinja").write_text(text)
     with pytest.raises(ValueError, match="--chat-template .*t.jinja: the template is no Jinja"):
         load_chat_template(str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None)
@@ -124,7 +134,9 @@ WITHOUT_TEXT = [
 
 @pytest.mark.parametrize("text", WITHOUT_TEXT)
 def test_an_address_or_chance_never_becomes_part_of_a_rendering(folder: Path, text: str) -> None:
-    with pytest.raises(RecordError, match="the chat template refuses it: it writes (a function|something random)"):
+    with pytest.raises(
+        RecordError, match="the chat template refuses it: it writes (a function|something random)"
+    ):
         template(folder, text + "{{ messages[0].content }}").render([ASK, TELL], TOOLS)
 
 

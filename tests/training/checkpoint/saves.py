@@ -25,4 +25,6 @@ def save_checkpoint(
     grid: Mapping[str, int] | None = None,
 ) -> Place:
     """Collective over `world`; the step's directory."""
-    return PendingCheckpoint(root, boxes, Contents(step, extra, config_yaml, grid or {}), world).commit(keep_last)
+    return PendingCheckpoint(
+        root, boxes, Contents(step, extra, config_yaml, grid or {}), world
+    ).commit(keep_last)

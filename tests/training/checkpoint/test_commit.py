@@ -1,4 +1,6 @@
-"""The commit protocol in one process and on two ranks: what counts, what is refused, what survives."""
+"""The commit protocol in one process and on two ranks: what counts, what is refused, what
+survives.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ def boxes(value: float, world: Axis = WORLD, name: str = "model.w") -> list[Tens
 def save(root: Path, step: int, world: Axis = WORLD, keep_last: int = 0) -> Path:
     extra = {"samples": 10 * step}
     return save_checkpoint(
-        root, step, boxes(step, world), extra=extra, config_yaml=f"step: {step}\n", world=world, keep_last=keep_last
+        root,
+        step,
+        boxes(step, world),
+        extra=extra,
+        config_yaml=f"step: {step}\n",
+        world=world,
+        keep_last=keep_last,
     )
 
 
@@ -52,7 +60,12 @@ def test_a_saved_checkpoint_comes_back_with_everything(tmp_path: Path) -> None:
     assert path == tmp_path / "step_0000100"
     assert (tmp_path / LATEST_FILE).read_text() == "step_0000100\n"
     loaded = load_checkpoint(tmp_path, WORLD)
-    assert (loaded.step, loaded.extra, loaded.path, loaded.passed_over) == (100, {"samples": 1000}, path, ())
+    assert (loaded.step, loaded.extra, loaded.path, loaded.passed_over) == (
+        100,
+        {"samples": 1000},
+        path,
+        (),
+    )
     assert loaded.config_yaml == "step: 100\n"
     assert value(loaded) == 100
     assert set(loaded.manifest.files) | {MANIFEST_FILE} == {p.name for p in path.iterdir()}
@@ -100,7 +113,9 @@ def _flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_truncate, _flip, Path.unlink])
-@pytest.mark.parametrize("name", ["index.json", "rank_00000.safetensors", "config.yaml", MANIFEST_FILE])
+@pytest.mark.parametrize(
+    "name", ["index.json", "rank_00000.safetensors", "config.yaml", MANIFEST_FILE]
+)
 def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_loaded(
     tmp_path: Path, name: str, harm: object, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,7 +146,9 @@ def test_a_place_without_checkpoints_is_refused(tmp_path: Path, name: str) -> No
         load_checkpoint(tmp_path / name, WORLD)
 
 
-@pytest.mark.parametrize("call", ["write_boxes", "write_content", "PendingCheckpoint._complete", "place_folder"])
+@pytest.mark.parametrize(
+    "call", ["write_boxes", "write_content", "PendingCheckpoint._complete", "place_folder"]
+)
 def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -157,12 +174,24 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     for step in (8, 9, 10, 11):
         save(tmp_path, step, keep_last=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST_FILE, "notes", "step_0000010", "step_0000011"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        LATEST_FILE,
+        "notes",
+        "step_0000010",
+        "step_0000011",
+    ]
 
 
 def test_extra_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="JSON"):
-        save_checkpoint(tmp_path / "new", 1, boxes(1), extra={"rng": torch.zeros(1)}, config_yaml="", world=WORLD)
+        save_checkpoint(
+            tmp_path / "new",
+            1,
+            boxes(1),
+            extra={"rng": torch.zeros(1)},
+            config_yaml="",
+            world=WORLD,
+        )
     assert not (tmp_path / "new").exists()
 
 
@@ -195,7 +224,9 @@ def _one_disk_is_full(rank: int, world_size: int, root: str, broken: int) -> tup
     save(Path(root), 1, world)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == broken:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # writing beyond it fails like a full disk
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (100, limits[1])
+        )  # writing beyond it fails like a full disk
     try:
         save(Path(root), 2, world)
     except SaveError as error:
@@ -208,7 +239,9 @@ def _one_disk_is_full(rank: int, world_size: int, root: str, broken: int) -> tup
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_disk_error_on_one_rank_is_raised_on_all_and_the_previous_one_stays(tmp_path: Path, broken: int) -> None:
+def test_a_disk_error_on_one_rank_is_raised_on_all_and_the_previous_one_stays(
+    tmp_path: Path, broken: int
+) -> None:
     results = run_ranks(_one_disk_is_full, 2, str(tmp_path), broken)
     assert results[0] == results[1]
     message, loaded = results[0]
@@ -237,7 +270,11 @@ def test_all_ranks_agree_to_pass_over_a_damaged_checkpoint(tmp_path: Path) -> No
 def _misfit(rank: int, world_size: int, root: str) -> str:
     world = grid(dp=world_size).world
     save(Path(root), 1, world)
-    wanted = boxes(0.0, world) if rank == 0 else [TensorBox("model.w", (9, 3), (0, 0), torch.zeros(1, 3))]
+    wanted = (
+        boxes(0.0, world)
+        if rank == 0
+        else [TensorBox("model.w", (9, 3), (0, 0), torch.zeros(1, 3))]
+    )
     try:
         load_checkpoint(root, world).read(wanted)
     except ValueError as error:
@@ -248,7 +285,10 @@ def _misfit(rank: int, world_size: int, root: str) -> str:
 def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     results = run_ranks(_misfit, 2, str(tmp_path))
     assert results[0] == results[1]
-    assert "rank 1" in results[0] and "(2, 3) in the checkpoint, torch.float32 (9, 3) here" in results[0]
+    assert (
+        "rank 1" in results[0]
+        and "(2, 3) in the checkpoint, torch.float32 (9, 3) here" in results[0]
+    )
 
 
 def build(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, FlatBuckets, ShardedOptimizer]:
@@ -271,7 +311,9 @@ def _save(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: t
 
 
 def _check(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: torch.dtype) -> int:
-    """Load on another grid and compare every element, padding included, with the global tensors; returns how many."""
+    """Load on another grid and compare every element, padding included, with the global tensors;
+    returns how many.
+    """
     place = grid(**shape)
     model, buckets, optimizer = build(place, dtype)
     for tensor in [p.data for p in model.parameters()] + [b.parameters for b in buckets.buckets]:
@@ -290,19 +332,31 @@ def _check(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: 
         assert set(whole) == set(global_shapes())
         assert all(tensor.any() for tensor in whole.values())
         for part in parts:
-            expected = local_of(specs[id(part.spec)], whole).flatten()[part.start :][: part.values.numel()]
+            expected = local_of(specs[id(part.spec)], whole).flatten()[part.start :][
+                : part.values.numel()
+            ]
             assert torch.equal(part.values, expected), (kind, part.spec.pieces[0].name)
             compared += part.values.numel()
     return compared
 
 
 SAVED = {"tp": 2, "dp": 2}
-GRIDS = [{}, {"tp": 4}, {"dp": 4}, {"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}, {"tp": 2, "dp": 2}, {"dp": 2}]
+GRIDS = [
+    {},
+    {"tp": 4},
+    {"dp": 4},
+    {"tp": 2, "pp": 2},
+    {"cp": 2, "pp": 2},
+    {"tp": 2, "dp": 2},
+    {"dp": 2},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
-def test_a_checkpoint_of_one_grid_loads_on_every_other_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_checkpoint_of_one_grid_loads_on_every_other_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     run_ranks(_save, 4, SAVED, str(tmp_path), dtype)
     for shape in GRIDS:
         ranks = math.prod(shape.values())
@@ -316,7 +370,9 @@ def test_a_checkpoint_of_one_grid_loads_on_every_other_bit_for_bit(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"pp": 2, "dp": 2}, {"tp": 4}, {}], ids=str)
-def test_every_grid_writes_files_that_one_process_reads(tmp_path: Path, shape: dict[str, int]) -> None:
+def test_every_grid_writes_files_that_one_process_reads(
+    tmp_path: Path, shape: dict[str, int]
+) -> None:
     ranks = math.prod(shape.values())
     if ranks > 1:
         run_ranks(_save, ranks, shape, str(tmp_path), torch.float32)
@@ -369,4 +425,6 @@ def test_damage_in_the_copy_of_one_machine_is_seen_by_all(tmp_path: Path, harmed
         save(tmp_path / "0" / "run", step)
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     for loaded, told in run_ranks(_own_disks, 2, str(tmp_path), harmed):
-        assert loaded == 1 and told.startswith(f"rank {harmed}: run/step_0000002/rank_00000.safetensors is damaged")
+        assert loaded == 1 and told.startswith(
+            f"rank {harmed}: run/step_0000002/rank_00000.safetensors is damaged"
+        )

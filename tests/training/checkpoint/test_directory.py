@@ -1,4 +1,6 @@
-"""A directory of checkpoints: its manifests, what they say of damaged files, and the lock of the run that writes."""
+"""A directory of checkpoints: its manifests, what they say of damaged files, and the lock of the
+run that writes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ from tests.training.checkpoint.test_commit import WORLD, save, value
 def written(folder: Path) -> CheckpointManifest:
     (folder / "data").write_bytes(b"0123456789")
     manifest = CheckpointManifest(
-        7, 3, 4, {"tp": 2, "dp": 2}, {"data": FileRecord(*sha256_of(folder / "data"))}, {"samples": 12, "by": {"1": 2}}
+        7,
+        3,
+        4,
+        {"tp": 2, "dp": 2},
+        {"data": FileRecord(*sha256_of(folder / "data"))},
+        {"samples": 12, "by": {"1": 2}},
     )
     (folder / MANIFEST_FILE).write_text(to_json(manifest))
     return manifest
@@ -63,7 +70,11 @@ def test_a_broken_manifest_is_named(tmp_path: Path, content: str) -> None:
 def test_truncation_deletion_and_a_flipped_bit_are_told_apart(tmp_path: Path) -> None:
     files = written(tmp_path).files
     assert damage(tmp_path, files, ["data"]) == []
-    for harm, reason in ((b"012345678", "has 9 bytes, expected 10"), (b"0123456788", "sha256"), (None, "cannot be")):
+    for harm, reason in (
+        (b"012345678", "has 9 bytes, expected 10"),
+        (b"0123456788", "sha256"),
+        (None, "cannot be"),
+    ):
         (tmp_path / "data").write_bytes(harm) if harm else (tmp_path / "data").unlink()
         (line,) = damage(tmp_path, files, ["data"])
         assert reason in line and str(tmp_path / "data") in line
@@ -105,7 +116,11 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path, how: 
     try:
         with pytest.raises(ValueError) as refused:
             DirectoryLock(tmp_path / "new")
-        for part in (f"--save {tmp_path / 'new'}", f"host {socket.gethostname()}", f"process {owner.pid}"):
+        for part in (
+            f"--save {tmp_path / 'new'}",
+            f"host {socket.gethostname()}",
+            f"process {owner.pid}",
+        ):
             assert part in str(refused.value)
     finally:
         if how == "kill -9":
@@ -113,16 +128,26 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path, how: 
         end(owner)
     lock = DirectoryLock(tmp_path / "new")
     assert lock.problem is None
-    assert (tmp_path / "new" / LOCK_FILE).read_text() == f"host {socket.gethostname()}, process {os.getpid()}"
+    assert (
+        tmp_path / "new" / LOCK_FILE
+    ).read_text() == f"host {socket.gethostname()}, process {os.getpid()}"
     lock.release()
     lock.release()
     end(holder(tmp_path / "new"))
 
 
 def test_a_child_of_a_killed_run_does_not_keep_the_lock(tmp_path: Path) -> None:
-    code = _HOLD.replace("print(", "import os\nif os.fork() == 0: time.sleep(20); os._exit(0)\nprint(")
-    owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert owner.stdin is not None and owner.stdout is not None and owner.stdout.readline() == b"held\n"
+    code = _HOLD.replace(
+        "print(", "import os\nif os.fork() == 0: time.sleep(20); os._exit(0)\nprint("
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert (
+        owner.stdin is not None
+        and owner.stdout is not None
+        and owner.stdout.readline() == b"held\n"
+    )
     children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
     owner.kill()
     owner.wait(timeout=10)
@@ -143,20 +168,37 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
 
     monkeypatch.setattr("megacp.storage.files.fcntl.lockf", unsupported)
     lock = DirectoryLock(tmp_path)
-    assert lock.problem is not None and "Function not implemented" in lock.problem and "second run" in lock.problem
+    assert (
+        lock.problem is not None
+        and "Function not implemented" in lock.problem
+        and "second run" in lock.problem
+    )
     lock.release()
 
 
 def test_only_what_crashed_saves_left_is_removed(tmp_path: Path) -> None:
-    kept = ["step_0000001", "step_0000002.2", "notes.tmp-12345678", "step_0000003.tmp-mine", "log.jsonl", "latest"]
-    gone = [".latest.0123abcd0123.partial", "step_0000003.tmp-0123abcd", "step_0000001.2.tmp-0123abcd"]
+    kept = [
+        "step_0000001",
+        "step_0000002.2",
+        "notes.tmp-12345678",
+        "step_0000003.tmp-mine",
+        "log.jsonl",
+        "latest",
+    ]
+    gone = [
+        ".latest.0123abcd0123.partial",
+        "step_0000003.tmp-0123abcd",
+        "step_0000001.2.tmp-0123abcd",
+    ]
     for name in (*kept, *gone):
         if name.startswith("step"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "rank_00000.safetensors").write_bytes(b"1")
         else:
             (tmp_path / name).write_text("")
-    assert remove_leftovers(tmp_path) == [f"removed {tmp_path / name}, left by a crash" for name in sorted(gone)]
+    assert remove_leftovers(tmp_path) == [
+        f"removed {tmp_path / name}, left by a crash" for name in sorted(gone)
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
@@ -180,9 +222,16 @@ def test_a_reader_beside_a_job_that_prunes_reads_or_says_so_in_one_message(tmp_p
 
 @pytest.mark.parametrize(
     ("name", "counts"),
-    [("step_0000001", True), ("step_0000001.2", True), ("latest", True), ("step_0000001.tmp-0123abcd", False)],
+    [
+        ("step_0000001", True),
+        ("step_0000001.2", True),
+        ("latest", True),
+        ("step_0000001.tmp-0123abcd", False),
+    ],
 )
-def test_anything_that_was_ever_committed_is_a_trace(tmp_path: Path, name: str, counts: bool) -> None:
+def test_anything_that_was_ever_committed_is_a_trace(
+    tmp_path: Path, name: str, counts: bool
+) -> None:
     (tmp_path / name).write_text("") if name == "latest" else (tmp_path / name).mkdir()
     (tmp_path / "log.jsonl").write_text("{}")
     assert holds_checkpoints(tmp_path) == counts

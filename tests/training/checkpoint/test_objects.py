@@ -1,4 +1,6 @@
-"""Checkpoints at URLs: the commit rule without a rename, what is half uploaded, pruning, and stores that fail."""
+"""Checkpoints at URLs: the commit rule without a rename, what is half uploaded, pruning, and stores
+that fail.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,20 @@ import torch
 
 from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.storage.url import UnreachableError, Url
-from megacp.training.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint, peek
-from megacp.training.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, committed, holds_checkpoints, read_manifest
+from megacp.training.checkpoint.commit import (
+    Contents,
+    PendingCheckpoint,
+    SaveError,
+    load_checkpoint,
+    peek,
+)
+from megacp.training.checkpoint.directory import (
+    LATEST_FILE,
+    MANIFEST_FILE,
+    committed,
+    holds_checkpoints,
+    read_manifest,
+)
 from tests.storage.stores import FlakyStore, flaky, memory, under_flaky
 from tests.training.checkpoint.saves import save_checkpoint
 from tests.training.checkpoint.test_commit import WORLD, boxes, value
@@ -16,7 +30,13 @@ from tests.training.checkpoint.test_commit import WORLD, boxes, value
 
 def save(root: Url, step: int, keep_last: int = 0) -> Url:
     final = save_checkpoint(
-        root, step, boxes(step), extra={"samples": step}, config_yaml="a: 1\n", world=WORLD, keep_last=keep_last
+        root,
+        step,
+        boxes(step),
+        extra={"samples": step},
+        config_yaml="a: 1\n",
+        world=WORLD,
+        keep_last=keep_last,
     )
     assert isinstance(final, Url)
     return final
@@ -31,10 +51,17 @@ def test_a_saved_checkpoint_comes_back_with_everything() -> None:
     path = save(root, 100)
     assert path == root / "step_0000100" and names(root) == [LATEST_FILE, "step_0000100"]
     loaded = load_checkpoint(root, WORLD)
-    assert (loaded.step, loaded.path, loaded.extra, loaded.config_yaml) == (100, path, {"samples": 100}, "a: 1\n")
+    assert (loaded.step, loaded.path, loaded.extra, loaded.config_yaml) == (
+        100,
+        path,
+        {"samples": 100},
+        "a: 1\n",
+    )
     assert value(loaded) == 100
     assert set(loaded.manifest.files) | {MANIFEST_FILE} == set(names(path))
-    assert [(name, tensor.tolist()) for name, tensor in loaded.whole_tensors()] == [("w", [[100.0] * 3])]
+    assert [(name, tensor.tolist()) for name, tensor in loaded.whole_tensors()] == [
+        ("w", [[100.0] * 3])
+    ]
 
 
 def test_the_manifest_is_written_last_and_latest_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +75,13 @@ def test_the_manifest_is_written_last_and_latest_after_it(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(Url, name, noted)
     save(memory(), 1)
-    assert written == ["rank_00000.safetensors", "index.json", "config.yaml", MANIFEST_FILE, LATEST_FILE]
+    assert written == [
+        "rank_00000.safetensors",
+        "index.json",
+        "config.yaml",
+        MANIFEST_FILE,
+        LATEST_FILE,
+    ]
 
 
 def test_half_a_checkpoint_is_refused_by_name_and_passed_over() -> None:
@@ -118,12 +151,19 @@ def test_a_store_that_fails_one_request_in_five_gets_whole_checkpoints() -> None
 def test_a_store_that_is_gone_ends_the_save_and_keeps_what_is_there() -> None:
     root = memory()
     save(root, 1)
-    with flaky(1.0), pytest.raises(SaveError, match=r"checkpoint of step 2 in flaky://.* was not written: .*tried 6"):
+    with (
+        flaky(1.0),
+        pytest.raises(
+            SaveError, match=r"checkpoint of step 2 in flaky://.* was not written: .*tried 6"
+        ),
+    ):
         save_checkpoint(under_flaky(root), 2, boxes(2), extra={}, config_yaml="", world=WORLD)
     assert load_checkpoint(root, WORLD).step == 1
 
 
-def test_an_unreached_store_is_no_reason_to_load_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreached_store_is_no_reason_to_load_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     root = memory()
     save(root, 1)
     save(root, 2)

@@ -22,7 +22,12 @@ from megacp.distributed.shape import GridShape
 from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.storage.files import sha256_of
 from megacp.training.checkpoint import commit, outcome
-from megacp.training.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint
+from megacp.training.checkpoint.commit import (
+    Contents,
+    PendingCheckpoint,
+    SaveError,
+    load_checkpoint,
+)
 from megacp.training.checkpoint.directory import MANIFEST_FILE, checksum_of, committed
 from megacp.training.checkpoint.storage import INDEX_FILE
 from tests.ranks import grid, run_ranks
@@ -36,11 +41,18 @@ def boxes(world: Axis = WORLD, rows: int = 4) -> list[TensorBox]:
     place = (world.rank * rows, 0)
     shape = (world.size * rows, 64)
     values = torch.arange(rows * 64.0).view(rows, 64) + 1000 * world.rank
-    return [TensorBox(name, shape, place, values + i) for i, name in enumerate(("model.w", "optimizer.exp_avg.w"))]
+    return [
+        TensorBox(name, shape, place, values + i)
+        for i, name in enumerate(("model.w", "optimizer.exp_avg.w"))
+    ]
 
 
-def begin(root: Path, step: int, mine: list[TensorBox], world: Axis = WORLD, background: bool = True):
-    return PendingCheckpoint(root, mine, Contents(step, {"at": step}, "a: 1\n"), world, background=background)
+def begin(
+    root: Path, step: int, mine: list[TensorBox], world: Axis = WORLD, background: bool = True
+):
+    return PendingCheckpoint(
+        root, mine, Contents(step, {"at": step}, "a: 1\n"), world, background=background
+    )
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -49,7 +61,9 @@ def hashes(folder: Path) -> dict[str, str]:
 
 def _both_ways(rank: int, world_size: int, root: str) -> bool:
     world = grid(dp=world_size).world
-    found = [hashes(begin(Path(root, "at once"), 7, boxes(world), world, background=False).commit())]
+    found = [
+        hashes(begin(Path(root, "at once"), 7, boxes(world), world, background=False).commit())
+    ]
     gate, real = threading.Event(), commit.write_boxes
 
     def late(folder: Path, *rest: Any) -> Any:
@@ -74,11 +88,17 @@ def _both_ways(rank: int, world_size: int, root: str) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, world_size: int) -> None:
-    results = run_ranks(_both_ways, world_size, str(tmp_path)) if world_size > 1 else [_both_ways(0, 1, str(tmp_path))]
+    results = (
+        run_ranks(_both_ways, world_size, str(tmp_path))
+        if world_size > 1
+        else [_both_ways(0, 1, str(tmp_path))]
+    )
     assert results == [True] * world_size
 
 
-def test_the_caller_goes_on_while_the_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_goes_on_while_the_files_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, real = threading.Event(), commit.write_boxes
 
     def slow(folder: Path, *rest: Any) -> Any:
@@ -94,7 +114,9 @@ def test_the_caller_goes_on_while_the_files_are_written(tmp_path: Path, monkeypa
     assert load_checkpoint(tmp_path, WORLD).step == 3
 
 
-def _one_cannot_write(rank: int, world_size: int, root: str, broken: int) -> tuple[bool, str, list[str]]:
+def _one_cannot_write(
+    rank: int, world_size: int, root: str, broken: int
+) -> tuple[bool, str, list[str]]:
     world = grid(dp=world_size).world
     real = commit.write_boxes
 
@@ -131,7 +153,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     try:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
+        )
     except FileNotFoundError:
         pytest.skip("there is no mount program")
     if done.returncode:
@@ -141,7 +165,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_disk: Path, background: bool) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(
+    small_disk: Path, background: bool
+) -> None:
     save_checkpoint(small_disk, 1, boxes(), extra={}, config_yaml="", world=WORLD)
     before = hashes(small_disk / "step_0000001")
     big = boxes(rows=3 * 4096)  # 2 x 3 MiB
@@ -155,16 +181,22 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_disk: Path, backg
 
 @pytest.mark.parametrize("below", ["file", "read-only"])
 def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, below: str) -> None:
-    """Root may write where modes forbid it: hence a file as parent, and a real read-only mount where one can be."""
+    """Root may write where modes forbid it: hence a file as parent, and a real read-only mount
+    where one can be.
+    """
     place = tmp_path / "place"
     if below == "file":
         place.write_text("")
     else:
         place.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)], capture_output=True
+        ).returncode:
             pytest.skip("nothing can be mounted read-only")
     try:
-        with pytest.raises(SaveError, match=r"step 1 in .*Not a directory|step 1 in .*Read-only file system"):
+        with pytest.raises(
+            SaveError, match=r"step 1 in .*Not a directory|step 1 in .*Read-only file system"
+        ):
             begin(place / "out", 1, boxes())
     finally:
         if below == "read-only":
@@ -198,7 +230,13 @@ GROUP_SECONDS = 1.0
 
 
 def _slow(
-    rank: int, world_size: int, root: str, seconds: float, file_timeout: float, background: bool, late: int
+    rank: int,
+    world_size: int,
+    root: str,
+    seconds: float,
+    file_timeout: float,
+    background: bool,
+    late: int,
 ) -> str:
     """Save where rank `late` needs `seconds` for its file; the error, if any."""
     timeout = datetime.timedelta(seconds=GROUP_SECONDS)
@@ -222,7 +260,9 @@ def _slow(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("background", "late"), [(False, 0), (False, 1), (True, 1)])
-def test_a_save_may_take_longer_than_a_collective(tmp_path: Path, background: bool, late: int) -> None:
+def test_a_save_may_take_longer_than_a_collective(
+    tmp_path: Path, background: bool, late: int
+) -> None:
     assert run_ranks(_slow, 2, str(tmp_path), 2 * GROUP_SECONDS, 60.0, background, late) == ["", ""]
     assert load_checkpoint(tmp_path, single_axis("world")).step == 3
 

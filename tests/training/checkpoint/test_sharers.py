@@ -1,4 +1,6 @@
-"""Ranks share the reading of files where they see the same files, whatever their folders are called."""
+"""Ranks share the reading of files where they see the same files, whatever their folders are
+called.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_a_file_that_only_one_rank_sees_in_a_shared_folder_is_another(
     assert tmp_path.stat().st_ino == number and stated(files, monkeypatch) != before
 
 
-def test_other_names_of_the_same_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_names_of_the_same_files_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, other, linked = (tmp_path / name for name in ("folder", "other", "linked"))
     folder.mkdir()
     other.mkdir()
@@ -51,7 +55,9 @@ def test_other_names_of_the_same_files_are_the_same(tmp_path: Path, monkeypatch:
     assert stated([folder / "none"], monkeypatch) != before
 
 
-def test_equal_numbers_on_two_machines_are_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_numbers_on_two_machines_are_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").write_text("same")
     before = stated([tmp_path / "a"], monkeypatch)
     remote = stated([Url("s3://bucket/a")], monkeypatch)

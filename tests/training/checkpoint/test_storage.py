@@ -13,7 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.engine.data_parallel.boxes import TensorBox, boxes_of_slice, boxes_to_load, boxes_to_save, split_range
+from megacp.engine.data_parallel.boxes import (
+    TensorBox,
+    boxes_of_slice,
+    boxes_to_load,
+    boxes_to_save,
+    split_range,
+)
 from megacp.engine.data_parallel.parameter import ParameterSpec, TensorSlice
 from megacp.engine.data_parallel.shards import ParameterSlice
 from megacp.storage.files import sha256_of
@@ -42,7 +48,9 @@ def test_boxes_cut_in_any_way_come_back_bit_for_bit(tmp_path: Path, dtype: torch
     source = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     source[0, 0], source[1, 1], source[2, 2] = float("nan"), -0.0, float("inf")
     cuts = [((0, 0), (3, 5)), ((3, 0), (1, 2)), ((3, 2), (1, 3)), ((4, 0), (3, 5))]
-    boxes = [TensorBox("w", (7, 5), (i, j), source[i : i + n, j : j + m]) for (i, j), (n, m) in cuts]
+    boxes = [
+        TensorBox("w", (7, 5), (i, j), source[i : i + n, j : j + m]) for (i, j), (n, m) in cuts
+    ]
     write_payload(tmp_path, [*boxes, whole_box("s", torch.tensor(3.0))])
     payload = Payload(tmp_path, hashes(tmp_path))
     target = torch.zeros(7, 5, dtype=dtype)
@@ -57,15 +65,26 @@ def test_boxes_cut_in_any_way_come_back_bit_for_bit(tmp_path: Path, dtype: torch
 
 
 def test_the_files_are_ordinary_safetensors(tmp_path: Path) -> None:
-    w, v, h = torch.arange(6.0).view(2, 3), torch.arange(4.0).double(), torch.tensor([1.5]).bfloat16()
+    w, v, h = (
+        torch.arange(6.0).view(2, 3),
+        torch.arange(4.0).double(),
+        torch.tensor([1.5]).bfloat16(),
+    )
     parts = [TensorBox("v", (4,), (0,), v[:1]), TensorBox("v", (4,), (1,), v[1:])]
-    write_payload(tmp_path, [whole_box("h", h), whole_box("w", w), *parts, whole_box("s", torch.tensor(3))])
+    write_payload(
+        tmp_path, [whole_box("h", h), whole_box("w", w), *parts, whole_box("s", torch.tensor(3))]
+    )
     found = safetensors.load_file(tmp_path / FILE)
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
         **{"w": w.tolist(), "h": [1.5], "s": 3},
         **{"v[0:1]": [0], "v[1:4]": [1, 2, 3]},
     }
-    assert [found[name].dtype for name in ("w", "h", "s", "v[0:1]")] == [w.dtype, h.dtype, torch.int64, v.dtype]
+    assert [found[name].dtype for name in ("w", "h", "s", "v[0:1]")] == [
+        w.dtype,
+        h.dtype,
+        torch.int64,
+        v.dtype,
+    ]
 
 
 def test_only_the_bytes_from_the_first_to_the_last_wanted_element_are_read(
@@ -105,14 +124,19 @@ CUTS = {"hole": [(0, 3)], "overlap": [(0, 4), (3, 6)], "twice": [(0, 3), (0, 3)]
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-def test_elements_written_twice_or_not_at_all_are_refused(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
+def test_elements_written_twice_or_not_at_all_are_refused(
+    tmp_path: Path, cuts: list[tuple[int, int]]
+) -> None:
     x = torch.zeros(6)
     with pytest.raises(ValueError, match="boxes of w "):
         write_payload(tmp_path, [TensorBox("w", (6,), (i,), x[i:j]) for i, j in cuts])
 
 
 def test_boxes_of_one_tensor_with_other_dtypes_are_refused(tmp_path: Path) -> None:
-    boxes = [TensorBox("w", (4,), (0,), torch.zeros(2)), TensorBox("w", (4,), (2,), torch.zeros(2).int())]
+    boxes = [
+        TensorBox("w", (4,), (0,), torch.zeros(2)),
+        TensorBox("w", (4,), (2,), torch.zeros(2).int()),
+    ]
     with pytest.raises(ValueError, match="two boxes disagree on shape or dtype of w"):
         write_payload(tmp_path, boxes)
 
@@ -160,18 +184,28 @@ def test_boxes_of_a_range_are_its_elements_in_order(case: tuple[tuple[int, ...],
     shape, low, high = case
     array = np.arange(math.prod(shape)).reshape(shape)
     boxes = split_range(shape, low, high)
-    parts = [array[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in boxes]
+    parts = [
+        array[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1)
+        for box in boxes
+    ]
     assert [int(x) for part in parts for x in part] == list(range(low, high))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 def test_whole_rows_are_one_box() -> None:
     assert split_range((1000, 8), 8, 7992) == [((1, 0), (998, 8))]
-    assert split_range((1000, 8), 5, 7993) == [((0, 5), (1, 3)), ((1, 0), (998, 8)), ((999, 0), (1, 1))]
+    assert split_range((1000, 8), 5, 7993) == [
+        ((0, 5), (1, 3)),
+        ((1, 0), (998, 8)),
+        ((999, 0), (1, 1)),
+    ]
 
 
 def test_a_slice_of_a_fused_and_padded_parameter_lands_in_its_pieces() -> None:
-    pieces = (TensorSlice("q", (4, 3), (2, 0), (2, 3), start=0), TensorSlice("k", (2, 6), (1, 3), (1, 3), start=2))
+    pieces = (
+        TensorSlice("q", (4, 3), (2, 0), (2, 3), start=0),
+        TensorSlice("k", (2, 6), (1, 3), (1, 3), start=2),
+    )
     local = torch.arange(12.0)  # [4, 3]: two rows of q, one of k, one of padding
     part = ParameterSlice(ParameterSpec(pieces), (4, 3), 4, local[4:])
     boxes = boxes_of_slice("model", part)
@@ -187,4 +221,7 @@ def test_copies_are_read_but_not_written() -> None:
     spec = ParameterSpec((TensorSlice("w", (2,), (0,), (2,)),), counted=False)
     part = ParameterSlice(spec, (2,), 0, torch.zeros(2))
     assert boxes_to_save([part], {"exp_avg": [part]}, lambda spec: spec.counted) == []
-    assert [b.name for b in boxes_to_load([part], {"exp_avg": [part]})] == ["model.w", "optimizer.exp_avg.w"]
+    assert [b.name for b in boxes_to_load([part], {"exp_avg": [part]})] == [
+        "model.w",
+        "optimizer.exp_avg.w",
+    ]

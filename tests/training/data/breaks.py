@@ -60,7 +60,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/training/data/blend.py", "tests/training/data/test_loader.py"): [
         ("first = int(nth[here][0])", "first = 0", "each step repeats a dataset's first samples"),
-        ("= self._first[number] + found", "= found", "all samples are of the first dataset"),
+        (
+            "chosen[here] = (\n                self._first[number] + found\n            )  # from packs of the dataset to packs of the blend",
+            "chosen[here] = found  # from packs of the dataset to packs of the blend",
+            "all samples are of the first dataset",
+        ),
     ],
     ("megacp/training/data/loader.py", "tests/training/data/test_loader.py"): [
         ("batch if present else", "batch if True else", "packs that stand in are trained on"),
@@ -76,8 +80,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a short step counts pack 0 again",
         ),
         (
-            "min(self.consumed_samples + self._options",
-            "min(self.consumed_samples + 0 * self._options",
+            "self.consumed_samples + self._options.global_batch_size, self._options.end",
+            "self.consumed_samples + 0 * self._options.global_batch_size, self._options.end",
             "the loader's state stays",
         ),
         (

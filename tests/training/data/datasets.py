@@ -27,7 +27,9 @@ def write_dataset(
     directory.mkdir(parents=True, exist_ok=True)
     entries = []
     for number, packs in enumerate(shards):
-        with ShardWriter(directory / f"shard_{number:05d}", vocab_size, seq_length, pad_multiple) as writer:
+        with ShardWriter(
+            directory / f"shard_{number:05d}", vocab_size, seq_length, pad_multiple
+        ) as writer:
             for pack in packs:
                 writer.add_pack(pack)
             entries.append(writer.commit())
@@ -48,7 +50,9 @@ IMAGE_RULES = {"token_ids": {"image_patch": 5}}
 
 
 def weighted_images(rng: np.random.Generator, count: int) -> list[list[Segment]]:
-    """`count` packs of two segments: one with an image of 100 to 200 bytes that no decoder knows, one with weights."""
+    """`count` packs of two segments: one with an image of 100 to 200 bytes that no decoder knows,
+    one with weights.
+    """
 
     def image() -> bytes:
         return rng.bytes(int(rng.integers(100, 200)))
@@ -59,7 +63,10 @@ def weighted_images(rng: np.random.Generator, count: int) -> list[list[Segment]]
         unit = SegmentUnit(item=0, start=0, num_tokens=5, num_crops=1, num_pooled=3)
         weights = rng.random(6).astype(np.float32)
         packs.append(
-            [Segment(tokens, units=(unit,), items=(image,)), Segment(rng.integers(10, 100, 6), weights=weights)]
+            [
+                Segment(tokens, units=(unit,), items=(image,)),
+                Segment(rng.integers(10, 100, 6), weights=weights),
+            ]
         )
     return packs
 
@@ -69,8 +76,13 @@ def sign(directory: Path) -> DatasetManifest:
     manifest = DatasetManifest.read(directory)
     entries = []
     for entry in manifest.shards:
-        found = [(file.name, *files.sha256_of(directory / entry.name / file.name)) for file in entry.files]
-        entries.append(dataclasses.replace(entry, files=tuple(FileEntry(*values) for values in found)))
+        found = [
+            (file.name, *files.sha256_of(directory / entry.name / file.name))
+            for file in entry.files
+        ]
+        entries.append(
+            dataclasses.replace(entry, files=tuple(FileEntry(*values) for values in found))
+        )
     signed = dataclasses.replace(manifest, shards=tuple(entries))
     signed.write(directory)
     return signed
@@ -90,5 +102,7 @@ def random_packs(
     packs = []
     for _ in range(count):
         lengths = rng.integers(1, seq_length // 4 + 1, rng.integers(1, 5))
-        packs.append([Segment(rng.integers(0, vocab_size, n), source_offset=int(n)) for n in lengths])
+        packs.append(
+            [Segment(rng.integers(0, vocab_size, n), source_offset=int(n)) for n in lengths]
+        )
     return packs

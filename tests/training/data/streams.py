@@ -10,13 +10,22 @@ import numpy as np
 
 def patterned(number: int, width: int, height: int, rng: np.random.Generator) -> np.ndarray:
     """Waves under noise, which leave something to code in every block."""
-    x, y, colour = np.arange(width)[None, :, None], np.arange(height)[:, None, None], np.array([1.0, 1.7, 2.3])
+    x, y, colour = (
+        np.arange(width)[None, :, None],
+        np.arange(height)[:, None, None],
+        np.array([1.0, 1.7, 2.3]),
+    )
     waves = 127 + 90 * np.sin((x * colour + number * 3) / 7) * np.cos((y * colour - number) / 5)
     return (waves + rng.normal(0, 12, (height, width, 3))).clip(0, 255).astype(np.uint8)
 
 
 def coded(
-    num_frames: int, codec: str, options: dict[str, str], container: str, size: tuple[int, int], pixels: str
+    num_frames: int,
+    codec: str,
+    options: dict[str, str],
+    container: str,
+    size: tuple[int, int],
+    pixels: str,
 ) -> bytes:
     """10 frames a second of `patterned`, `size` = (width, height)."""
     import av
@@ -55,7 +64,9 @@ def growing(*sizes: tuple[int, int]) -> bytes:
     return stream.getvalue()
 
 
-def h264(num_frames: int, parameters: str, container: str = "mp4", size: tuple[int, int] = (32, 16)) -> bytes:
+def h264(
+    num_frames: int, parameters: str, container: str = "mp4", size: tuple[int, int] = (32, 16)
+) -> bytes:
     """By libx264 in 4:4:4."""
     return coded(num_frames, "libx264", {"x264-params": parameters}, container, size, "yuv444p")
 

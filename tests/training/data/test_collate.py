@@ -29,7 +29,10 @@ def make_pack(index: int, documents: list[reference.Document], weighted: bool) -
     branches = []
     for row, (tokens, _, padded_length, starts) in zip(segments, documents, strict=True):
         row["true_length"], row["padded_length"] = len(tokens), padded_length
-        row["prefix_length"], row["num_branches"] = starts[0] if starts else len(tokens), len(starts)
+        row["prefix_length"], row["num_branches"] = (
+            starts[0] if starts else len(tokens),
+            len(starts),
+        )
         row["first_branch"] = len(branches) if starts else 0
         branches += [(a, b - a, b) for a, b in zip(starts, (*starts, len(tokens))[1:], strict=True)]
     tokens = np.array([t for document in documents for t in document[0]], np.uint16)
@@ -39,10 +42,16 @@ def make_pack(index: int, documents: list[reference.Document], weighted: bool) -
 
 
 @st.composite
-def document(draw: st.DrawFn, weighted: bool, branched: bool, pad_multiple: int) -> reference.Document:
+def document(
+    draw: st.DrawFn, weighted: bool, branched: bool, pad_multiple: int
+) -> reference.Document:
     few = draw(st.booleans())  # so that branches begin alike
     tokens = draw(st.lists(st.integers(0, 1 if few else 65_000), min_size=1, max_size=12))
-    places = st.sets(st.integers(1, len(tokens) - 1), max_size=3) if branched and len(tokens) > 1 else st.just(set())
+    places = (
+        st.sets(st.integers(1, len(tokens) - 1), max_size=3)
+        if branched and len(tokens) > 1
+        else st.just(set())
+    )
     starts = tuple(sorted(draw(places)))
     weight = st.sampled_from([0.0, 0.5, 1.0, 2.0]) if weighted else st.just(1.0)
     weights = draw(st.lists(weight, min_size=len(tokens), max_size=len(tokens)))
@@ -60,7 +69,9 @@ def microbatch(draw: st.DrawFn) -> tuple[list[list[reference.Document]], bool, s
 
 @settings(max_examples=50, deadline=None)
 @given(microbatch())
-def test_collate_is_the_token_by_token_twin(case: tuple[list[list[reference.Document]], bool, str]) -> None:
+def test_collate_is_the_token_by_token_twin(
+    case: tuple[list[list[reference.Document]], bool, str],
+) -> None:
     packs, weighted, mask = case
     batch = collate([make_pack(7 + i, pack, weighted) for i, pack in enumerate(packs)], mask)
     expected = reference.collate(packs, mask)
@@ -72,7 +83,9 @@ def test_collate_is_the_token_by_token_twin(case: tuple[list[list[reference.Docu
 
 def test_the_last_token_of_a_document_predicts_nothing_but_runs_on_under_a_causal_mask() -> None:
     # catches a label that leaks the next document's first token
-    pack = make_pack(0, [([10, 11, 12], [1.0] * 3, 4, ()), ([20, 21], [1.0] * 2, 4, ())], weighted=False)
+    pack = make_pack(
+        0, [([10, 11, 12], [1.0] * 3, 4, ()), ([20, 21], [1.0] * 2, 4, ())], weighted=False
+    )
     packed, causal = collate([pack]), collate([pack], "causal")
     assert packed.tokens.tolist() == [10, 11, 12, 0, 20, 21, 0, 0]
     assert packed.labels.tolist() == [11, 12, 0, 0, 21, 0, 0, 0]
@@ -84,12 +97,16 @@ def test_the_last_token_of_a_document_predicts_nothing_but_runs_on_under_a_causa
 
 
 def test_branches_restart_at_the_prefix_and_do_not_predict_each_other() -> None:
-    pack = make_pack(0, [([1, 2, 3, 4, 5, 6, 7], [0.0, 1.0, 1.0, 0.5, 1.0, 0.25, 1.0], 8, (3, 5))], weighted=True)
+    pack = make_pack(
+        0, [([1, 2, 3, 4, 5, 6, 7], [0.0, 1.0, 1.0, 0.5, 1.0, 0.25, 1.0], 8, (3, 5))], weighted=True
+    )
     batch = collate([pack])
     assert batch.leave.tolist() == [7, 7, 7, 5, 5, 7, 7, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4, 0]
     assert batch.labels.tolist() == [2, 3, 0, 5, 0, 7, 0, 0]
-    assert batch.loss_weights.tolist() == [1, 1, 0, 1, 0, 1, 0, 0] and batch.weight_sum == 4  # of the token predicted
+    assert (
+        batch.loss_weights.tolist() == [1, 1, 0, 1, 0, 1, 0, 0] and batch.weight_sum == 4
+    )  # of the token predicted
     with pytest.raises(ValueError, match=r"packs \[0\] have branches.*--attention-mask causal"):
         collate([pack], "causal")
 
@@ -105,7 +122,10 @@ def test_a_prefix_predicts_what_all_its_branches_begin_with() -> None:
 def test_what_the_store_writes_is_what_collate_reads(tmp_path: Path) -> None:
     # branches of a later pack must come from its own rows of branches.npy
     first = [Segment(np.arange(6), branch_starts=(2, 4)), Segment(np.arange(3))]
-    second = [Segment(np.arange(3)), Segment(np.arange(7), branch_starts=(3, 6), weights=np.full(7, 0.5, np.float32))]
+    second = [
+        Segment(np.arange(3)),
+        Segment(np.arange(7), branch_starts=(3, 6), weights=np.full(7, 0.5, np.float32)),
+    ]
     write_dataset(tmp_path, [[first, second]], pad_multiple=4)
     dataset = PackedDataset(tmp_path)
     batch = collate([dataset.pack(1), dataset.pack(0)])
@@ -137,7 +157,10 @@ def test_what_is_no_batch_is_refused() -> None:
         ({"leave": np.array([4, 4, 4, 4, 0], np.int32)}, "padding tokens have a loss weight"),
         ({"loss_weights": np.array([1, 1, np.nan, 1, 1], np.float32)}, "finite and not negative"),
         ({"span": np.zeros(4, np.int32)}, r"span must be int32 \[5\], got int32 \(4,\)"),
-        ({"position_axes": np.zeros((5, 2), np.int64)}, r"position_axes must be int64 \[5, 3\], got int64 \(5, 2\)"),
+        (
+            {"position_axes": np.zeros((5, 2), np.int64)},
+            r"position_axes must be int64 \[5, 3\], got int64 \(5, 2\)",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             make(**changes)
@@ -153,7 +176,9 @@ def test_the_fingerprint_sees_every_field_and_is_the_same_in_another_process() -
         prints.add(dataclasses.replace(batch, **{name: changed}).fingerprint())
     assert len(prints) == 2 + len(names) and all(-(2**63) <= one < 2**63 for one in prints)
     code = "from tests.training.data.test_collate import make; print(make().fingerprint())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert int(other.stdout) == make().fingerprint()
 
 
@@ -183,9 +208,13 @@ def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -
     batch = dataclasses.replace(make(5), vision=IMAGES)
     prints = {make(5).fingerprint(), batch.fingerprint()}
     for change in ({"feature_rows": np.array([1, 3, 4])}, {"cum_crop_bounds": np.array([2, 3])}):
-        prints.add(dataclasses.replace(batch, vision=dataclasses.replace(IMAGES, **change)).fingerprint())
+        prints.add(
+            dataclasses.replace(batch, vision=dataclasses.replace(IMAGES, **change)).fingerprint()
+        )
     assert len(prints) == 4
-    nothing = dataclasses.replace(IMAGES, patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64))
+    nothing = dataclasses.replace(
+        IMAGES, patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64)
+    )
     assert dataclasses.replace(batch, vision=nothing).fingerprint() == batch.fingerprint()
     assert batch.with_padding_to(8).vision is batch.vision
 
@@ -226,16 +255,28 @@ def test_every_mask_makes_lawful_rows_of_any_length(mask: str, length: int) -> N
 def test_a_pack_depends_on_seed_and_number_alone() -> None:
     rules = MockRules(50, 40, "mixed", ragged=True, seed=5)
     assert mock_batch([3, 4], rules).fingerprint() == mock_batch([3, 4], rules).fingerprint()
-    others = [mock_batch([4, 5], rules), mock_batch([3, 4], MockRules(50, 40, "mixed", ragged=True, seed=6))]
+    others = [
+        mock_batch([4, 5], rules),
+        mock_batch([3, 4], MockRules(50, 40, "mixed", ragged=True, seed=6)),
+    ]
     assert mock_batch([3, 4], rules).fingerprint() not in [other.fingerprint() for other in others]
 
 
 def test_masks_hold_what_their_names_say() -> None:
-    rows = {mask: [mock_batch([i], MockRules(50, 64, mask, ragged=True)) for i in range(30)] for mask in MASKS}
-    documents = {mask: max(int(batch.document.max()) for batch in batches) for mask, batches in rows.items()}
-    branching = {mask for mask, batches in rows.items() if any(branched(batch) for batch in batches)}
+    rows = {
+        mask: [mock_batch([i], MockRules(50, 64, mask, ragged=True)) for i in range(30)]
+        for mask in MASKS
+    }
+    documents = {
+        mask: max(int(batch.document.max()) for batch in batches) for mask, batches in rows.items()
+    }
+    branching = {
+        mask for mask, batches in rows.items() if any(branched(batch) for batch in batches)
+    }
     spanned = {mask for mask, batches in rows.items() if any(batch.span.any() for batch in batches)}
-    assert documents["causal"] == 0 and all(count > 0 for mask, count in documents.items() if mask != "causal")
+    assert documents["causal"] == 0 and all(
+        count > 0 for mask, count in documents.items() if mask != "causal"
+    )
     assert branching == {"branches", "tree", "mixed"}
     assert spanned == {"image", "mixed"}
 

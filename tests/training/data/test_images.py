@@ -1,4 +1,6 @@
-"""Images of a row: bounds and places over its packs, spans, what each rank decodes, and what a bad image does."""
+"""Images of a row: bounds and places over its packs, spans, what each rank decodes, and what a bad
+image does.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ class BrokenDecoder(MockDecoder):
 
 def rows_of_ranks(packs: list[Pack], ranks: int, strategy: str = "stored") -> list[PackedBatch]:
     loading = ImageLoading(MockDecoder(IMAGES), 0, ranks, strategy=strategy)
-    return [collate(packs, loading=dataclasses.replace(loading, cp_rank=rank)) for rank in range(ranks)]
+    return [
+        collate(packs, loading=dataclasses.replace(loading, cp_rank=rank)) for rank in range(ranks)
+    ]
 
 
-def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[int], list[int], list[int]]:
+def spans_by_hand(
+    packs: list[Pack], attention: str
+) -> tuple[list[int], list[int], list[int], list[int]]:
     """Span of each token, places, and both bounds, one token at a time."""
     span, places, images, pooled = list[int](), list[int](), list[int](), list[int]()
     document, number, parts = 0, 0, dict[tuple[int, int], int]()
@@ -77,21 +83,29 @@ def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[in
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 500), st.integers(1, 3), st.sampled_from(["example", "image", "causal"]))
-def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int, count: int, attention: str) -> None:
+def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(
+    first: int, count: int, attention: str
+) -> None:
     packs = [RULES.pack(first + i) for i in range(count)]
     batch = collate(packs, image_attention=attention)
     span, places, images, pooled = spans_by_hand(packs, attention)
     assert batch.span.tolist() == span and batch.vision.feature_rows.tolist() == places
     assert batch.vision.cum_crop_bounds.tolist() == images
     assert batch.vision.cum_token_pooling_bounds.tolist() == pooled
-    assert np.array_equal(batch.tokens[batch.vision.feature_rows], np.full(len(places), IMAGES.image_patch))
+    assert np.array_equal(
+        batch.tokens[batch.vision.feature_rows], np.full(len(places), IMAGES.image_patch)
+    )
     for number in np.unique(batch.span[batch.span > 0]):
         assert len(np.unique(batch.document[batch.span == number])) == 1
 
 
 def features(batch: PackedBatch) -> np.ndarray:
-    """What a model would make of the pixels here, float64 [m]: each window's sum over its patches."""
-    flat = batch.vision.patches.reshape(-1, batch.vision.patches.shape[-1]).astype(np.float64).sum(1)
+    """What a model would make of the pixels here, float64 [m]: each window's sum over its
+    patches.
+    """
+    flat = (
+        batch.vision.patches.reshape(-1, batch.vision.patches.shape[-1]).astype(np.float64).sum(1)
+    )
     windows = np.where(batch.vision.pooling >= 0, np.append(flat, 0)[batch.vision.pooling], 0)
     return np.sort(windows, 1).sum(1)
 
@@ -99,7 +113,9 @@ def features(batch: PackedBatch) -> np.ndarray:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 500), st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8, 16]))
-def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int, count: int, ranks: int) -> None:
+def test_all_ranks_together_hold_each_image_once_under_every_strategy(
+    first: int, count: int, ranks: int
+) -> None:
     packs = [RULES.pack(first + i) for i in range(count)]
     (whole,) = rows_of_ranks(packs, 1)
     for strategy in ("stored", "computed"):
@@ -111,13 +127,22 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
             row = vision.boundaries[rank]
             assert len(vision.patches) == row["end_image_idx"] - row["start_image_idx"]
             assert len(vision.pooling) == row["end_pool_idx"] - row["start_pool_idx"]
-            stored = strategy == "stored" and count == 1 and packs[0].images and ranks in packs[0].images.boundaries
-            assert vision.strategy == ("stored" if stored else "computed" if strategy == "stored" else strategy)
+            stored = (
+                strategy == "stored"
+                and count == 1
+                and packs[0].images
+                and ranks in packs[0].images.boundaries
+            )
+            assert vision.strategy == (
+                "stored" if stored else "computed" if strategy == "stored" else strategy
+            )
             assert part.fingerprint() == whole.fingerprint()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_rank_holds_all_images_where_they_are_replicated_each_with_its_own_patches(ranks: int) -> None:
+def test_every_rank_holds_all_images_where_they_are_replicated_each_with_its_own_patches(
+    ranks: int,
+) -> None:
     packs = [RULES.pack(number) for number in range(6)]
     (whole,) = rows_of_ranks(packs, 1)
     for part in rows_of_ranks(packs, ranks, REPLICATE):
@@ -125,10 +150,16 @@ def test_every_rank_holds_all_images_where_they_are_replicated_each_with_its_own
         assert vision.strategy == REPLICATE and part.fingerprint() == whole.fingerprint()
         np.testing.assert_array_equal(features(part), features(whole))
         crops, ends = np.append(0, vision.cum_crop_bounds), vision.cum_token_pooling_bounds
-        unit = np.searchsorted(ends, np.arange(len(vision.pooling)), side="right")[:, None]  # of each window
+        unit = np.searchsorted(ends, np.arange(len(vision.pooling)), side="right")[
+            :, None
+        ]  # of each window
         crop = vision.pooling // vision.patches.shape[1]
         own = (crops[unit] <= crop) & (crop < crops[unit + 1])
-        assert len(ends) > 6 and len(vision.patches) == crops[-1] and (own | (vision.pooling < 0)).all()
+        assert (
+            len(ends) > 6
+            and len(vision.patches) == crops[-1]
+            and (own | (vision.pooling < 0)).all()
+        )
 
 
 def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None:
@@ -148,7 +179,9 @@ def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
     packs = [dataclasses.replace(RULES.pack(i), sources=("a.jsonl",)) for i in (2, 3)]
     batch = collate(packs)
     loading = ImageLoading(BrokenDecoder([1]))
-    with pytest.raises(ValueError, match=r"pack \d, record of a.jsonl at byte 0: (image|video) 1: half a JPEG"):
+    with pytest.raises(
+        ValueError, match=r"pack \d, record of a.jsonl at byte 0: (image|video) 1: half a JPEG"
+    ):
         collate(packs, loading=loading)
     left = collate(packs, loading=dataclasses.replace(loading, on_bad_image="skip"))
     bad = [document for document, _ in left.vision.bad_documents]
@@ -157,7 +190,9 @@ def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
         for first, pack in ((0, packs[0]), (len(packs[0].segments), packs[1]))
         for unit in pack.images.units[pack.images.units["item"] == 1]
     ]
-    assert bad == sorted(set(owners)) and all("half a JPEG" in why for _, why in left.vision.bad_documents)
+    assert bad == sorted(set(owners)) and all(
+        "half a JPEG" in why for _, why in left.vision.bad_documents
+    )
     assert np.isfinite(features(left)).all() and left.fingerprint() == batch.fingerprint()
     dropped = left.without_documents(bad)
     assert np.array_equal(dropped.leave, np.where(np.isin(batch.document, bad), 0, batch.leave))
@@ -171,16 +206,25 @@ def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:
             return np.concatenate((patches, patches)), pooling
 
     packs = [RULES.pack(3)]
-    with pytest.raises(ValueError, match=r"it decodes to .*\(4, 6, 5\).*the dataset has \(\(2, 6, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"it decodes to .*\(4, 6, 5\).*the dataset has \(\(2, 6, 5\)"
+    ):
         collate(packs, loading=ImageLoading(Larger(IMAGES)))
 
 
 def test_counts_that_differ_name_the_record_and_both_counts() -> None:
     pack = dataclasses.replace(RULES.pack(3), sources=("a.jsonl",))
     count = int(pack.images.units[0]["pooled_stop"])
-    of_images, of_text = np.flatnonzero(pack.tokens == IMAGES.image_patch), np.flatnonzero(pack.tokens < 50)
+    of_images, of_text = (
+        np.flatnonzero(pack.tokens == IMAGES.image_patch),
+        np.flatnonzero(pack.tokens < 50),
+    )
     for place, token, told in (
-        (of_images[0], 7, rf"a.jsonl at byte 0.*: {count} image features and {count - 1} image-patch"),
+        (
+            of_images[0],
+            7,
+            rf"a.jsonl at byte 0.*: {count} image features and {count - 1} image-patch",
+        ),
         (of_text[0], IMAGES.image_patch, r"image features and \d+ image-patch tokens \(id 50\)"),
     ):
         tokens = pack.tokens.copy()

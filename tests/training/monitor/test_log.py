@@ -48,7 +48,9 @@ def run(path: Path, steps: range, resume_step: int = 0) -> None:
     log.close()
 
 
-def test_a_step_is_one_line_with_every_figure_on_rank_0_alone(capsys, tmp_path, monkeypatch) -> None:
+def test_a_step_is_one_line_with_every_figure_on_rank_0_alone(
+    capsys, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for targets in (LogTargets(console=True), LogTargets()):
         log = RunLog(targets, total_steps=100)
@@ -59,9 +61,22 @@ def test_a_step_is_one_line_with_every_figure_on_rank_0_alone(capsys, tmp_path, 
         "1.5 GiB  data wait 1.2 ms  left 1:02:03\n"
     )
     assert list(tmp_path.iterdir()) == []
-    assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90_061)] == ["0:00", "1:00", "59:59", "1:00:00", "1d 1h"]
+    assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90_061)] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "1d 1h",
+    ]
     assert "  data wait 20.6 s  " in step_line(record(7, data_wait=20.6), 100)
-    large = record(100_000, tokens_per_second=1.2e7, peak_memory=75 << 30, seconds=12.34, seconds_left=1e6, epoch=12.34)
+    large = record(
+        100_000,
+        tokens_per_second=1.2e7,
+        peak_memory=75 << 30,
+        seconds=12.34,
+        seconds_left=1e6,
+        epoch=12.34,
+    )
     assert len(step_line(large, 100_000)) <= 155
 
 
@@ -72,11 +87,19 @@ def test_terms_beside_the_loss_stand_beside_it_in_the_line_and_in_the_file(tmp_p
     log.step(routed)
     log.close()
     (row,) = rows(tmp_path / "log.jsonl")
-    assert (row["loss"], row["balance_loss"], row["dropped"]) == (1 / 3, 0.01, 0) and "experts" not in row
+    assert (row["loss"], row["balance_loss"], row["dropped"]) == (
+        1 / 3,
+        0.01,
+        0,
+    ) and "experts" not in row
 
 
-def test_the_console_keeps_its_interval_and_shows_the_last_step_while_the_file_gets_all(tmp_path, capsys) -> None:
-    log = RunLog(LogTargets(console=True, jsonl=tmp_path / "log.jsonl", log_interval=4), total_steps=10)
+def test_the_console_keeps_its_interval_and_shows_the_last_step_while_the_file_gets_all(
+    tmp_path, capsys
+) -> None:
+    log = RunLog(
+        LogTargets(console=True, jsonl=tmp_path / "log.jsonl", log_interval=4), total_steps=10
+    )
     for step in range(1, 11):
         log.step(record(step))
         assert len(rows(tmp_path / "log.jsonl")) == step, "in the file at once"
@@ -97,7 +120,11 @@ def test_json_keeps_every_digit_and_has_no_nan(tmp_path) -> None:
     assert "NaN" not in text and "Infinity" not in text
     first, second, valid = rows(path)
     assert (first["kind"], first["loss"], first["consumed_samples"]) == ("train", 1 / 3, 8)
-    assert math.isnan(float(second["loss"])) and float(second["grad_norm"]) == math.inf and second["mfu"] is None
+    assert (
+        math.isnan(float(second["loss"]))
+        and float(second["grad_norm"]) == math.inf
+        and second["mfu"] is None
+    )
     assert valid == {"kind": "valid", "step": 2, "loss": 1.25}
 
 
@@ -106,7 +133,9 @@ def test_a_run_that_goes_on_appends_and_a_reader_takes_each_step_once(tmp_path) 
     run(path, range(1, 8))
     before = path.read_bytes()
     run(path, range(5, 11), resume_step=4)
-    assert path.read_bytes().startswith(before) and [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
+    assert path.read_bytes().startswith(before) and [p.name for p in tmp_path.iterdir()] == [
+        "log.jsonl"
+    ]
     assert rows(path)[7] == {"kind": "run", "step": 4}
     assert list(read_curves(path)["train"]) == list(range(1, 11))
     run(path, range(1, 3))
@@ -121,18 +150,25 @@ def events_of(folder: Path):
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_every_place_gets_the_same_figures_and_notes(package: str, tmp_path, monkeypatch, capsys) -> None:
+def test_every_place_gets_the_same_figures_and_notes(
+    package: str, tmp_path, monkeypatch, capsys
+) -> None:
     """A stand-in takes the calls that W&B and Trackio share, the network is not needed."""
     pytest.importorskip("tensorboard")
     calls: list = []
     made = types.SimpleNamespace(
-        log=lambda figures, step: calls.append((step, figures)), finish=lambda: calls.append("finished")
+        log=lambda figures, step: calls.append((step, figures)),
+        finish=lambda: calls.append("finished"),
     )
     stand_in = types.ModuleType(package)
     stand_in.init = lambda project, config: calls.append((project, config)) or made
     monkeypatch.setitem(sys.modules, package, stand_in)
     path, events_folder = tmp_path / "log.jsonl", str(tmp_path / "events")
-    log = RunLog(LogTargets(True, path, events_folder, **{f"{package}_project": "mine"}), 2, settings={"lr": 1.0})
+    log = RunLog(
+        LogTargets(True, path, events_folder, **{f"{package}_project": "mine"}),
+        2,
+        settings={"lr": 1.0},
+    )
     log.step(record(1, mfu=None))
     log.step(record(2, loss=0.25))
     log.note(2, "skipped; packs 3, 4")
@@ -160,7 +196,9 @@ def test_every_place_gets_the_same_figures_and_notes(package: str, tmp_path, mon
         ({"jsonl": Path("pipe")}, "", "pipe"),
     ],
 )
-def test_a_place_that_cannot_be_opened_is_named(values, package: str, flag: str, monkeypatch, tmp_path) -> None:
+def test_a_place_that_cannot_be_opened_is_named(
+    values, package: str, flag: str, monkeypatch, tmp_path
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("mine")
     os.mkfifo("pipe")
@@ -187,7 +225,9 @@ class Stream:
         self.write("")
 
 
-def test_a_console_that_is_full_ends_nothing_is_told_once_and_tried_again(tmp_path, monkeypatch, capsys) -> None:
+def test_a_console_that_is_full_ends_nothing_is_told_once_and_tried_again(
+    tmp_path, monkeypatch, capsys
+) -> None:
     stream = Stream()
     monkeypatch.setattr(sys, "stdout", stream)
     log = RunLog(LogTargets(console=True, jsonl=tmp_path / "log.jsonl"), total_steps=9)
@@ -222,21 +262,32 @@ def test_a_log_file_that_is_full_holds_whole_lines_and_goes_on_when_there_is_roo
     log.close()
     assert [row["step"] for row in rows(tmp_path / "log.jsonl")] == [1, 2, 6, 7]
     said = capsys.readouterr().out.splitlines()
-    assert [number for number, line in enumerate(said) if "cannot be written" in line] == [2] and len(said) == 8
+    assert [number for number, line in enumerate(said) if "cannot be written" in line] == [
+        2
+    ] and len(said) == 8
 
 
-def test_a_guest_that_raises_is_told_once_in_the_other_places(tmp_path, monkeypatch, capsys) -> None:
+def test_a_guest_that_raises_is_told_once_in_the_other_places(
+    tmp_path, monkeypatch, capsys
+) -> None:
     def log_figures(figures: object, step: int) -> None:
         raise RuntimeError("the network is gone")
 
     stand_in = types.ModuleType("wandb")
-    stand_in.init = lambda project, config: types.SimpleNamespace(log=log_figures, finish=log_figures)
+    stand_in.init = lambda project, config: types.SimpleNamespace(
+        log=log_figures, finish=log_figures
+    )
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     log = RunLog(LogTargets(True, tmp_path / "log.jsonl", wandb_project="mine"), total_steps=9)
     for step in (1, 2):
         log.step(record(step))
     log.close()
-    assert capsys.readouterr().out.count("--wandb-project mine cannot be written (RuntimeError: the network") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "--wandb-project mine cannot be written (RuntimeError: the network"
+        )
+        == 1
+    )
     assert [row["kind"] for row in rows(tmp_path / "log.jsonl")] == ["note", "train", "train"]
 
 
@@ -247,13 +298,16 @@ _LONG = "print('x' * (1 << 20))"
 @pytest.mark.parametrize(
     "body",
     [
-        f"from megacp.training.monitor.console import ends_with_its_reader\nwith ends_with_its_reader():\n    {_LONG}",
+        "from megacp.training.monitor.console import ends_with_its_reader\nwith "
+        f"ends_with_its_reader():\n    {_LONG}",
         "from megacp.train import program\nimport sys\nsys.argv[1:] = ['--help']\nprogram()",
     ],
     ids=["report", "help of the training"],
 )
 def test_a_program_that_only_prints_ends_in_silence_with_its_reader(body: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", body], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert child.stdout is not None and child.stderr is not None
     child.stdout.close()
     assert child.wait(60) == -signal.SIGPIPE

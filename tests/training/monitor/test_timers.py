@@ -1,4 +1,6 @@
-"""Timers on a clock that the test turns, breakdowns and traces of steps, peaks of devices and of memory."""
+"""Timers on a clock that the test turns, breakdowns and traces of steps, peaks of devices and of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Event:
         return 1000.0 * (end.at - self.at)
 
 
-def test_events_of_a_gpu_are_read_when_seconds_are_wanted_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_a_gpu_are_read_when_seconds_are_wanted_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     timers = Timers(EventClock(torch.device("cuda")))
@@ -118,7 +122,18 @@ def test_the_peak_on_cuda_is_the_allocators() -> None:
     assert peak_bytes("cuda") >= before and peak_bytes("cuda") >= 1 << 24
 
 
-PHASES = {"step", "data", "plan", "agreement", "shard", "forward", "backward", "gradient exchange", "norm", "optimizer"}
+PHASES = {
+    "step",
+    "data",
+    "plan",
+    "agreement",
+    "shard",
+    "forward",
+    "backward",
+    "gradient exchange",
+    "norm",
+    "optimizer",
+}
 
 
 def ranges(path: Path) -> Counter[str]:
@@ -134,16 +149,32 @@ def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_trace_names_every_phase_of_its_steps_on_rank_0(tmp_path: Path) -> None:
-    flags = [*TINY, *grid_flags(pp=2), "--train-iters", "5", "--save", str(tmp_path), "--profile", "2:3"]
+    flags = [
+        *TINY,
+        *grid_flags(pp=2),
+        "--train-iters",
+        "5",
+        "--save",
+        str(tmp_path),
+        "--profile",
+        "2:3",
+    ]
     assert run_ranks(train_on_rank, 4, flags) == [0] * 4
     (trace,) = (tmp_path / "profile").iterdir()
     found = ranges(trace)
-    assert trace.name == "steps_2_3_rank_0.json" and set(found) >= PHASES | {"pipeline exchange", "parameter exchange"}
-    assert found["step"] == found["optimizer"] == 2 and found["forward"] == found["backward"] == 2 * 2
+    assert trace.name == "steps_2_3_rank_0.json" and set(found) >= PHASES | {
+        "pipeline exchange",
+        "parameter exchange",
+    }
+    assert (
+        found["step"] == found["optimizer"] == 2 and found["forward"] == found["backward"] == 2 * 2
+    )
 
 
 @pytest.mark.slow
-def test_a_trace_ends_with_the_run_and_one_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+def test_a_trace_ends_with_the_run_and_one_that_cannot_be_written_ends_nothing(
+    tmp_path: Path,
+) -> None:
     base, name = [*TINY, "--profile", "3:100"], "steps_3_4_rank_0.json"
     assert run_ranks(train_on_rank, 2, [*base, "--save", str(tmp_path / "a")]) == [0, 0]
     assert [path.name for path in (tmp_path / "a" / "profile").iterdir()] == [name]
@@ -191,12 +222,17 @@ def test_the_slowest_rank_is_named_with_its_phase(tmp_path: Path, slow: int) -> 
     found = rows(tmp_path, "timing")
     assert [row["step"] for row in found] == [3, 4]
     for row in found:
-        assert row["slowest_rank"] == slow and row["shard_max"] > 0.2 > row["shard_mean"] - row["shard_max"] / 2
+        assert (
+            row["slowest_rank"] == slow
+            and row["shard_max"] > 0.2 > row["shard_mean"] - row["shard_max"] / 2
+        )
         assert row["gradient_exchange_max"] > 0
 
 
 def test_a_line_says_mean_longest_and_who() -> None:
-    found = Breakdown({"data": [0.001, 0.003], "forward": [0.1, 0.2], "gradient exchange": [0.1, 0.0]})
+    found = Breakdown(
+        {"data": [0.001, 0.003], "forward": [0.1, 0.2], "gradient exchange": [0.1, 0.0]}
+    )
     assert found.line(7) == (
         "step 7: mean / longest ms: data 2 / 3 (rank 1); forward 150 / 200 (rank 1); "
         "gradient exchange 50 / 100 (rank 0); slowest in computing: rank 1, 1.34 times the mean"
@@ -204,7 +240,9 @@ def test_a_line_says_mean_longest_and_who() -> None:
     assert found.figures()["forward_max"] == 0.2 and found.figures()["slowest_rank"] == 1
 
 
-def test_time_left_follows_the_median_step_also_of_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_follows_the_median_step_also_of_a_resumed_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = {"time": 100.0}
     monkeypatch.setattr("megacp.engine.timers.time.monotonic", lambda: now["time"])
     pace, left = Pace(), []

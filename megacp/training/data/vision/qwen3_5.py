@@ -1,11 +1,12 @@
-"""Qwen3.5's geometry: an image, or two frames of a video, as one grid of patches, of which windows become tokens.
+"""Qwen3.5's geometry: an image, or two frames of a video, as one grid of patches, of which windows
+become tokens.
 
-Tokens, grids, frames and times are those of the transformers library (models/qwen3_vl, whose processors qwen3_5 has);
-pixels differ by at most two of 255 levels: Pillow blends with finer weights than torchvision, and each of the two
-passes rounds.
+Tokens, grids, frames and times are those of the transformers library (models/qwen3_vl, whose
+processors qwen3_5 has); pixels differ by at most two of 255 levels: Pillow blends with finer
+weights than torchvision, and each of the two passes rounds.
 
-A "crop" of the bounds in a dataset is one patch here. Patches stand window by window, so those of a token follow each
-other.
+A "crop" of the bounds in a dataset is one patch here. Patches stand window by window, so those of a
+token follow each other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _LARGEST_RATIO = 200
 
 @dataclass(frozen=True)
 class Qwen35Rules(VisionRules):
-    """How images and videos become patches and tokens; builtin types only, stored in the manifest."""
+    """How images and videos become patches and tokens; builtin types only, stored in the
+    manifest.
+    """
 
     family: ClassVar[str] = "qwen3_5"
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_moe")
@@ -43,23 +46,39 @@ class Qwen35Rules(VisionRules):
     frames_of_unit: ClassVar[int] = _FRAMES
     patch_size: int = rule(16, "side of a patch in pixels")
     merge_size: int = rule(2, "patches along a side of the window that becomes one token")
-    resize_pixels: tuple[int, int] = rule((1 << 16, 1 << 24), "least and most of an image, in whole windows")
-    video_resize_pixels: tuple[int, int] = rule((1 << 12, 24 << 20), "the same of all taken frames of a video")
+    resize_pixels: tuple[int, int] = rule(
+        (1 << 16, 1 << 24), "least and most of an image, in whole windows"
+    )
+    video_resize_pixels: tuple[int, int] = rule(
+        (1 << 12, 24 << 20), "the same of all taken frames of a video"
+    )
     min_frames: int = rule(4, "frames of a video at least")
     max_frames: int = rule(768, "frames of a video at most")
-    video_fps: float = rule(2.0, "frames taken from a second, between --min-frames and --max-frames")
-    image_mean: tuple[float, float, float] = rule((0.5, 0.5, 0.5), "subtracted from red, green, blue between 0 and 1")
-    image_std: tuple[float, float, float] = rule((0.5, 0.5, 0.5), "what the difference is divided by")
+    video_fps: float = rule(
+        2.0, "frames taken from a second, between --min-frames and --max-frames"
+    )
+    image_mean: tuple[float, float, float] = rule(
+        (0.5, 0.5, 0.5), "subtracted from red, green, blue between 0 and 1"
+    )
+    image_std: tuple[float, float, float] = rule(
+        (0.5, 0.5, 0.5), "what the difference is divided by"
+    )
     max_pixels: int = rule(89_478_485, "larger images are refused")
-    token_ids: dict[str, int] = rule({}, "ids of image tokens (the tokenizer's, or above it)", "--image-token-ids")
+    token_ids: dict[str, int] = rule(
+        {}, "ids of image tokens (the tokenizer's, or above it)", "--image-token-ids"
+    )
 
     def __post_init__(self) -> None:
         """ValueError lists all that cannot be, each with its flag."""
-        least = dict.fromkeys(("patch_size", "merge_size", "min_frames", "max_frames", "max_pixels"), 1)
+        least = dict.fromkeys(
+            ("patch_size", "merge_size", "min_frames", "max_frames", "max_pixels"), 1
+        )
         found = self.common_problems({**least, "resize_pixels": 1, "video_resize_pixels": 1})
         for name in ("resize_pixels", "video_resize_pixels"):
             if (given := getattr(self, name))[0] > given[1]:
-                found.append(f"--{name.replace('_', '-')} is {given}, the least is more than the most")
+                found.append(
+                    f"--{name.replace('_', '-')} is {given}, the least is more than the most"
+                )
         if found:
             raise ValueError("image rules: " + "; ".join(found))
 
@@ -73,13 +92,18 @@ class Qwen35Rules(VisionRules):
         patch, merge = self.patch_size, self.merge_size
         if (patch, merge) == (vision.vision_patch_size, 2):
             return None
-        have = f"has patches of {patch} pixels in windows of {merge}, the model's are {vision.vision_patch_size} in 2"
+        have = (
+            f"has patches of {patch} pixels in windows of {merge}, the model's are "
+            f"{vision.vision_patch_size} in 2"
+        )
         return f"{have}: set --vision-patch-size"
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
         """One grid, in which the sides keep their ratio."""
         if max(width, height) > _LARGEST_RATIO * min(width, height):
-            raise ImageError(f"{width} x {height}: one side is more than {_LARGEST_RATIO} times the other")
+            raise ImageError(
+                f"{width} x {height}: one side is more than {_LARGEST_RATIO} times the other"
+            )
         return _grid_layout(*self._image_size(width, height), "image_patch", self)
 
     def layouts_of_video(
@@ -89,17 +113,24 @@ class Qwen35Rules(VisionRules):
         if len(frames) < _FRAMES:
             raise ImageError(f"a video needs {_FRAMES} frames, it has {len(frames)}")
         if len(sizes) > 1:
-            raise ImageError(f"the frames of the video have the sizes {', '.join(f'{w} x {h}' for w, h in sizes)}")
+            raise ImageError(
+                "the frames of the video have the sizes "
+                f"{', '.join(f'{w} x {h}' for w, h in sizes)}"
+            )
         ((width, height),) = sizes
         layout = _grid_layout(*self._video_size(len(frames), width, height), "video_patch", self)
-        times = [number / fps for number in frames] + [frames[-1] / fps]  # the last may be half of a pair
+        times = [number / fps for number in frames] + [
+            frames[-1] / fps
+        ]  # the last may be half of a pair
         pairs = [(times[i] + times[i + 1]) / 2 for i in range(0, len(frames), _FRAMES)]
         return [(f"<{time:.1f} seconds>", layout) for time in pairs]
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
         """The first and the last frame, and those evenly between them."""
         count = int(num_frames / fps * self.video_fps)
-        count = min(max(count, self.min_frames), self.max_frames, num_frames)  # a short video gives all it has
+        count = min(
+            max(count, self.min_frames), self.max_frames, num_frames
+        )  # a short video gives all it has
         taken: list[int] = np.linspace(0, num_frames - 1, count).round().astype(np.int64).tolist()
         return taken
 
@@ -121,7 +152,10 @@ class Qwen35Rules(VisionRules):
         cut = frames.reshape(units, _FRAMES, rows, merge, patch, columns, merge, patch, 3)
         # -> [units, rows, columns, merge, merge, 3, frames, patch, patch]
         cut = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, self.patch_shape[1] // 3)
-        of_colours = [np.array(values, np.float32) * np.float32(255) for values in (self.image_mean, self.image_std)]
+        of_colours = [
+            np.array(values, np.float32) * np.float32(255)
+            for values in (self.image_mean, self.image_std)
+        ]
         mean, std = (values[:, None] for values in of_colours)  # [3, 1]
         patches = np.subtract(cut, mean, dtype=np.float32)
         patches /= std
@@ -139,8 +173,11 @@ class Qwen35Rules(VisionRules):
         return _fitting(width, height, count, side, self.video_resize_pixels, _FRAMES)
 
 
-def _fitting(width: int, height: int, count: int, side: int, pixels: tuple[int, int], step: int = 1) -> tuple[int, int]:
-    """Width and height in multiples of `side`, such that `count` frames have the least and most `pixels`.
+def _fitting(
+    width: int, height: int, count: int, side: int, pixels: tuple[int, int], step: int = 1
+) -> tuple[int, int]:
+    """Width and height in multiples of `side`, such that `count` frames have the least and most
+    `pixels`.
 
     Frames count as a multiple of `step`, rounded like the sides.
     """
@@ -169,7 +206,9 @@ def _grid_layout(width: int, height: int, kind: str, rules: Qwen35Rules) -> Imag
 
 
 def _resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """uint8 [h, w, 3] -> uint8 [height, width, 3]: bicubic and smoothed, first along rows, as torchvision does."""
+    """uint8 [h, w, 3] -> uint8 [height, width, 3]: bicubic and smoothed, first along rows, as
+    torchvision does.
+    """
     try:
         from PIL import Image
     except ImportError as error:

@@ -1,4 +1,6 @@
-"""The packed dataset on disk: exact round trips, atomic shards; a damaged, missing or foreign file is named."""
+"""The packed dataset on disk: exact round trips, atomic shards; a damaged, missing or foreign file
+is named.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from megacp.training.data import tables
 from megacp.training.data.manifest import DatasetManifest
 from megacp.training.data.reader import OPEN_SHARDS, PackedDataset
 from megacp.training.data.tables import IndexedReader, StoredFile, token_dtype, with_suffix
-from tests.training.data.datasets import IMAGE_RULES, damage, random_packs, sign, weighted_images, write_dataset
+from tests.training.data.datasets import (
+    IMAGE_RULES,
+    damage,
+    random_packs,
+    sign,
+    weighted_images,
+    write_dataset,
+)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -30,27 +39,38 @@ def test_packs_come_back_exactly(tmp_path: Path, weighted: bool) -> None:
     shards = [random_packs(rng, 6, vocab_size=100_000), random_packs(rng, 3, vocab_size=100_000)]
     if weighted:  # weights begin in the middle of the first shard: what came before is ones
         for pack in shards[0][3:]:
-            pack[0] = dataclasses.replace(pack[0], weights=rng.random(len(pack[0].tokens)).astype(np.float32))
+            pack[0] = dataclasses.replace(
+                pack[0], weights=rng.random(len(pack[0].tokens)).astype(np.float32)
+            )
     manifest = write_dataset(tmp_path, shards, vocab_size=100_000, pad_multiple=4)
     dataset = PackedDataset(tmp_path)
     assert len(dataset) == 9 and dataset.manifest == manifest
     for i, segments in enumerate(shards[0] + shards[1]):
         pack = dataset.pack(i)
-        assert pack.index == i and np.array_equal(pack.tokens, np.concatenate([s.tokens for s in segments]))
+        assert pack.index == i and np.array_equal(
+            pack.tokens, np.concatenate([s.tokens for s in segments])
+        )
         assert pack.segments["source_offset"].tolist() == [s.source_offset for s in segments]
         assert (pack.segments["padded_length"] % 4 == 0).all()
-        expected = np.concatenate([np.ones(len(s.tokens)) if s.weights is None else s.weights for s in segments])
+        expected = np.concatenate(
+            [np.ones(len(s.tokens)) if s.weights is None else s.weights for s in segments]
+        )
         assert (pack.weights is not None) == (weighted and i < 6)
         assert pack.weights is None or np.array_equal(pack.weights, expected.astype(np.float32))
     assert verify(tmp_path) == []
-    assert dataset.manifest.num_tokens == sum(len(s.tokens) for shard in shards for pack in shard for s in pack)
+    assert dataset.manifest.num_tokens == sum(
+        len(s.tokens) for shard in shards for pack in shard for s in pack
+    )
     with pytest.raises(IndexError, match="pack 9 of"):
         dataset.pack(9)
 
 
 def test_weights_of_one_are_not_stored_and_change_no_byte(tmp_path: Path) -> None:
     packs = random_packs(np.random.default_rng(0), 3)
-    ones = [[dataclasses.replace(s, weights=np.ones(len(s.tokens), np.float32)) for s in pack] for pack in packs]
+    ones = [
+        [dataclasses.replace(s, weights=np.ones(len(s.tokens), np.float32)) for s in pack]
+        for pack in packs
+    ]
     manifest = write_dataset(tmp_path / "a", [packs])
     assert manifest == write_dataset(tmp_path / "b", [ones])  # with the hashes of all files
     assert "weights.bin" not in [file.name for file in manifest.shards[0].files]
@@ -70,11 +90,16 @@ def test_a_shard_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         writer.add_pack(packs[1])
         entry = writer.commit()
     assert [path.name for path in tmp_path.iterdir()] == ["shard_00000"]
-    assert {file.name: file.size for file in entry.files} == {p.name: p.stat().st_size for p in target.iterdir()}
+    assert {file.name: file.size for file in entry.files} == {
+        p.name: p.stat().st_size for p in target.iterdir()
+    }
     with ShardWriter(target, 100, 32) as writer:
         writer.add_pack(packs[1])
         assert writer.commit() == entry
-    with ShardWriter(tmp_path / "empty", 100, 32) as writer, pytest.raises(ValueError, match="at least one pack"):
+    with (
+        ShardWriter(tmp_path / "empty", 100, 32) as writer,
+        pytest.raises(ValueError, match="at least one pack"),
+    ):
         writer.commit()
 
 
@@ -82,7 +107,10 @@ def test_a_shard_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     ("segments", "message"),
     [
         ([], "0 segments"),
-        ([Segment(np.arange(20)), Segment(np.arange(13))], "2 segments with 36 padded tokens.*--seq-length 32"),
+        (
+            [Segment(np.arange(20)), Segment(np.arange(13))],
+            "2 segments with 36 padded tokens.*--seq-length 32",
+        ),
     ],
 )
 def test_a_bad_pack_is_refused_and_leaves_the_shard_usable(
@@ -105,7 +133,9 @@ def test_a_bad_pack_is_refused_and_leaves_the_shard_usable(
 def dataset_path(tmp_path: Path) -> Path:
     """Two shards, of 3 and 2 packs with weights and images."""
     rng = np.random.default_rng(0)
-    write_dataset(tmp_path / "d", [weighted_images(rng, n) for n in (3, 2)], image_rules=IMAGE_RULES)
+    write_dataset(
+        tmp_path / "d", [weighted_images(rng, n) for n in (3, 2)], image_rules=IMAGE_RULES
+    )
     return tmp_path / "d"
 
 
@@ -125,7 +155,9 @@ def test_each_flipped_bit_is_told_at_open_or_when_its_pack_is_read(dataset_path:
             sound = path.read_bytes()
             damage(path, bit // 8, bytes([sound[bit // 8] ^ 1 << bit % 8]))
             try:
-                same = path.name == "manifest.json" and json.loads(path.read_bytes()) == json.loads(sound)
+                same = path.name == "manifest.json" and json.loads(path.read_bytes()) == json.loads(
+                    sound
+                )
             except ValueError:
                 same = False
             if not same:  # a space for a tab between two fields says the same
@@ -148,8 +180,12 @@ def exchanged(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "cut", "pipe", "folder", "device"])
-@pytest.mark.parametrize("name", ["manifest.json", "shard_00001/tokens.bin", "shard_00001/images.idx"])
-def test_a_file_that_is_none_or_not_whole_is_named_and_not_read(dataset_path: Path, name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "shard_00001/tokens.bin", "shard_00001/images.idx"]
+)
+def test_a_file_that_is_none_or_not_whole_is_named_and_not_read(
+    dataset_path: Path, name: str, how: str
+) -> None:
     exchanged(dataset_path / name, how)
     with pytest.raises(ValueError, match=name):
         PackedDataset(dataset_path)
@@ -162,13 +198,24 @@ def test_an_edited_manifest_one_that_leads_out_of_its_folder_and_one_that_forget
 ) -> None:
     path, manifest = dataset_path / "manifest.json", DatasetManifest.read(dataset_path)
     sound, (first, second) = json.loads(path.read_text()), manifest.shards
-    for change in ({"format_version": 1}, {"seq_length": 33}, {"tokenizer": {}}, {"shards": 3}, {"colour": 1}):
+    for change in (
+        {"format_version": 1},
+        {"seq_length": 33},
+        {"tokenizer": {}},
+        {"shards": 3},
+        {"colour": 1},
+    ):
         path.write_text(json.dumps({**sound, **change}))
         with pytest.raises(ValueError, match=r"manifest\.json: "):
             PackedDataset(dataset_path)
     for shard, told in (
         (dataclasses.replace(first, name="../d"), "plain name"),
-        (dataclasses.replace(first, files=tuple(f for f in first.files if f.name != "packs.npy")), "packs"),
+        (
+            dataclasses.replace(
+                first, files=tuple(f for f in first.files if f.name != "packs.npy")
+            ),
+            "packs",
+        ),
     ):
         dataclasses.replace(manifest, shards=(shard, second)).write(dataset_path)
         with pytest.raises(ValueError, match=told):
@@ -198,10 +245,14 @@ def test_a_table_of_other_columns_or_a_pickle_is_refused(tmp_path: Path) -> None
 
 def test_a_dataset_whose_branches_know_no_leave_says_to_build_it_again(tmp_path: Path) -> None:
     write_dataset(tmp_path, [[[Segment(np.arange(9), branch_starts=(3, 6))]]])
-    table = np.load(tmp_path / "shard_00000/branches.npy")[["start", "length"]]  # as written before there were trees
+    table = np.load(tmp_path / "shard_00000/branches.npy")[
+        ["start", "length"]
+    ]  # as written before there were trees
     np.save(tmp_path / "shard_00000/branches.npy", rfn.repack_fields(table))
     sign(tmp_path)
-    with pytest.raises(ValueError, match=r"branches\.npy: is no table of .*'leave'.*: build the dataset again$"):
+    with pytest.raises(
+        ValueError, match=r"branches\.npy: is no table of .*'leave'.*: build the dataset again$"
+    ):
         PackedDataset(tmp_path)
 
 
@@ -230,7 +281,9 @@ def test_verify_reads_what_hashes_cannot_tell(
     shard = PackedDataset(dataset_path).shard(0)
     checksums = np.array(shard.checksums)
     for column, reader in (("tokens", shard.tokens), ("weights", shard.weights)):
-        checksums[column] = [crc32(reader.stored(*pair)) for pair in itertools.pairwise(reader.boundaries.tolist())]
+        checksums[column] = [
+            crc32(reader.stored(*pair)) for pair in itertools.pairwise(reader.boundaries.tolist())
+        ]
     write_table(folder / "checksums.npy", checksums)
     sign(dataset_path)
     assert any(told in line for line in verify(dataset_path))
@@ -239,7 +292,9 @@ def test_verify_reads_what_hashes_cannot_tell(
 @pytest.mark.slow
 def test_a_pack_outlives_the_shard_it_came_from(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    write_dataset(tmp_path, [weighted_images(rng, 1) for _ in range(OPEN_SHARDS + 2)], image_rules=IMAGE_RULES)
+    write_dataset(
+        tmp_path, [weighted_images(rng, 1) for _ in range(OPEN_SHARDS + 2)], image_rules=IMAGE_RULES
+    )
     dataset = PackedDataset(tmp_path)
     first = dataset.pack(0).images
     before, descriptors = first.read(0), len(os.listdir("/proc/self/fd"))
@@ -253,7 +308,9 @@ def megatron() -> ModuleType:
     """Megatron-core's own indexed dataset, or skip."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and megatron at import
-        return pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
+        return pytest.importorskip(
+            "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed"
+        )
 
 
 def opened(prefix: Path) -> IndexedReader:
@@ -271,13 +328,19 @@ def test_ids_have_megatrons_dtype() -> None:
 
 @pytest.mark.parametrize("multimodal", [False, True])
 @pytest.mark.slow
-def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(tmp_path: Path, multimodal: bool) -> None:
+def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(
+    tmp_path: Path, multimodal: bool
+) -> None:
     import torch
 
     theirs = megatron()
     rng = np.random.default_rng(1)
-    documents = [[rng.integers(0, 60_000, n) for n in lengths] for lengths in ((4, 9), (1,), (30, 2, 2))]
-    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "t.bin"), dtype=np.uint16, multimodal=multimodal)
+    documents = [
+        [rng.integers(0, 60_000, n) for n in lengths] for lengths in ((4, 9), (1,), (30, 2, 2))
+    ]
+    builder = theirs.IndexedDatasetBuilder(
+        str(tmp_path / "t.bin"), dtype=np.uint16, multimodal=multimodal
+    )
     writer = IndexedWriter(tmp_path / "o", np.dtype("<u2"))
     for document in documents:
         for sequence in document:
@@ -289,7 +352,9 @@ def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(tmp_pat
     writer.close()
     reader = opened(tmp_path / "t")
     for i, document in enumerate(documents):
-        assert np.array_equal(values_of(reader, *reader.boundaries[i : i + 2].tolist()), np.concatenate(document))
+        assert np.array_equal(
+            values_of(reader, *reader.boundaries[i : i + 2].tolist()), np.concatenate(document)
+        )
     assert (tmp_path / "t.bin").read_bytes() == (tmp_path / "o.bin").read_bytes()
     modes = len(reader) if multimodal else 0
     assert (tmp_path / "t.idx").read_bytes() == (tmp_path / "o.idx").read_bytes() + bytes(modes)
@@ -299,7 +364,10 @@ def test_we_read_files_of_megatron_core_exactly_and_write_the_same_bytes(tmp_pat
 def test_megatron_core_reads_a_packed_shard_document_by_document(tmp_path: Path) -> None:
     theirs = megatron()
     write_dataset(tmp_path, [random_packs(np.random.default_rng(0), n) for n in (5, 4)])
-    dataset, stock = PackedDataset(tmp_path), theirs.IndexedDataset(str(tmp_path / "shard_00001" / "tokens"))
+    dataset, stock = (
+        PackedDataset(tmp_path),
+        theirs.IndexedDataset(str(tmp_path / "shard_00001" / "tokens")),
+    )
     for local, (start, stop) in enumerate(itertools.pairwise(stock.document_indices)):
         pack, sequences = dataset.pack(5 + local), [stock[i] for i in range(start, stop)]
         assert [len(s) for s in sequences] == pack.segments["true_length"].tolist()
@@ -320,12 +388,16 @@ def test_megatron_core_reads_a_packed_shard_document_by_document(tmp_path: Path)
         ("x.bin", 12, None),
     ],
 )
-def test_a_damaged_or_cut_file_is_named(tmp_path: Path, file: str, offset: int, value: bytes | None) -> None:
+def test_a_damaged_or_cut_file_is_named(
+    tmp_path: Path, file: str, offset: int, value: bytes | None
+) -> None:
     writer = IndexedWriter(tmp_path / "x", np.dtype("<i4"))
     for length in (2, 3, 1):
         writer.add_sequence(np.arange(length))
     writer.end_document()
     writer.close()
-    os.truncate(tmp_path / file, offset) if value is None else damage(tmp_path / file, offset, value)
+    os.truncate(tmp_path / file, offset) if value is None else damage(
+        tmp_path / file, offset, value
+    )
     with pytest.raises(ValueError, match=file):
         opened(tmp_path / "x")

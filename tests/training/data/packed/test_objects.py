@@ -47,8 +47,13 @@ def everything(dataset: PackedDataset) -> list[list[object]]:
 
 
 @pytest.mark.parametrize("gib", [1.0, 0.0], ids=["copied", "by packs"])
-def test_packs_and_images_at_a_url_are_those_of_the_disk(local: Path, tmp_path: Path, gib: float) -> None:
-    there, here = PackedDataset(uploaded(local), DataCache(tmp_path / "cache", gib)), PackedDataset(local)
+def test_packs_and_images_at_a_url_are_those_of_the_disk(
+    local: Path, tmp_path: Path, gib: float
+) -> None:
+    there, here = (
+        PackedDataset(uploaded(local), DataCache(tmp_path / "cache", gib)),
+        PackedDataset(local),
+    )
     assert everything(there) == everything(here)
     assert there.fingerprint == here.fingerprint
 
@@ -65,7 +70,9 @@ def test_statistics_and_verify_read_a_url(local: Path) -> None:
 
 
 @pytest.mark.parametrize("gib", [1.0, 0.0], ids=["copied", "by packs"])
-def test_a_flipped_bit_is_told_when_its_pack_is_read(local: Path, tmp_path: Path, gib: float) -> None:
+def test_a_flipped_bit_is_told_when_its_pack_is_read(
+    local: Path, tmp_path: Path, gib: float
+) -> None:
     url = uploaded(local)
     bin_file = url / "shard_00000" / "weights.bin"
     data = bin_file.content(1 << 20)
@@ -92,15 +99,22 @@ def test_files_are_fetched_once_for_all_ranks_and_again_when_a_copy_is_damaged(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, fetched, original = uploaded(local), [], Url.read
-    monkeypatch.setattr(Url, "read", lambda self, *range: fetched.append(self.name) or original(self, *range))
+    monkeypatch.setattr(
+        Url, "read", lambda self, *range: fetched.append(self.name) or original(self, *range)
+    )
     PackedDataset(url, DataCache(tmp_path / "cache"))
     assert {"segments.npy", "tokens.bin"} <= set(fetched)
     fetched.clear()
     PackedDataset(url, DataCache(tmp_path / "cache"))
     assert fetched == []
-    largest = max((tmp_path / "cache").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    largest = max(
+        (tmp_path / "cache").rglob("*"),
+        key=lambda path: path.stat().st_size if path.is_file() else 0,
+    )
     largest.write_bytes(b"0" * largest.stat().st_size)
-    assert everything(PackedDataset(url, DataCache(tmp_path / "cache"))) == everything(PackedDataset(local))
+    assert everything(PackedDataset(url, DataCache(tmp_path / "cache"))) == everything(
+        PackedDataset(local)
+    )
     assert len(set(fetched)) == 1
 
 
