@@ -63,7 +63,7 @@ class Subject:
     ) -> None:
         if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
             raise ValueError(
-                "a measurement needs one transport and one layout: name --cp-comm-type and --cp-layout"
+                "give --cp-comm-type and --cp-layout: a measurement needs one transport and layout"
             )
         torch.ones(8).sum()  # the first operation starts threads and allocators
         self.before = peak_bytes()

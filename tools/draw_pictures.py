@@ -19,20 +19,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, draw; exit status 2 with one message on bad input."""
     parser = argparse.ArgumentParser(description="Draw the pictures of README.md and docs/.")
     parser.add_argument(
-        "--output", type=Path, default=Path("docs/pictures"), metavar="DIR", help="(docs/pictures)"
+        "--output",
+        type=Path,
+        default=Path("docs/pictures"),
+        metavar="DIR",
+        help="folder of the pictures (docs/pictures)",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="which pictures (default: all that can be drawn)"
+        "--only", nargs="+", metavar="NAME", help="names of pictures (default: all)"
     )
     parser.add_argument(
         "--demo",
         type=Path,
         metavar="DIR",
-        help="what `make demo` left; without it no picture of it",
+        help="folder of a finished `make demo`; the picture `demo` needs it",
     )
     args = parser.parse_args(argv)
     try:
-        from bench.pictures.gallery import draw_all
+        from bench.pictures import draw_all
     except ImportError as error:
         warn(f"error: a picture needs {error.name}: pip install 'megacp[demo]'")
         return 2

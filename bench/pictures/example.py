@@ -39,7 +39,7 @@ class DealtRow:
         """Allowed (query, key) pairs of each rank."""
         return [sum(plan.table(source).area for source in range(plan.cp)) for plan in self.plans]
 
-    def travelling(self) -> list[int]:
+    def received(self) -> list[int]:
         """Tokens whose keys and values each rank needs of others."""
         return [
             sum(

@@ -17,10 +17,9 @@ from PIL import Image
 
 from bench.attention import area_per_rank, plans_of, remote_rows
 from bench.mixed_rows import mixed_row
-from bench.pictures import flow, style
+from bench.pictures import PICTURES, draw_all, flow, style
 from bench.pictures.demo import read_answers, shown
 from bench.pictures.example import CP, dealt, example_metadata
-from bench.pictures.gallery import PICTURES, draw_all
 from bench.pictures.masks import tile_shapes
 from bench.steps import Rollouts
 from megacp.attention.ops.mask import allowed
@@ -112,6 +111,12 @@ PLACE = ROOT / "docs" / "pictures"
 MOST_BYTES = 150_000
 
 
+def stored_texts(name: str) -> list[str]:
+    """Return the texts that the figure had when its picture was stored."""
+    with Image.open(PLACE / f"{name}.png") as image:
+        return json.loads(image.info["texts"])
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "balanced"])
 def test_the_drawn_tiles_are_the_mask(layout: str) -> None:
     metadata = example_metadata()
@@ -129,7 +134,7 @@ def test_the_drawn_tiles_are_the_mask(layout: str) -> None:
 def test_the_stated_work_is_that_of_the_mask() -> None:
     metadata = example_metadata()
     assert sum(dealt("balanced").areas()) == allowed(metadata, metadata).sum()
-    assert len(dealt("balanced").travelling()) == CP
+    assert len(dealt("balanced").received()) == CP
 
 
 def test_the_record_of_the_picture_can_be_parsed() -> None:
@@ -147,24 +152,30 @@ def test_pictures_are_small_and_the_same_each_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_stored_picture_says_what_is_drawn_today_and_can_be_read(name: str) -> None:
     """Letters have 9 pixels where a page shows the picture 900 wide."""
+    style.use_style()
     figure = PICTURES[name]()
-    assert style.stored_texts(PLACE / f"{name}.png") == style.texts(figure)
+    assert stored_texts(name) == style.texts(figure)
     smallest = min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text())
     assert smallest / 72 / figure.get_figwidth() * 900 >= 9
     style.plt.close(figure)
 
 
 def test_the_demos_picture_has_the_figures_of_the_pages() -> None:
-    texts = style.stored_texts(PLACE / "demo.png")
+    texts = stored_texts("demo")
     groups = [text for text in texts if re.search(r"\n.* scans?$", text)]
-    drawn = dict(
-        zip(groups, [text.partition("%")[0] for text in texts if "%" in text], strict=True)
-    )
-    page, told = (PLACE.parent / "measured.md").read_text(encoding="utf-8"), {}
+    shares = [text.removesuffix("%") for text in texts if re.fullmatch(r"[\d.]+%", text)]
+    drawn = dict(zip(groups, shares, strict=True))
+
+    page = (PLACE.parent / "measured.md").read_text(encoding="utf-8")
+    stated = {}
     for question, one, several in re.findall(r"^\|(\w.*\?)\|(.*?)\|(.*?)\|", page, re.MULTILINE):
-        told |= {f"{question}\none scan": one, f"{question}\ntwo to six scans": several}
-    assert drawn == {group: cell.removesuffix(" %") for group, cell in told.items() if cell}
-    assert told["which digits?\none scan"] in (ROOT / "README.md").read_text(encoding="utf-8")
+        if one:
+            stated[f"{question}\none scan"] = one.removesuffix(" %")
+        stated[f"{question}\ntwo to six scans"] = several.removesuffix(" %")
+    assert drawn == stated
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    digits = stated["which digits?\none scan"]
+    assert f"{digits} %" in readme
 
 
 def test_each_stored_picture_is_drawn_here_and_shown_in_a_text() -> None:
