@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TOP = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "examples/README"))
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
-MOST_WORDS = 1_000
+MOST_WORDS = 1_200
 OTHERS = {
     *("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
@@ -59,7 +59,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_can_be_read_in_five_minutes() -> None:
+def test_the_readme_can_be_read_in_six_minutes() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= MOST_WORDS
 
