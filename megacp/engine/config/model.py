@@ -1,7 +1,7 @@
 """Flags of the decoder: RMSNorm, rotary embedding, grouped-query attention and gated MLPs.
 
 These flags describe Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3, Gemma 3 and the
-text model of Molmo2, among others. None of them depends on the number of ranks.
+text model of Molmo2. None of them depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacp.engine.config.ranges import (
 VOCABULARY_MULTIPLE = 8
 """Each tp rank pads its vocabulary rows to a multiple of this. Checkpoints omit the padding."""
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
-"""Short words of --lora-targets. Each word means all kinds that end in it; `all` means all words."""
+"""Short words of --lora-targets. Each means all kinds that end in it; `all` means all words."""
 LORA_KINDS = (
     *("attention.q", "attention.k", "attention.v", "attention.output"),
     *("linear_attention.q", "linear_attention.k", "linear_attention.v", "linear_attention.output"),
@@ -87,6 +87,7 @@ def parse_lora_targets(text: str, usual: PairSize) -> tuple[dict[str, PairSize],
     A word such as `experts.gate:4:8` sets rank and alpha; other words use `usual`. If several words
     name the same kind, the last one wins. `attention.q+v` gives q and v a common A.
     """
+    # commas, spaces, or both may separate the words
     words = text.replace(",", " ").split()
     if words == ["all"]:
         words = list(LINEARS)
@@ -140,6 +141,7 @@ def joined_words(sizes: Mapping[str, PairSize]) -> dict[str, PairSize]:
     found = dict[str, PairSize]()
     for kind in LORA_KINDS:
         part, _, linear = kind.partition(".")
+        # a kind that reuses an A appears in the word of its provider
         if kind not in sizes or sizes[kind].shares:
             continue
         sharing = [
@@ -153,6 +155,7 @@ def joined_words(sizes: Mapping[str, PairSize]) -> dict[str, PairSize]:
 
 def _pair_size(words: list[str]) -> PairSize | None:
     """Return the size for the texts of a rank and an alpha; None if they are invalid."""
+    # int() would also accept signs, spaces and underscores
     if len(words) != 2 or not re.fullmatch(r"[1-9][0-9]{0,8}", words[0]):
         return None
     try:
@@ -457,7 +460,7 @@ def skip_pattern(flag: str, text: str | None, skips: str = "1") -> tuple[bool, .
     A number N skips the last of every N layers. A list such as [0,0,1] skips the layers with the
     digit `skips`. Raise ValueError if `text` is neither.
     """
-    if text is None:
+    if text is None:  # no layer is skipped
         return (False,)
     if re.fullmatch(r"[1-9]\d{0,3}", text):
         return (*[False] * (int(text) - 1), True)

@@ -1,7 +1,7 @@
 """Flags of the device grid: its axis sizes, the pipeline schedule, and context-parallel exchange.
 
-There is no flag for the data-parallel size. It follows from the world size, so a config cannot
-contradict the number of processes that a launcher starts.
+The data-parallel size is not a flag. It follows from the world size, so a config cannot contradict
+the number of processes that a launcher starts.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ParallelConfig:
 
     @property
     def sharding(self) -> Sharding:
-        """The row of the sharding strategy."""
+        """Row of `SHARDINGS` for the chosen strategy."""
         return SHARDINGS[self.data_parallel_sharding_strategy]
 
     @property

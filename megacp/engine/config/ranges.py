@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 T = TypeVar("T")
 
 MAX_LAYERS = 4096
-"""Largest number of layers of a model. The time to search for pipeline stages is quadratic in it."""
+"""Largest number of layers of a model. The time to search pipeline stages is quadratic in it."""
 
 # Every expert has named tensors, about 1 kB of metadata each before any weight is allocated. The
 # largest published models have 512 experts per layer and 31 thousand experts in total.

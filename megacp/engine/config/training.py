@@ -1,6 +1,6 @@
 """Flags of the optimisation, checkpoints, logs and data.
 
-There is no flag for the number of microbatches. It follows from the batch sizes and the grid.
+The number of microbatches is not a flag. It follows from the batch sizes and the grid.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class TrainingConfig:
     """Weight of the router z-loss (ST-MoE), which keeps router scores small."""
 
     moe_router_bias_update_rate: NotNegative[float] = 0.0
-    """Amount by which each step changes an expert's correction, up for experts with fewer tokens
-    than average and down for the others. Needs --moe-router-score-function sigmoid (DeepSeek-V3:
-    0.001)."""
+    """Amount by which each step raises the correction of experts with few tokens and lowers the
+    correction of experts with many. Needs --moe-router-score-function sigmoid (DeepSeek-V3: 0.001).
+    """
 
     # Numerics
     clip_grad: NotNegative[float] = 1.0
@@ -191,9 +191,8 @@ class TrainingConfig:
     steps of a resumed run differ slightly."""
 
     cross_entropy_chunk_tokens: NotNegative[int | Literal["auto"]] = "auto"
-    """Tokens whose logits are computed at a time. 0 computes those of a whole row. auto does the
-    same if logits and their gradients are small, else chooses the largest power of two that keeps
-    them small."""
+    """Tokens whose logits are computed at a time; 0 means a whole row. auto means a whole row if
+    logits and their gradients are small, else the largest power of two that keeps them small."""
 
     gradient_accumulation_fusion: bool = False
     """Let native linear layers add weight gradients directly to the gradient bucket, with apex's
@@ -202,7 +201,7 @@ class TrainingConfig:
 
     @property
     def recompute_mode(self) -> RecomputeMode:
-        """The row of the recompute granularity."""
+        """Row of `RECOMPUTE_MODES` for the chosen granularity."""
         return RECOMPUTE_MODES[self.recompute_granularity]
 
     @property
@@ -210,8 +209,9 @@ class TrainingConfig:
         """Number of warm-up updates."""
         if self.lr_warmup_fraction is None:
             return self.lr_warmup_iters
+        decay = self.lr_decay_iters or self.train_iters
         # transformers rounds the fraction up as well
-        return math.ceil(self.lr_warmup_fraction * (self.lr_decay_iters or self.train_iters))
+        return math.ceil(self.lr_warmup_fraction * decay)
 
     @property
     def element_bytes(self) -> int:
@@ -254,8 +254,8 @@ class CheckpointConfig:
     # Restarts: a job script repeats the same command line, so --auto-resume wins over --load-hf
     auto_resume: bool = False
     """Resume from the newest checkpoint in --save, for runs that a job queue or torchrun
-    --max-restarts restarts. If there is no checkpoint yet, start from --load, --load-hf or step 0
-    and log it."""
+    --max-restarts restarts. Without a checkpoint, start from --load, --load-hf or step 0 and log
+    it."""
 
     finetune: bool = False
     """Load only the weights of --load, and start at step 0 with a new optimizer, on any data."""
@@ -318,8 +318,8 @@ class DataConfig:
     document."""
 
     image_attention: Literal["example", "image", "causal"] = "example"
-    """Bidirectional attention among image tokens: among all of a document (example, as in Molmo2),
-    among those of each image or frame (image), or not used (causal)."""
+    """Image tokens that attend to each other in both directions: all tokens of a document (example,
+    as in Molmo2), tokens of the same image or frame (image), or none (causal)."""
 
     on_bad_image: Literal["fail", "skip"] = "fail"
     """Reaction to an image that cannot be decoded: fail ends the run; skip drops the whole document

@@ -58,7 +58,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 class VisionConfig:
     """The vision tower (a ViT), the connector that pools its patches, and frozen parts.
 
-    If `vision_num_layers` is 0, there is no tower and the other fields have no effect. The
+    If `vision_num_layers` is 0, the model has no tower and the other fields have no effect. The
     connector has the same width as the tower.
     """
 
@@ -108,6 +108,7 @@ class VisionConfig:
     connector_lr_multiplier: AboveZero[float] = 1.0
     """Factor of the learning rate for the connector."""
 
+    # Packs of a dataset differ in their number of images, so stages need a typical number
     vision_planned_crops: Positive[int | None] = None
     """Number of crops per pack to plan pipeline stages and memory for (default: crops that fill a
     pack with pooled windows of 2 x 2 patches)."""
@@ -135,6 +136,7 @@ class VisionConfig:
     @property
     def patch_dim(self) -> int:
         """Length of a flattened patch: frames x rows x columns x colours."""
+        # RGB has 3 colours
         return self.family.frames * 3 * self.vision_patch_size**2
 
     @property
@@ -149,6 +151,7 @@ class VisionConfig:
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """Layers whose outputs go to the connector, counted from 0."""
+        # -1 % layers is the last layer
         return tuple(layer % self.vision_num_layers for layer in self.vision_feature_layers)
 
     @property
