@@ -12,8 +12,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a router that cannot learn is trained",
         ),
         (
-            'or "text" in config.frozen_parts:\n        return\n    told',
-            ":\n        return\n    told",
+            'or "text" in config.frozen_parts:\n        return\n    no_gradient',
+            ":\n        return\n    no_gradient",
             "a frozen router is refused too",
         ),
         (

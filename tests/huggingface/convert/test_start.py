@@ -263,7 +263,7 @@ def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
     told = refused([*start, "--hidden-size", "64", "--qk-layernorm", "off"], capsys)
     assert f"{folder} has --hidden-size 48, this run 64" in told
     assert "has --qk-layernorm head, this run off" in told
-    assert "are two starts: give one of them" in refused([*start, "--load", str(data)], capsys)
+    assert "are two different starts" in refused([*start, "--load", str(data)], capsys)
     assert f"--load-hf {data}: " in refused(["--load-hf", str(data)], capsys)
     assert "a Hugging Face folder: start from it by --load-hf" in refused(
         ["--load", str(folder)], capsys
@@ -556,4 +556,4 @@ def test_a_tower_that_does_not_fit_is_refused(
     assert "has one: leave the flag out" in refused(
         ["--load-hf", str(tower), "--vision-from-hf", "none"], capsys
     )
-    assert "acts only with --load-hf" in refused(["--vision-from-hf", "none"], capsys)
+    assert "needs --load-hf" in refused(["--vision-from-hf", "none"], capsys)
