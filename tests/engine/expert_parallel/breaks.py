@@ -153,9 +153,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/engine/layers/table.py", "tests/engine/expert_parallel"): [
         (
-            'yield Tensor(\n                f"{name}.{A}",\n                down,\n                down_cut,\n                "uniform",\n                down_std,\n                treated="matrix",\n                reduced_over=over,\n            )',
-            'yield Tensor(f"{name}.{A}", down, down_cut, "uniform", down_std, treated="matrix")',
-            "pairs of experts are summed over dp x cp",
+            'yield Tensor(\n                f"{name}.{A}",\n                (size.rank, self.inputs),\n                down_cut,\n                "uniform",\n                down_std,\n                treated="matrix",\n                reduced_over=over,\n            )',
+            'yield Tensor(\n                f"{name}.{A}",\n                (size.rank, self.inputs),\n                down_cut,\n                "uniform",\n                down_std,\n                treated="matrix",\n            )',
+            "gradients of the LoRA pairs of experts are summed over dp x cp",
         ),
     ],
     ("megacp/engine/expert_parallel/layer.py", "tests/engine/expert_parallel"): [
