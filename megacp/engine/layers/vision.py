@@ -18,7 +18,7 @@ class VisionKind:
 
     tensors: Callable[[VisionConfig, ModelConfig], Iterator[Tensor]]
     flops: Callable[[VisionConfig, ModelConfig, int], Flops]
-    """Returns the forward FLOPs for a number of patches: those of a crop, or of a pooled token."""
+    """Returns the forward FLOPs for the patches of one crop, or of one pooled token."""
 
 
 def _attention(width: int, inputs: int, std: float, last_std: float) -> dict[str, Linear]:

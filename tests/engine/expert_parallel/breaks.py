@@ -292,8 +292,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "experts stay whole where a rank shares nothing else",
         ),
         (
-            "{EXPERTS: grid.edp}",
-            '{EXPERTS: grid.over("dp", "cp")}',
+            "reduced[EXPERTS] = grid.edp",
+            'reduced[EXPERTS] = grid.over("dp", "cp")',
             "gradients of experts are summed over dp x cp",
         ),
     ],

@@ -169,7 +169,7 @@ def test_a_rank_without_images_gives_every_parameter_the_gradient_zero(
 def test_crops_of_another_size_are_refused_with_both_sizes() -> None:
     chunk = chunk_of({}, state_of(their_model().double()), {})
     with pytest.raises(
-        ValueError, match=r"\(2, 9, 48\) came in, --vision-image-size 16 .*\(crops, 16, 48\)"
+        ValueError, match=r"\(2, 9, 48\), but --vision-image-size 16 .*\(crops, 16, 48\)"
     ):
         chunk.vision(torch.zeros(2, 9, PATCH_DIM), torch.zeros(1, 4, dtype=torch.int64))
 
@@ -245,7 +245,7 @@ def test_a_row_with_images_is_refused_by_a_model_without_a_tower() -> None:
     }
     (chunk,) = build_chunks(config_of(text, {}), grid())
     local = shard_batch(document_with_images(), grid().cp, LAYOUTS["contiguous"])
-    with pytest.raises(ValueError, match="a row holds 9 image tokens, .* --vision-num-layers is 0"):
+    with pytest.raises(ValueError, match="a row has 9 image tokens, .* --vision-num-layers is 0"):
         chunk.hidden(None, local)
 
 
