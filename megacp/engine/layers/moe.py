@@ -1,4 +1,4 @@
-"""A mixture of experts instead of the MLP: a router, and gated MLPs (experts) for a few tokens each.
+"""A mixture of experts instead of the MLP: a router and gated MLPs (experts), a few for each token.
 
 Every expert has separate tensors, so a checkpoint can be read with any ep. Experts are distributed
 over ep and never cut over tp: with sequence parallelism, tp ranks have different tokens.

@@ -9,7 +9,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/engine/config/cli.py", "tests/engine/config/test_homes.py"): [
-        ('        self.register("type", Path, _path)\n', "", "results are written to a folder named `~`"),
+        (
+            '        self.register("type", Path, _path)\n',
+            "",
+            "results are written to a folder named `~`",
+        ),
     ],
     ("megacp/engine/config/yaml_file.py", "tests/engine/config/test_yaml_size.py"): [
         (
@@ -24,7 +28,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/engine/checks.py", "tests/engine/config/test_cli.py"): [
-        ("if in_all > MAX_EXPERTS_IN_ALL:", "if False:", "the number of experts in a Hugging Face folder has no limit"),
+        (
+            "if in_all > MAX_EXPERTS_IN_ALL:",
+            "if False:",
+            "the number of experts in a Hugging Face folder has no limit",
+        ),
     ],
     ("megacp/engine/config/yaml_file.py", "tests/engine/config/test_cli.py"): [
         ("if key.value in names:", "if False:", "a repeated key silently keeps its last value"),

@@ -1,5 +1,5 @@
-"""The command line and YAML: order of flags and files, an exact round trip, refusals that name
-flag, file and key.
+"""Command line and YAML: order of flags and files, exact round trips, and errors that name the flag,
+file and key.
 """
 
 from __future__ import annotations
@@ -114,13 +114,14 @@ def test_an_unknown_flag_and_a_missing_file_are_refused(argv: list[str], told: s
 
 def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() -> None:
     others = "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
-    # by no literal; the last is before several
+    # flags that are not added by a string literal
     undeclared = "config help-all fake image video no-thinking vision"
     actions = [
         *prepare_command.preprocess_parser()._actions,
         *convert_command.convert_parser()._actions,
     ]
-    for action in actions:  # which grows by those of the commands below a command
+    # the list grows during the loop by the flags of subcommands
+    for action in actions:
         if isinstance(action, argparse._SubParsersAction):
             actions += [own for command in action.choices.values() for own in command._actions]
     real = {
@@ -217,7 +218,7 @@ BY_TYPE = {
 
 
 def values_of(hint: typing.Any) -> st.SearchStrategy:
-    """Any value of a field's type."""
+    """Return a strategy for all values of a field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return st.one_of(map(values_of, typing.get_args(hint)))
     if hint is type(None):
@@ -293,8 +294,8 @@ def test_wrong_yaml_is_refused_by_name(text: str, words: str) -> None:
 
 
 def test_a_flag_of_an_older_release_is_skipped_where_it_asks_for_nothing(tmp_path: Path) -> None:
-    """A checkpoint holds the layout that it led to; a file of flags with `auto` would start another
-    run.
+    """A checkpoint contains the layout that followed from the flag. In a file of flags, however,
+    ignoring `auto` would start a different run.
     """
     assert (
         from_yaml("parallel: auto\nlr: 1")
@@ -395,7 +396,7 @@ SEES = {
     "additional_vocab_size": 8,
     "untie_embeddings_and_output_weights": True,
 }
-"""A tiny tower of crops of 16 pixels, which fits."""
+"""A valid tiny tower with crops of 16 x 16 pixels."""
 HYBRID = {"linear_attention_rule": "mamba2", "linear_attention_freq": "2"}
 GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_feature_layers": (0, 0)}
 
@@ -411,11 +412,19 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
         3,
         "--expert-model-parallel-size 3 does not divide both --num-experts 8",
     ),
-    ({**EXPERTS, EP: 4, PP: 4}, 8, "2 ranks of a stage (tp 1 x cp 1 x dp 2): the largest possible size is 2"),
+    (
+        {**EXPERTS, EP: 4, PP: 4},
+        8,
+        "2 ranks of a stage (tp 1 x cp 1 x dp 2): the largest possible size is 2",
+    ),
     ({"num_experts": 16, EP: 5, "global_batch_size": 12}, 12, "the largest possible size is 4"),
     ({"num_experts": 3, "moe_router_topk": 4}, 1, "--moe-router-topk 4"),
     ({**EXPERTS, "moe_layer_freq": "[0,2]"}, 1, "--moe-layer-freq [0,2]"),
-    ({**EXPERTS, "moe_layer_freq": "[0,0,0,0]"}, 1, "--moe-layer-freq [0,0,0,0] gives experts to none"),
+    (
+        {**EXPERTS, "moe_layer_freq": "[0,0,0,0]"},
+        1,
+        "--moe-layer-freq [0,0,0,0] gives experts to none",
+    ),
     (
         {**EXPERTS, "moe_layer_freq": "[0,1]"},
         1,
@@ -569,7 +578,11 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
         1,
         "--lora-targets shared.up: no layer",
     ),
-    ({"lora_rank": 4, "lora_targets": "v,attention.q:257:8"}, 1, "attention.q (rank 257, width 256)"),
+    (
+        {"lora_rank": 4, "lora_targets": "v,attention.q:257:8"},
+        1,
+        "attention.q (rank 257, width 256)",
+    ),
     (
         {**EXPERTS, "num_layers": 4096, "num_experts": 32},
         1,
@@ -607,7 +620,7 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     (SEES | GRIDS | {"vision_num_attention_heads": 12}, 1, "is 2, but"),
     (SEES | {"freeze": "vision,connector,text"}, 1, "--freeze vision,connector,text"),
     (SEES | {"freeze": "tower"}, 1, "--freeze tower"),
-    # one field by itself
+    # a single invalid field
     ({"exit_duration": 0.0}, 1, "--exit-duration"),
     ({"cp_layout": "spiral"}, 1, "--cp-layout"),
     ({SIZES: (0, 2)}, 1, flag(SIZES)),
@@ -626,9 +639,7 @@ def test_a_contradiction_is_told_once_by_its_flag(values: dict, world: int, name
 
 
 def test_a_router_without_a_gradient_may_be_frozen_or_converted() -> None:
-    """A published model with one expert for a token still takes low-rank pairs, and becomes a
-    folder again.
-    """
+    """A published model with one expert per token can still be trained by LoRA and be exported."""
     top_1 = {**EXPERTS, TOPK: 1}
     assert check(with_values(GOOD, top_1), 1, trains=False) == []
     for values in ({"lora_rank": 4}, {**SEES, "freeze": "text"}, {"moe_router_pre_softmax": True}):

@@ -1,6 +1,4 @@
-"""A file of flags that is large, or becomes so by its aliases, is refused at once and in few
-words.
-"""
+"""A file of flags that is large, or expands by aliases, is refused quickly with a short message."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from megacp.engine.config.yaml_file import LARGEST_CONFIG, from_yaml, values_of_
 LONG = "x" * 900_000
 DOUBLED = "1"
 for level in range(60):
-    DOUBLED = f"[&level_{level} {DOUBLED}, *level_{level}]"  # two references to one list
+    DOUBLED = f"[&level_{level} {DOUBLED}, *level_{level}]"  # the list twice, by reference
 FILES: dict[str, tuple[str, str]] = {
     "unknown keys": (
         "".join(f"key_{i}: 1\n" for i in range(10_000)),

@@ -67,7 +67,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             '"A_log", heads, "rows", "step"',
             "decay rates are initialised like step biases",
         ),
-        ("(3 * taps) ** -0.5", "taps**-0.5", "convolution weights are not initialised like those of torch's Conv1d"),
+        (
+            "(3 * taps) ** -0.5",
+            "taps**-0.5",
+            "convolution weights are not initialised like those of torch's Conv1d",
+        ),
     ],
     ("megacp/engine/layers/attention.py", "tests/engine/layers/test_by_hand.py"): [
         (
