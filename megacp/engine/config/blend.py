@@ -35,6 +35,7 @@ def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:
         return (WeightedFolder(path, Fraction(1)),)
     if len(path) == 1:
         return (WeightedFolder(path[0], Fraction(1)),)
+    # WEIGHT FOLDER WEIGHT FOLDER ...
     texts = path[::2]
     folders = path[1::2]
     weights = [_number(text) for text in texts]
@@ -49,6 +50,7 @@ def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:
         for weight, text, folder in pairs
         if not (math.isfinite(weight) and weight >= 0)
     ]
+    # weights are relative, so only their sum must not be 0
     if not reasons and not any(weights):
         reasons.append(f"{flag}: all {len(weights)} weights are 0")
     # compare real paths: `a`, `./a` and a link to `a` are the same dataset

@@ -93,6 +93,7 @@ class RunConfig:
 
     def num_microbatches(self, world_size: int) -> int:
         """Return the number of microbatches per step on each data-parallel rank, rounded down."""
+        # packs of all replicas in one microbatch
         packs_at_once = self.training.micro_batch_size * self.data_parallel_size(world_size)
         return self.training.global_batch_size // packs_at_once
 
@@ -108,6 +109,7 @@ class RunConfig:
             path = self._local_save / "log.jsonl"
         else:
             path = Path("megacp_log.jsonl")
+        # /dev/null switches the log off
         return None if str(path) == os.devnull else path
 
     @property
@@ -192,6 +194,7 @@ def fields() -> dict[str, FieldInfo]:
         else:
             hints = {room: room_type}
         for name, hint in hints.items():
+            # a flag has no section in its name, so two sections cannot share a name
             assert name not in table, (
                 f"the flag {name} is declared in {room} and in {table[name].room}"
             )

@@ -36,6 +36,7 @@ def query_key_norms(model: ModelConfig) -> Iterator[Tensor]:
     """Yield the weights of the norms on queries and keys, if there are any."""
     if model.qk_layernorm == "off":
         return
+    # grouped queries: fewer key heads than query heads
     counts = {"q_norm": model.num_attention_heads, "k_norm": model.query_groups}
     for name, heads in counts.items():
         # one weight for all heads, or one weight per dimension of every head
@@ -79,6 +80,7 @@ def transport_of(config: RunConfig) -> TransportRow:
 def heads_group(config: RunConfig) -> int:
     """Return the number of cp ranks that exchange tokens for heads; 1 if the transport does not."""
     parallel = config.parallel
+    # only a2a+p2p has sizes, and with them only the inner groups exchange heads
     sizes = parallel.hierarchical_context_parallel_sizes or ()
     return transport_of(config).head_ranks(parallel.context_parallel_size, sizes)
 

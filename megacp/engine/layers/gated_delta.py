@@ -36,7 +36,7 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
     for name in "qkv":
         shape = (linears[name].outputs, 1, taps)  # [channels, 1, taps]
         yield Tensor(f"convolution_{name}.weight", shape, "rows", "uniform", (3 * taps) ** -0.5)
-    # decay of a head's state: -exp(A_log) * softplus(a + dt_bias)
+    # log decay of a head's state: -exp(A_log) * softplus(a + dt_bias)
     heads = (model.linear_num_value_heads,)
     yield Tensor("dt_bias", heads, "rows", "ones", decays=False)
     yield Tensor("A_log", heads, "rows", "log_rate", 1.0, decays=False)

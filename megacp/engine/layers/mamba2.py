@@ -1,8 +1,8 @@
 """Mamba-2, a mixer with a recurrent state instead of attention.
 
-The gate z, the inputs x, B and C, and the step sizes dt are one matrix product. The sizes are flags
-that the gated delta rule also uses: the key heads are the groups of B and C, the key width is the
-state size, and value heads and their width are the heads and theirs.
+The gate z, the inputs x, B and C, and the step sizes dt are one matrix product. The sizes use the
+flags of the gated delta rule. Value heads are the heads of x and z, key heads are the groups of B
+and C, and the key width is the state size.
 """
 
 from __future__ import annotations

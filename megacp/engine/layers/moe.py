@@ -136,7 +136,7 @@ def exchange_bytes(config: RunConfig) -> int:
     """Return the bytes that a rank sends for one layer and microbatch, under an even load.
 
     The rank sends counts, rows and router weights to the experts, and the experts send rows back.
-    Backward does the reverse. Full recomputation repeats the way to the experts.
+    Backward does the reverse. Full recomputation repeats the exchange to the experts.
     """
     model = config.model
     ep = config.parallel.expert_model_parallel_size

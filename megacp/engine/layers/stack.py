@@ -102,7 +102,7 @@ class Layer:
 
     def lora_linears(self, model: ModelConfig) -> dict[str, Linear]:
         """Return the linears with a LoRA pair by kind. One linear represents all experts."""
-        # first all linears, then only the kinds that --lora-targets names
+        # collect all linears, then keep the kinds of --lora-targets
         found = {}
         for kind in self.kinds:
             for name, linear in kind.linears(model).items():

@@ -65,6 +65,7 @@ def _sizes(
                 of_experts += size
         return total, of_experts
 
+    # experts are counted separately, because their state is sharded over different ranks
     described = layers_of(model)[layer]
     return sums(described.tensors(model)), sums(described.pairs(model))
 
@@ -72,6 +73,7 @@ def _sizes(
 @functools.cache
 def first_alike(model: ModelConfig) -> tuple[int, ...]:
     """Return for each layer the index of the first layer that equals it except for the name."""
+    # layers are frozen dataclasses, so they can be compared without their names
     nameless = [dataclasses.replace(layer, name="") for layer in layers_of(model)]
     return tuple(map(nameless.index, nameless))
 
@@ -80,6 +82,7 @@ def of_layers(
     model: ModelConfig, layers: Iterable[int], count: Callable[[int], Counted]
 ) -> list[Counted]:
     """Return `count(layer)` for each layer, computed only once for equal layers."""
+    # a model may have a hundred layers, but only a few different ones
     first = first_alike(model)
     alike = [first[layer] for layer in layers]
     known = {layer: count(layer) for layer in set(alike)}
@@ -117,6 +120,7 @@ def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
 
     The result is 0 if `rows` is 0, which means that the vocabulary is not known yet.
     """
+    # round up per tp rank
     return -(-rows // (tp * VOCABULARY_MULTIPLE)) * VOCABULARY_MULTIPLE
 
 
@@ -231,6 +235,7 @@ def block_flops(
     flops = layers_of(config.model)[layer].flops(config.model, tokens, area)
     if published:
         flops = flops.published
+    # the pairs are always trained
     pairs = pair_flops(config.model, tokens, layer).training
     return (flops.passing if "text" in config.frozen_parts else flops.training) + pairs
 
@@ -255,6 +260,7 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
     if not v.vision_num_layers:
         return 0, 0
     crops_per_image, tokens_per_image = v.smallest_image
+    # crops of small images that fill the pack with image tokens
     full = crops_per_image * -(-length // tokens_per_image)
     crops = v.vision_planned_crops or full
     images = -(-crops // crops_per_image)
@@ -279,6 +285,7 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     model = config.model
     tokens = config.data.seq_length
     frozen = "text" in config.frozen_parts
+    # a frozen head still computes the gradients of its inputs
     head = head_flops(model, tokens)
     last = head.passing if frozen else head.training
     areas = layer_areas(model, tokens)
@@ -306,6 +313,7 @@ def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
     """
     num_stages = config.parallel.pipeline_model_parallel_size
     num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
+    # minimise the cost of the most expensive chunk
     blocks, first, last = run_stage_costs(config, world_size)
     # chunks in the order of layers: chunk 0 of every stage, then chunk 1 of every stage, ...
     ranges = _known_cut(tuple(blocks), first, last, num_stages * num_chunks)

@@ -57,6 +57,7 @@ class GatedDeltaNet(nn.Module):
         widths = [sum(self.widths[:3]), *self.widths[3:]]
         channels, z, b, a = self.project(x, save).split(widths, -1)
         convolved = self.states.convolve(channels, self.convolution.squeeze(1), plan)
+        # [t, key heads/tp * d], the same, and [t, value heads/tp * d]
         q, k, v = convolved.split(self.widths[:3], -1)
         # decays are close to 1, so their logarithms are fp32 or wider: [t, value heads/tp]
         wide = accumulation_dtype(x.dtype)

@@ -100,6 +100,7 @@ class LanguageModelChunk(nn.Module):
             if vision is not None and vision.vision_num_layers > 0:
                 self.vision = VisionEncoder(vision, config, backend, recompute)
                 made(self.vision, "vision")
+        # build and, with ZeRO-3, shard one block at a time
         self.blocks = nn.ModuleList()
         for layer in layers:
             self.blocks.append(Block(layer, config, backend, recompute))
@@ -163,6 +164,7 @@ class LanguageModelChunk(nn.Module):
             parts = single_axis("one")
         routes = Routes.of(batch.plan, parts, x.device, tokens) if self.has_experts else None
         inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key, routes)
+        # for example the FP8 context of Transformer Engine
         with self.backend.precision():
             for block in self.blocks:
                 x = block(x, inputs)

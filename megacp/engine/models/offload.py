@@ -263,6 +263,7 @@ class BlockOffload:
             passage.close()
             if out.requires_grad:
                 out.register_hook(lambda grad: memory.leave_before(passage))
+        # release the device memory of the block before this one
         previous = memory.latest
         memory.latest = passage
         if previous:

@@ -61,6 +61,7 @@ def parts_without_pairs(config: RunConfig) -> list[str]:
         for part, of_part in bare.items():
             shown = layers_in_words(of_part)
             lines.append(f"no low-rank pairs: {part} of layers {shown} ({who} names none)")
+    # most parameters of such a model are in its experts, so say if they stay frozen
     experts = [layer for layer in layers if layer.is_routed]
     if experts and not any(kind in model.lora_pairs for kind in EXPERT_KINDS):
         # weights of one expert
