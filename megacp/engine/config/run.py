@@ -40,7 +40,6 @@ ON_CPU: dict[str, Value] = {
 class RunConfig:
     """Train a language model on packed sequences over a grid of tp x cp x dp x pp ranks."""
 
-    # Sections. `--help` prints one group of flags for each.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)

@@ -241,7 +241,7 @@ def test_a_folder_whose_router_cannot_learn_takes_only_low_rank_pairs(
     )
     flags = ["--load-hf", str(copy), "--data-path", str(data), "--dry-run"]
     told = refused(flags, capsys)
-    assert "--moe-router-topk 1" in told and "; freeze the router: --lora-rank" in told
+    assert "--moe-router-topk 1" in told and "; freeze the router (--lora-rank" in told
     assert main([*flags, "--lora-rank", "2"]) == 0
     out = [
         "--from",
