@@ -265,7 +265,7 @@ def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
     assert "has --qk-layernorm head, this run off" in told
     assert "are two different starts" in refused([*start, "--load", str(data)], capsys)
     assert f"--load-hf {data}: " in refused(["--load-hf", str(data)], capsys)
-    assert "a Hugging Face folder: start from it by --load-hf" in refused(
+    assert "a Hugging Face folder, not a checkpoint: use --load-hf" in refused(
         ["--load", str(folder)], capsys
     )
     assert "was packed for rows of 128 tokens" in refused([*start, "--seq-length", "64"], capsys)
