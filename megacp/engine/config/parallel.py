@@ -63,16 +63,16 @@ class ParallelConfig:
 
     # Axes of the grid
     tensor_model_parallel_size: Count[int] = 1
-    """Ranks that each linear layer, the vocabulary and the attention heads are split over (tp)."""
+    """Ranks over which each linear layer, the vocabulary and the attention heads are split (tp)."""
 
     pipeline_model_parallel_size: Count[int] = 1
-    """Pipeline stages that the layers of the model are split into, one rank each (pp)."""
+    """Number of pipeline stages that the layers of the model are split into (pp)."""
 
     context_parallel_size: Count[int] = 1
-    """Ranks that the tokens of each row are split over (cp)."""
+    """Ranks over which the tokens of each row are split (cp)."""
 
     expert_model_parallel_size: Count[int] = 1
-    """Ranks that the experts of each layer are split over (ep). It must divide both --num-experts
+    """Ranks over which the experts of each layer are split (ep). It must divide both --num-experts
     and the tp x cp x dp ranks of a stage."""
 
     # Nothing enforces this load. The planner and the memory report assume it, and a busier router

@@ -114,7 +114,7 @@ class Block(nn.Module):
         run = functools.partial(run_block, self._body, self.recompute)
         if self.offload is None:
             return run(x, inputs)
-        # Parameters and tensors of all blocks stay on the device anyway, so never offload them.
+        # Parameters, and tensors that all blocks share, stay on the device anyway.
         staying = (*self.parameters(), *sum(inputs.rotary, ()), inputs.token_names)
         return self.offload(run, x, inputs, staying)
 

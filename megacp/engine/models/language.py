@@ -132,7 +132,7 @@ class LanguageModelChunk(nn.Module):
         self.replaces = vision is not None and vision.family.replaces
         """Whether features replace the embeddings of image tokens instead of being added."""
         self.multiplier = config.embedding_multiplier
-        # sliding-window layers with a base of their own are not scaled for longer contexts
+        # with --window-rotary-base, sliding-window layers are not scaled for longer contexts
         self.window_frequencies = None
         if config.window_rotary_base is not None:
             frequencies = inverse_frequencies(
