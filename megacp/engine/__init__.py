@@ -1,8 +1,8 @@
 """One training step of any model on any grid.
 
-A `RunConfig` says what to run, `check` lists the reasons why it cannot run, and a `ParallelModel`
-holds this rank's share of the model and steps it. The package imports megacp.attention,
-megacp.distributed and megacp.storage.
+A `RunConfig` describes a run, `check` lists the reasons why it cannot start, and a `ParallelModel`
+contains this rank's part of the model and runs training steps. The package imports only
+megacp.attention, megacp.distributed and megacp.storage.
 """
 
 from megacp.public import exports

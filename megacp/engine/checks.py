@@ -1,9 +1,8 @@
-"""What a configuration cannot be, found before any process group exists, all of it reported at
-once.
+"""Checks of a configuration, made before any process group exists and reported all at once.
 
-Each field is held against its range first. Only when all are in theirs do the sections compare
-fields with each other. A check stands here when the run would otherwise be wrong in silence, or end
-hours later.
+First every field is checked against its range. Only if all fields pass, the functions in `SECTIONS`
+compare fields with each other. A check belongs here if the run would otherwise compute something
+wrong without an error, or fail only after hours.
 """
 
 from __future__ import annotations
@@ -26,37 +25,45 @@ from megacp.storage.place import place_of
 from megacp.storage.url import Url, is_url
 
 MAX_DENSE_ROW_TOKENS = 8192
-"""The dense kernel holds heads x T x T scores: 256 MiB a head in float32 at this length."""
+"""Largest row of the dense kernel, which stores heads x T x T scores: 256 MiB per float32 head."""
 
 
 def check(config: RunConfig, world_size: int, *, trains: bool = True) -> list[str]:
-    """Return all reasons why this configuration cannot run on `world_size` ranks; empty when it
-    can.
+    """Return all reasons why this configuration cannot run on `world_size` ranks; empty if it can.
 
-    Without `trains` only the model matters, as where a folder is converted: what only training
-    rules out is allowed.
+    With `trains=False` only the model is checked, for example when a folder is converted.
     """
     values = flatten(config)
-    problems = ((name, info.problem(values[name])) for name, info in fields().items())
-    reasons = [f"{flag(name)}: {problem}" for name, problem in problems if problem]
+    reasons = []
+    for name, info in fields().items():
+        problem = info.problem(values[name])
+        if problem:
+            reasons.append(f"{flag(name)}: {problem}")
     if world_size < 1:
         reasons.append(f"the world size is {world_size}, it must be at least 1")
+    # the sections compute with the fields, so they need fields within their ranges
+    if reasons:
+        return reasons
     sections = (*SECTIONS, *OF_TRAINING) if trains else SECTIONS
-    return reasons or [reason for section in sections for reason in section(config, world_size)]
+    for section in sections:
+        reasons += section(config, world_size)
+    return reasons
 
 
 def require(config: RunConfig, world_size: int, also: Sequence[str] = ()) -> None:
-    """Raise one ValueError that lists every reason of `check`, and those that the caller found
-    `also`.
-    """
+    """Raise one ValueError that lists all reasons of `check` and the caller's reasons in `also`."""
     reasons = [*check(config, world_size), *also]
-    if reasons:
-        head = "this configuration cannot run" + (
-            f", for {len(reasons)} reasons" if len(reasons) > 1 else ""
-        )
-        raise ValueError("\n".join([f"{head}:", *(f"  - {reason}" for reason in reasons)]))
+    if not reasons:
+        return
+    head = "this configuration cannot run"
+    if len(reasons) > 1:
+        head += f" for {len(reasons)} reasons"
+    lines = [f"  - {reason}" for reason in reasons]
+    raise ValueError("\n".join([f"{head}:", *lines]))
 
 
+# The tables below are used by `_multiples`. tp splits each of these sizes evenly, and grouped-query
+# attention gives each key/value head the same number of query heads.
 _TP = "tensor_model_parallel_size"
 _DECODER_MULTIPLES = (
     ("num_attention_heads", _TP),
@@ -65,10 +72,12 @@ _DECODER_MULTIPLES = (
     ("ffn_hidden_size", _TP),
     ("moe_shared_expert_intermediate_size", _TP),
 )
+# Layers with a recurrent state. Their sizes matter only if --linear-attention-freq is set.
 _STATE_MULTIPLES = (
     ("linear_num_key_heads", _TP),
     ("linear_num_value_heads", "linear_num_key_heads"),
 )
+# The vision tower, if there is one
 _TOWER_MULTIPLES = (
     ("vision_image_size", "vision_patch_size"),
     ("vision_ffn_hidden_size", _TP),
@@ -76,14 +85,15 @@ _TOWER_MULTIPLES = (
     ("vision_num_attention_heads", _TP),
     ("vision_hidden_size", "vision_num_attention_heads"),
 )
-"""The first field is a multiple of the second; None is derived from a field that has a row of its
-own.
+"""Pairs of fields: the first must be a multiple of the second. A pair with a None is skipped. The
+default then follows from another field, whose pair is checked.
 """
 
 
 def _slices(parallel: ParallelConfig) -> int:
-    """Return the number of equal slices of a row that a rank holds: the most of any layout if it is
-    not chosen yet.
+    """Return the number of equal slices of a row per rank.
+
+    If the layout is chosen later, return the maximum over all layouts.
     """
     if parallel.context_parallel_size == 1:
         return 1
@@ -93,89 +103,116 @@ def _slices(parallel: ParallelConfig) -> int:
 
 
 def _multiples(config: RunConfig, world: int) -> Iterator[str]:
-    """What is no multiple of what it has to be, and the next numbers that are."""
-    values, m, p, t = flatten(config), config.model, config.parallel, config.training
-    tp, pp, cp = (
-        p.tensor_model_parallel_size,
-        p.pipeline_model_parallel_size,
-        p.context_parallel_size,
-    )
-    ranks, dp = config.model_ranks, config.data_parallel_size(world)
+    """Yield values that are not a multiple of their divisor, with the nearest multiples."""
+    values = flatten(config)
+    model = config.model
+    parallel = config.parallel
+    training = config.training
+    tp = parallel.tensor_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    ranks = config.model_ranks
+    dp = config.data_parallel_size(world)
+
+    # rows of (text of the number, number, text of the divisor, divisor)
     rows = [(f"a world of {world} ranks", world, f"tp {tp} x pp {pp} x cp {cp} = {ranks}", ranks)]
-    if world % ranks == 0:
-        packs = t.micro_batch_size * dp
-        of = (
-            f"--micro-batch-size {t.micro_batch_size} x dp {dp} = {packs} (dp = {world} ranks / "
-            f"{ranks})"
+    if world % ranks == 0:  # otherwise dp is rounded down, and a second message would mislead
+        packs = training.micro_batch_size * dp
+        divisor_text = (
+            f"--micro-batch-size {training.micro_batch_size} x dp {dp} = {packs} "
+            f"(dp = {world} ranks / {ranks})"
         )
-        rows.append((f"--global-batch-size {t.global_batch_size}", t.global_batch_size, of, packs))
-    slices = _slices(p)
-    sharded = tp if p.sequence_parallel else 1
-    of = (
-        f"{slices} slices of --cp-layout {p.cp_layout} x cp {cp} x tp {sharded} = "
-        f"{slices * cp * sharded}"
+        batch = training.global_batch_size
+        rows.append((f"--global-batch-size {batch}", batch, divisor_text, packs))
+
+    # each rank has whole slices of a row, and sequence parallelism divides every slice over tp
+    slices = _slices(parallel)
+    sharded = tp if parallel.sequence_parallel else 1
+    parts = slices * cp * sharded
+    divisor_text = (
+        f"{slices} slices of --cp-layout {parallel.cp_layout} x cp {cp} x tp {sharded} = {parts}"
     )
-    rows.append(
-        (
-            f"--seq-length {config.data.seq_length}",
-            config.data.seq_length,
-            of,
-            slices * cp * sharded,
-        )
-    )
-    if m.kv_channels is None:
-        of = f"--num-attention-heads {m.num_attention_heads} (or give --kv-channels)"
-        rows.append((f"--hidden-size {m.hidden_size}", m.hidden_size, of, m.num_attention_heads))
+    length = config.data.seq_length
+    rows.append((f"--seq-length {length}", length, divisor_text, parts))
+
+    if model.kv_channels is None:
+        heads = model.num_attention_heads
+        divisor_text = f"--num-attention-heads {heads} (or give --kv-channels)"
+        rows.append((f"--hidden-size {model.hidden_size}", model.hidden_size, divisor_text, heads))
+
+    # pairs of flags, as far as this model uses them
     rules = [*_DECODER_MULTIPLES]
-    if m.linear_attention_freq is not None:
+    if model.linear_attention_freq is not None:
         rules += _STATE_MULTIPLES
     if config.vision.vision_num_layers > 0:
         rules += _TOWER_MULTIPLES
-    for name, by in rules:
-        number, divisor = values[name], values[by]
+    for name, divisor_name in rules:
+        number = values[name]
+        divisor = values[divisor_name]
         if isinstance(number, int) and isinstance(divisor, int):
-            rows.append((f"{flag(name)} {number}", number, f"{flag(by)} {divisor}", divisor))
-    for what, number, of, divisor in rows:
-        if number % divisor > 0:
-            below, above = number // divisor * divisor, -(-number // divisor) * divisor
-            yield f"{what} is no multiple of {of}: use {f'{below} or ' if below else ''}{above}"
+            rows.append(
+                (f"{flag(name)} {number}", number, f"{flag(divisor_name)} {divisor}", divisor)
+            )
+
+    # suggest the nearest multiples, but never 0
+    for number_text, number, divisor_text, divisor in rows:
+        if number % divisor == 0:
+            continue
+        below = number // divisor * divisor
+        above = below + divisor
+        usable = f"{below} or {above}" if below else f"{above}"
+        yield f"{number_text} is not a multiple of {divisor_text}: use {usable}"
 
 
 def _grid(config: RunConfig, world: int) -> Iterator[str]:
-    """Stages without layers, and what a schedule or a sharding strategy rules out."""
-    p, t, layers = config.parallel, config.training, config.model.num_layers
-    pp, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    """Yield conflicts of the grid with the layers, the schedule and the sharding strategy."""
+    p = config.parallel
+    training = config.training
+    layers = config.model.num_layers
+    pp = p.pipeline_model_parallel_size
+    virtual = p.num_virtual_stages_per_pipeline_rank
+    # --world-size lets a dry run check a grid that is larger than this machine
     if config.world_size not in (None, world) and not config.dry_run:
         yield (
-            f"--world-size {config.world_size} acts only with --dry-run; this run has {world} "
-            "ranks from its launcher"
+            f"--world-size {config.world_size} needs --dry-run; the launcher of this run started "
+            f"{world} ranks"
         )
     chunks = f"--num-virtual-stages-per-pipeline-rank {virtual}"
     if layers < pp * virtual:
         yield (
             f"--num-layers {layers} is below --pipeline-model-parallel-size {pp} x {chunks}: "
-            "stages need layers"
+            "each stage needs at least one layer"
         )
     if virtual > 1 and pp == 1:
         yield f"{chunks} needs --pipeline-model-parallel-size above 1"
-    strategy, instances = p.data_parallel_sharding_strategy, p.num_distributed_optimizer_instances
+
+    # Both of these add weight gradients directly to the gradient buffer of the whole parameter.
+    strategy = p.data_parallel_sharding_strategy
     deferring = f"--pipeline-schedule {p.pipeline_schedule}"
-    whole = [deferring] if p.defers_weight_gradients else []
-    for name in whole + (
-        ["--gradient-accumulation-fusion"] if t.gradient_accumulation_fusion else []
-    ):
+    accumulating = []
+    if p.defers_weight_gradients:
+        accumulating.append(deferring)
+    if training.gradient_accumulation_fusion:
+        accumulating.append("--gradient-accumulation-fusion")
+    for name in accumulating:
         if p.sharding.gradients:
             yield (
-                f"{name} adds to whole gradients, --data-parallel-sharding-strategy {strategy} "
-                "keeps none"
+                f"{name} adds to full gradients, but --data-parallel-sharding-strategy {strategy} "
+                "shards them"
             )
         if config.model.lora_rank > 0:
             yield (
-                f"{name} with --lora-rank {config.model.lora_rank}: the weights of those "
-                "gradients are frozen"
+                f"{name} cannot be combined with --lora-rank {config.model.lora_rank}, which "
+                "freezes the weights of linear layers"
             )
-    if p.defers_weight_gradients and t.mlp_chunk_tokens > 0:
-        yield f"{deferring} keeps what --mlp-chunk-tokens {t.mlp_chunk_tokens} is to free"
+    # The deferred weight gradients need the MLP activations that tiling would free.
+    if p.defers_weight_gradients and training.mlp_chunk_tokens > 0:
+        yield (
+            f"--mlp-chunk-tokens {training.mlp_chunk_tokens} has no effect with {deferring}, which "
+            "keeps those activations"
+        )
+    # each instance has the same number of ranks
+    instances = p.num_distributed_optimizer_instances
     dp = config.data_parallel_size(world)
     if dp % instances > 0:
         usable = f"use {math.gcd(dp, instances)}"
@@ -186,419 +223,503 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def _model(config: RunConfig, world: int) -> Iterator[str]:
+    """Yield conflicts within the decoder: head width, vocabulary and layer patterns."""
     m = config.model
+    # `_multiples` reports a hidden size that the heads do not divide
     divides = m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
     if divides and m.head_dim % 2 > 0:
         yield (
-            f"a head is {m.head_dim} wide, the rotary embedding needs an even width: change "
+            f"the head width is {m.head_dim}, but the rotary embedding needs an even width: change "
             "--kv-channels"
         )
     if m.vocab_size == 0 and config.data.data_path is None and not config.dry_run:
-        yield "--vocab-size 0 takes the vocabulary from the dataset, but no --data-path is given: give one of them"
+        yield (
+            "--vocab-size 0 takes the vocabulary from the dataset, but --data-path is not set: set "
+            "one of them"
+        )
+    # A tied head would have rows for tokens that the model never predicts.
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
         yield (
             f"--additional-vocab-size {m.additional_vocab_size} needs "
             "--untie-embeddings-and-output-weights"
         )
+    # `layers_of` parses the patterns, and raises ValueError for an invalid one
     try:
         routed = [layer for layer in layers_of(m) if layer.is_routed]
         if m.num_experts > 0 and not routed:
-            yield f"--moe-layer-freq {m.moe_layer_freq} gives none of {m.num_layers} layers experts"
-        said = m.moe_layer_freq.count(",") + 1
-        if m.num_experts > 0 and said != m.num_layers and not m.moe_layer_freq.isdigit():
             yield (
-                f"--moe-layer-freq {m.moe_layer_freq} tells of {said} layers, --num-layers is "
+                f"--moe-layer-freq {m.moe_layer_freq} gives experts to none of the "
+                f"{m.num_layers} layers"
+            )
+        # Unlike the other patterns, a list must have an entry for each layer, as in Megatron.
+        listed = m.moe_layer_freq.count(",") + 1
+        if m.num_experts > 0 and listed != m.num_layers and not m.moe_layer_freq.isdigit():
+            yield (
+                f"--moe-layer-freq {m.moe_layer_freq} lists {listed} layers, but --num-layers is "
                 f"{m.num_layers}"
             )
     except ValueError as error:
         yield str(error)
     if m.window_attn_skip_freq is not None and m.window_size is None:
-        yield (
-            f"--window-attn-skip-freq {m.window_attn_skip_freq} is about windows: give their "
-            "--window-size"
-        )
+        yield f"--window-attn-skip-freq {m.window_attn_skip_freq} needs --window-size"
 
 
 def _experts(config: RunConfig, world: int) -> Iterator[str]:
-    m, p = config.model, config.parallel
-    tp, ep, dp = (
-        p.tensor_model_parallel_size,
-        p.expert_model_parallel_size,
-        config.data_parallel_size(world),
-    )
-    size, count = f"--expert-model-parallel-size {ep}", f"--num-experts {m.num_experts}"
-    width = "--moe-shared-expert-intermediate-size"
-    if m.moe_shared_expert_gate and m.moe_shared_expert_intermediate_size is None:
-        yield f"--moe-shared-expert-gate acts only with {width}"
+    """Yield conflicts of the experts with the router, the grid and the training."""
+    m = config.model
+    p = config.parallel
     t = config.training
+    tp = p.tensor_model_parallel_size
+    ep = p.expert_model_parallel_size
+    dp = config.data_parallel_size(world)
+    size = f"--expert-model-parallel-size {ep}"
+    count = f"--num-experts {m.num_experts}"
+    if m.moe_shared_expert_gate and m.moe_shared_expert_intermediate_size is None:
+        yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
+
+    # flags of the training that act on a router
     terms = (
         ("--moe-aux-loss-coeff", t.moe_aux_loss_coeff),
         ("--moe-z-loss-coeff", t.moe_z_loss_coeff),
     )
-    asked = [f"{name} {value:g}" for name, value in terms if value > 0]
+    balancing = [f"{name} {value:g}" for name, value in terms if value > 0]
     correction = f"--moe-router-bias-update-rate {t.moe_router_bias_update_rate:g}"
     corrects = t.moe_router_bias_update_rate > 0
+    if corrects:
+        balancing.append(correction)
+
+    # Without experts, report every flag that was changed and would be ignored.
     if m.num_experts == 0:
-        idle = [
-            name
-            for name in vars(m)
-            if name.startswith("moe_") and getattr(m, name) != getattr(ModelConfig(), name)
-        ]
-        alone = [f"{flag(name)} {getattr(m, name)}" for name in idle] + ([size] if ep > 1 else [])
-        for given in alone + asked + ([correction] if corrects else []):
-            yield f"{given} acts only with --num-experts above 0"
+        usual = ModelConfig()
+        unused = []
+        for name, value in vars(m).items():
+            if name.startswith("moe_") and value != getattr(usual, name):
+                unused.append(f"{flag(name)} {value}")
+        if ep > 1:
+            unused.append(size)
+        for given in unused + balancing:
+            yield f"{given} needs --num-experts above 0"
         return
+
     in_all = m.num_layers * m.num_experts
     if in_all > MAX_EXPERTS_IN_ALL:
         yield (
-            f"{count} in {m.num_layers} layers are {in_all:,}, at most {MAX_EXPERTS_IN_ALL:,} "
-            "can be named"
+            f"{count} x --num-layers {m.num_layers} = {in_all:,} experts, but at most "
+            f"{MAX_EXPERTS_IN_ALL:,} are supported"
         )
+    # LoRA and --freeze text leave the router untrained, so nothing balances its choices
     if "text" in config.frozen_parts:
-        for given in asked + ([correction] if corrects else []):
-            yield f"{given}: the router that it is for is frozen"
-    groups, best = m.moe_router_num_groups, m.moe_router_group_topk
-    words = f"--moe-router-num-groups {groups}"
+        for given in balancing:
+            yield f"{given} has no effect, because the router is frozen"
+
+    # choice of experts
+    groups = m.moe_router_num_groups
+    best = m.moe_router_group_topk
+    groups_text = f"--moe-router-num-groups {groups}"
     if m.moe_router_score_function == "softmax":
-        for given in ([words] if groups > 1 else []) + ([correction] if corrects else []):
-            yield f"{given} needs --moe-router-score-function sigmoid"
+        if groups > 1:
+            yield f"{groups_text} needs --moe-router-score-function sigmoid"
+        if corrects:
+            yield f"{correction} needs --moe-router-score-function sigmoid"
+    # groups are ranked by the sum of their two highest scores, so each needs two experts
     if groups > 1 and (m.num_experts % groups > 0 or m.num_experts < 2 * groups):
-        yield f"{words} needs groups of equally many experts, two or more, of {count}"
+        yield f"{groups_text} must divide {count} into equal groups of at least two experts"
     if best > groups:
         yield (
-            f"--moe-router-group-topk {best} is above {words}: a token cannot have more groups "
-            "than there are"
+            f"--moe-router-group-topk {best} is above {groups_text}: a token cannot use more "
+            "groups than exist"
         )
     elif groups > 1 and m.moe_router_topk * groups > best * m.num_experts:
-        chosen = f"--moe-router-topk {m.moe_router_topk} of {count}"
-        yield f"--moe-router-group-topk {best} of {words} holds fewer than {chosen}"
+        yield (
+            f"--moe-router-group-topk {best} of {groups_text} contains fewer experts than "
+            f"--moe-router-topk {m.moe_router_topk} of {count}"
+        )
     if m.moe_router_topk > m.num_experts:
         yield f"--moe-router-topk {m.moe_router_topk} is above {count}"
-    ranks, stage = (
-        tp * p.context_parallel_size * dp,
-        f"tp {tp} x cp {p.context_parallel_size} x dp {dp}",
-    )
-    if (largest := math.gcd(m.num_experts, ranks)) % ep > 0:
-        both = f"{count} and {stage} = {ranks}, the ranks of a stage"
-        yield f"{size} does not divide both {both}: the largest that does is {largest}"
-    instances, shared = p.num_distributed_optimizer_instances, ranks // ep
-    if instances > 1 and shared % instances > 0:
+
+    # grid: ep divides the ranks of a stage, and each group of ep ranks has every expert once
+    ranks = tp * p.context_parallel_size * dp
+    stage = f"tp {tp} x cp {p.context_parallel_size} x dp {dp}"
+    largest = math.gcd(m.num_experts, ranks)
+    if largest % ep > 0:
         yield (
-            f"--num-distributed-optimizer-instances {instances} does not divide the {shared} "
-            "ranks with one expert"
+            f"{size} does not divide both {count} and the {ranks} ranks of a stage ({stage}): the "
+            f"largest possible size is {largest}"
+        )
+    # optimizer state of experts is sharded over the ranks with a copy of the same expert
+    instances = p.num_distributed_optimizer_instances
+    copies = ranks // ep
+    if instances > 1 and copies % instances > 0:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not divide the {copies} "
+            "ranks that have a copy of each expert"
         )
     if tp > 1 and not p.sequence_parallel:
         yield (
-            f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the "
-            "same tokens"
+            f"{count} with tp {tp} needs --sequence-parallel: without it, all tp ranks would route "
+            "the same tokens"
         )
     if t.fp8 != "off":
-        yield f"--fp8 {t.fp8} with {count}: experts have no such form"
+        yield f"--fp8 {t.fp8} cannot be combined with {count}: experts do not support FP8"
 
 
 def _routers(config: RunConfig, world: int) -> Iterator[str]:
     """Refuse a trained router that the loss cannot reach, as Megatron does.
 
-    Softmax over a single chosen expert, and the share of a single sigmoid, are 1 whatever the score
-    is. The terms of balance would still move such a router, but away from the loss: towards even
-    loads, not towards better experts.
+    The softmax over a single chosen expert is 1 for any score, and so is the share of a single
+    sigmoid. The balancing losses would still train such a router, but only towards even loads and
+    not towards better experts.
     """
     m = config.model
     if m.num_experts == 0 or "text" in config.frozen_parts:
         return
-    told = "so the loss gives the router no gradient"
-    frozen = "freeze the router: --lora-rank trains only low-rank pairs"
+    no_gradient = "so the loss gives the router no gradient"
+    freeze = "freeze the router (--lora-rank trains only LoRA adapters)"
+    # Weights that are normalised over one chosen expert are constant. With pre-softmax they are
+    # normalised over all experts, so they depend on the score.
     if m.moe_router_topk == 1 and not m.moe_router_pre_softmax:
         function = {
             "softmax": "softmax over the chosen expert",
             "sigmoid": "share of the chosen expert",
         }
         weight = f"the {function[m.moe_router_score_function]} is always 1"
-        # a model of a folder would be another one under that flag
+        # with --load-hf, this flag would change the function that the loaded weights compute
         other = "" if config.checkpoint.load_hf is not None else "use --moe-router-pre-softmax, or "
-        yield f"--moe-router-topk 1: {weight}, {told}; {other}{frozen}"
+        yield f"--moe-router-topk 1: {weight}, {no_gradient}; {other}{freeze}"
     elif m.num_experts == 1 and m.moe_router_score_function == "softmax":
         yield (
-            f"--num-experts 1: the softmax over one expert is always 1, {told}; use a dense MLP, "
-            f"or {frozen}"
+            f"--num-experts 1: the softmax over one expert is always 1, {no_gradient}; use a dense "
+            f"MLP, or {freeze}"
         )
 
 
 def _schedule(config: RunConfig, world: int) -> Iterator[str]:
+    """Yield conflicts of the learning rate schedule, and of the profiled steps."""
     t = config.training
-    warmup, fall = t.warmup_updates, t.lr_wsd_decay_iters or 0
-    end, name = (
-        (t.train_iters, "--train-iters")
-        if t.lr_decay_iters is None
-        else (t.lr_decay_iters, "--lr-decay-iters")
-    )
+    warmup = t.warmup_updates
+    wsd_decay = t.lr_wsd_decay_iters or 0
+    if t.lr_decay_iters is None:
+        end = t.train_iters
+        end_text = f"--train-iters {end}"
+    else:
+        end = t.lr_decay_iters
+        end_text = f"--lr-decay-iters {end}"
+    # a decay from --lr to a larger --min-lr would be a rise
     if t.min_lr > t.lr:
         yield f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}"
     if t.lr_warmup_iters > 0 and t.lr_warmup_fraction is not None:
-        both = (
-            f"--lr-warmup-iters {t.lr_warmup_iters} and --lr-warmup-fraction "
-            f"{t.lr_warmup_fraction:g}"
-        )
         yield (
-            f"{both} are two warm-ups: give one of them, or --lr-warmup-fraction None beside a "
-            "file that has it"
+            f"--lr-warmup-iters {t.lr_warmup_iters} and --lr-warmup-fraction "
+            f"{t.lr_warmup_fraction:g} both set the warm-up: use one of them "
+            "(--lr-warmup-fraction None overrides the value of a file)"
         )
     if warmup > end:
         yield (
-            f"--lr-warmup-iters {warmup} is above {name} {end}: lower it, or give a share by "
-            "--lr-warmup-fraction"
+            f"--lr-warmup-iters {warmup} is above {end_text}: lower it, or use --lr-warmup-fraction"
         )
-    if (t.lr_decay_style == "WSD") != (fall > 0):
+    # exactly the WSD style has a final decay
+    if (t.lr_decay_style == "WSD") != (wsd_decay > 0):
         yield (
-            f"--lr-wsd-decay-iters {fall} with --lr-decay-style {t.lr_decay_style}: WSD needs "
-            "it, and nothing else"
+            f"--lr-wsd-decay-iters {wsd_decay} with --lr-decay-style {t.lr_decay_style}: WSD "
+            "needs this flag, and no other style uses it"
         )
-    elif warmup <= end < warmup + fall:
-        between = f"between a warm-up of {warmup} and {name} {end}"
-        yield f"--lr-wsd-decay-iters {fall} does not fit {between}: use at most {end - warmup}"
+    elif warmup <= end < warmup + wsd_decay:
+        yield (
+            f"--lr-wsd-decay-iters {wsd_decay} does not fit between a warm-up of {warmup} and "
+            f"{end_text}: use at most {end - warmup}"
+        )
     if config.log.profile:
         try:
             first = profiled_steps(config.log.profile)[0]
             if first > t.train_iters:
-                yield f"--profile {config.log.profile} begins after --train-iters {t.train_iters}"
+                yield f"--profile {config.log.profile} starts after --train-iters {t.train_iters}"
         except ValueError as error:
             yield str(error)
 
 
 def profiled_steps(text: str) -> range:
-    """The steps of `--profile START:STOP`, both ends included. ValueError for another text."""
+    """Return the steps of `--profile START:STOP`, both included. Raise ValueError if invalid."""
     start, colon, stop = text.partition(":")
     if not (colon and start.isdecimal() and stop.isdecimal() and 1 <= int(start) <= int(stop)):
         raise ValueError(
-            f"--profile {text}: expected START:STOP, two steps from 1 on, such as 10:12"
+            f"--profile {text}: expected START:STOP, two step numbers from 1 up, such as 10:12"
         )
     return range(int(start), int(stop) + 1)
 
 
 def packs_in_a_row(config: RunConfig, world: int) -> int:
-    """Data-parallel ranks whose packs make one row."""
-    return (
-        max(1, config.data_parallel_size(world)) if config.parallel.dynamic_context_parallel else 1
-    )
+    """Return the number of data-parallel ranks whose packs are joined to one row."""
+    if config.parallel.dynamic_context_parallel:
+        return max(1, config.data_parallel_size(world))
+    return 1
 
 
 def _context(config: RunConfig, world: int) -> Iterator[str]:
-    """What rows, kernels, transports and layouts ask of each other."""
-    p, kernel = config.parallel, config.training.attention_kernel
-    cp, tp, comm = p.context_parallel_size, p.tensor_model_parallel_size, p.cp_comm_type
+    """Yield conflicts between rows, attention kernel, transport and layout."""
+    p = config.parallel
+    cp = p.context_parallel_size
+    tp = p.tensor_model_parallel_size
+    comm = p.cp_comm_type
     joined = packs_in_a_row(config, world)
     tokens = config.data.seq_length * config.training.micro_batch_size * joined
-    undecided = p.chooses_transport or p.chooses_layout
-    if kernel == "dense" and (cp * joined > 1 or tokens > MAX_DENSE_ROW_TOKENS or undecided):
-        yield (
-            "--attention-kernel dense is a reference for one cp rank and rows of at most "
-            f"{MAX_DENSE_ROW_TOKENS} "
-            f"tokens; this run has --context-parallel-size {cp}, rows of {tokens} and "
-            f"--cp-comm-type {comm}"
-        )
+    if config.training.attention_kernel == "dense":
+        # an automatic choice could fall on more than the dense kernel supports
+        undecided = p.chooses_transport or p.chooses_layout
+        if cp * joined > 1 or tokens > MAX_DENSE_ROW_TOKENS or undecided:
+            yield (
+                "--attention-kernel dense is a reference for one cp rank and rows of at most "
+                f"{MAX_DENSE_ROW_TOKENS} tokens; this run has --context-parallel-size {cp}, rows "
+                f"of {tokens} tokens and --cp-comm-type {comm}"
+            )
     transport = transport_of(config)
-    # a search for packs of all replicas needs a layout that any number of ranks can take
+    # Documents spread over any number of ranks, so the layout must not need a fixed number.
     fits_replicas = (
         comm == transport.name and transport.spans_replicas and p.cp_layout == transport.best_layout
     )
     if p.dynamic_context_parallel and not fits_replicas:
-        needed = [row for row in TRANSPORTS.values() if row.spans_replicas]
         allowed = " or ".join(
-            f"--cp-layout {row.best_layout} and --cp-comm-type {row.name}" for row in needed
+            f"--cp-layout {row.best_layout} and --cp-comm-type {row.name}"
+            for row in TRANSPORTS.values()
+            if row.spans_replicas
         )
-        yield f"--dynamic-context-parallel takes {allowed}, this run has {p.cp_layout} and {comm}"
-    sizes, name = p.hierarchical_context_parallel_sizes, "--hierarchical-context-parallel-sizes"
+        yield (
+            f"--dynamic-context-parallel needs {allowed}, but this run has {p.cp_layout} and {comm}"
+        )
+    # a2a+p2p needs group sizes that cover all cp ranks, and other transports ignore them
+    sizes = p.hierarchical_context_parallel_sizes
+    name = "--hierarchical-context-parallel-sizes"
     if transport.needs_sizes and cp > 1 and (sizes is None or sizes[0] * sizes[1] != cp):
         yield f"--cp-comm-type {comm} needs {name} A B with A x B = {cp}, got {sizes}"
     elif not transport.needs_sizes and sizes is not None:
         users = " or ".join(row.name for row in TRANSPORTS.values() if row.needs_sizes)
         yield (
-            f"{name} {sizes[0]} {sizes[1]} acts only with --cp-comm-type {users}, this run has "
-            f"{comm}"
+            f"{name} {sizes[0]} {sizes[1]} needs --cp-comm-type {users}, but this run has {comm}"
         )
-    dealt = heads_group(config)
+    # tp splits the heads first; the transport then distributes the heads of a tp rank over cp
+    head_ranks = heads_group(config)
     heads = config.model.num_attention_heads // tp
-    if heads % dealt > 0:
+    if heads % head_ranks > 0:
         yield (
-            f"--cp-comm-type {comm} deals heads over {dealt} ranks, the {heads} of a tp rank "
-            "(--num-attention-heads "
-            f"/ tp {tp}) do not divide by it; use a2a+p2p with a first size that divides {heads}, "
-            "p2p or kv_exchange"
+            f"--cp-comm-type {comm} distributes heads over {head_ranks} ranks, which does not "
+            f"divide the {heads} heads of a tp rank (--num-attention-heads / tp {tp}); use a2a+p2p "
+            f"with a first size that divides {heads}, or p2p or kv_exchange"
         )
 
 
 def _vision(config: RunConfig, world: int) -> Iterator[str]:
-    v, layers = config.vision, config.vision.vision_num_layers
+    """Yield conflicts of the vision tower, if the model has one."""
+    v = config.vision
+    layers = v.vision_num_layers
     if layers == 0:
         return
+    # freezing all three parts would leave nothing to train
     parts = {"vision", "connector", "text"}
     if not set(v.frozen) <= parts or set(v.frozen) == parts:
         yield f"--freeze {v.freeze}: name one or two of vision, connector and text"
-    family, seen, (first, second) = v.family, config.data.image_attention, v.vision_feature_layers
+    family = v.family
     if v.vision_head_dim % family.head_multiple:
-        need = f"its angles by row and column need a multiple of {family.head_multiple}"
-        yield f"a head of the tower is {v.vision_head_dim} wide, {need}"
+        yield (
+            f"the head width of the vision tower is {v.vision_head_dim}, but rotary angles by row "
+            f"and column need a multiple of {family.head_multiple}"
+        )
+    # the mask of the data must match the attention that the model family was trained with
+    seen = config.data.image_attention
     if family.is_causal and seen != "causal":
         yield (
-            f"--image-attention {seen}: image tokens of --vision-family {v.vision_family} are "
-            "causal, give causal"
+            f"--image-attention {seen}: --vision-family {v.vision_family} needs "
+            "--image-attention causal"
         )
+    first, second = v.vision_feature_layers
+    # `feature_layers` wraps negative numbers around, so check their range before
     is_outside = min(first, second) < -layers or max(first, second) >= layers
     if family.has_feature_layers and (is_outside or max(v.feature_layers) < layers - 1):
         yield (
-            f"--vision-feature-layers {first} {second} are to be two of --vision-num-layers "
-            f"{layers}, the last one "
-            f"among them: from {-layers} to {layers - 1}"
+            f"--vision-feature-layers {first} {second} must be two of --vision-num-layers "
+            f"{layers}, numbered from {-layers} to {layers - 1}, and one must be the last layer"
         )
     if family.token_rows and config.model.additional_vocab_size == 0:
-        rows = f"give --additional-vocab-size ({v.vision_family} has {family.token_rows})"
-        yield f"--vision-num-layers {layers} needs rows for image tokens: {rows}"
+        yield (
+            f"--vision-num-layers {layers} needs embedding rows for image tokens: set "
+            f"--additional-vocab-size ({family.token_rows} for {v.vision_family})"
+        )
 
 
 def _names_no_layer(word: str, model: ModelConfig) -> bool:
-    """Whether a word of --lora-targets names only kinds that no layer has."""
+    """Return whether a word of --lora-targets means only kinds that no layer has."""
     kinds, _ = parse_lora_targets(word, model.usual_pair)
     return bool(kinds) and kinds.keys().isdisjoint(lora_kinds(model))
 
 
 def _lora(config: RunConfig, world: int) -> Iterator[str]:
+    """Yield conflicts of the LoRA flags with the layers and the training."""
     m = config.model
     if m.lora_rank == 0:
         if m.lora_alpha is not None or m.lora_targets is not None or m.lora_dropout > 0:
-            yield "--lora-alpha, --lora-targets and --lora-dropout act only with --lora-rank above 0"
+            yield "--lora-alpha, --lora-targets and --lora-dropout need --lora-rank above 0"
         return
+    # the default of --lora-targets
     targets = m.lora_targets or "q,v"
     asked, faults = parse_lora_targets(targets, m.usual_pair)
     if faults or not asked:
-        shown = f" (not {', '.join(faults)})" if faults else ""
+        invalid = f" (invalid: {', '.join(faults)})" if faults else ""
         yield (
-            f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)} or of "
-            f"{', '.join(LORA_KINDS)}, "
-            "or all; KIND:RANK:ALPHA gives one its own rank and alpha, attention.q+v one A for "
-            f"both{shown}"
+            f"--lora-targets {m.lora_targets}: use words ({', '.join(LINEARS)}), kinds "
+            f"({', '.join(LORA_KINDS)}) or all; KIND:RANK:ALPHA sets the rank and alpha of a "
+            f"kind, attention.q+v shares one A{invalid}"
         )
-    has = lora_kinds(m)
     lacking = [word for word in targets.replace(",", " ").split() if _names_no_layer(word, m)]
     if lacking and not faults:
-        yield f"--lora-targets {' '.join(lacking)}: no layer has one of them"
-    experts = [kind for kind in has if kind in EXPERT_KINDS]
+        yield f"--lora-targets {' '.join(lacking)}: no layer of this model has these linear layers"
+    # kinds that the layers of this model really have
+    kinds = lora_kinds(m)
+    experts = [kind for kind in kinds if kind in EXPERT_KINDS]
     if m.lora_dropout > 0 and experts:
         yield (
-            f"--lora-dropout {m.lora_dropout} on {', '.join(experts)}: pairs of experts have "
-            "none, as peft's"
+            f"--lora-dropout {m.lora_dropout} on {', '.join(experts)}: adapters of experts do not "
+            "support dropout, as in peft"
         )
+    # The same kind may have different widths in different layers, so look at all of them.
     narrow = dict[str, str]()
     for layer in layers_of(m):
         for kind, linear in layer.lora_linears(m).items():
-            width, rank = min(linear.inputs, linear.outputs), m.lora_pairs[kind].rank
-            # rates of a gated delta rule (b, a) are as narrow as it has heads
+            width = min(linear.inputs, linear.outputs)
+            rank = m.lora_pairs[kind].rank
+            # the rates b and a of a gated delta rule have only one output per head
             if rank > width and kind.split(".")[1] in LINEARS:
-                narrow[kind] = f"{kind} ({rank} of {width})"
+                narrow[kind] = f"{kind} (rank {rank}, width {width})"
     if narrow:
         yield (
-            f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow.values())}"
+            f"--lora-rank {m.lora_rank} or --lora-targets sets a rank above the smaller width of "
+            f"{', '.join(narrow.values())}"
         )
-    of_mlp = any(kind.endswith((".gate", ".up", ".down")) for kind in has)
-    if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and of_mlp:
-        tiles = f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}"
+    # Dropout masks are computed from token numbers, so that they do not depend on the grid.
+    has_mlp = any(kind.endswith((".gate", ".up", ".down")) for kind in kinds)
+    if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and has_mlp:
         yield (
-            f"--lora-dropout {m.lora_dropout} on the MLP with {tiles}: a tile does not know the "
-            "names of its tokens"
+            f"--lora-dropout {m.lora_dropout} on the MLP cannot be combined with "
+            f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}: a tile lacks the token "
+            "numbers that dropout is computed from"
         )
-    if (folder := config.checkpoint.vision_from_hf) is not None:
+    folder = config.checkpoint.vision_from_hf
+    if folder is not None:
         yield (
-            f"--vision-from-hf {folder} with --lora-rank {m.lora_rank}: a new connector would "
-            "stay as it was drawn"
+            f"--vision-from-hf {folder} with --lora-rank {m.lora_rank}: the new connector would "
+            "stay frozen at its random initial weights"
         )
 
 
 def _data(config: RunConfig, world: int) -> Iterator[str]:
-    data, interval = config.data, config.training.eval_interval
+    """Yield flags that need a dataset, and invalid blends."""
+    data = config.data
+    interval = config.training.eval_interval
     if config.training.train_epochs is not None and data.data_path is None and not config.dry_run:
         yield f"--train-epochs {config.training.train_epochs:g} needs --data-path"
     if interval > 0 and data.valid_data_path is None:
         yield f"--eval-interval {interval} needs --valid-data-path"
     if data.valid_data_path and data.data_path is None:
         yield (
-            f"--valid-data-path {shown_path(data.valid_data_path)} needs --data-path, packs of "
-            "the same tokenizer"
+            f"--valid-data-path {shown_path(data.valid_data_path)} needs --data-path, with packs "
+            "of the same tokenizer"
         )
     yield from path_problems("--data-path", data.data_path)
     yield from path_problems("--valid-data-path", data.valid_data_path)
 
 
+# Flags that have no effect without --save
 _NEED_SAVE = ("save_interval", "keep_last", "async_save", "auto_resume")
 
 
 def _checkpoints(config: RunConfig, world: int) -> Iterator[str]:
-    """A start that is none, and a --save that belongs to another run."""
-    c, values = config.checkpoint, flatten(config)
-    if c.save is None and (given := [flag(name) for name in _NEED_SAVE if values[name]]):
-        yield f"{', '.join(given)} needs --save, the directory for checkpoints"
+    """Yield conflicting starts, and a --save directory that belongs to another run."""
+    c = config.checkpoint
+    values = flatten(config)
+    if c.save is None:
+        given = [flag(name) for name in _NEED_SAVE if values[name]]
+        if given:
+            yield f"{', '.join(given)} needs --save, the directory for checkpoints"
     if c.finetune and c.load is None and c.load_hf is None:
-        yield "--finetune needs --load, the checkpoint whose weights it starts from"
+        yield "--finetune needs --load, the checkpoint to take the weights from"
     if c.load is not None and c.load_hf is not None:
-        yield f"--load {c.load} and --load-hf {c.load_hf} are two starts: give one of them"
+        yield f"--load {c.load} and --load-hf {c.load_hf} are two different starts: use one of them"
     if c.load is not None and not is_url(c.load) and (Path(c.load) / "config.json").is_file():
-        yield (
-            f"--load {c.load} goes on from a checkpoint, this is a Hugging Face folder: start "
-            "from it by --load-hf"
-        )
+        yield f"--load {c.load} is a Hugging Face folder, not a checkpoint: use --load-hf"
     for name in ("vision_from_hf", "load_adapter"):
         if values[name] is not None and c.load_hf is None:
-            yield f"{flag(name)} {values[name]} acts only with --load-hf"
+            yield f"{flag(name)} {values[name]} needs --load-hf"
+    # --auto-resume resumes from --save, so checkpoints there are expected
     if not c.save or config.dry_run or c.auto_resume:
         return
     steps = "step_*/manifest.json"
-    if (Url(c.save) / steps).matches() if is_url(c.save) else any(Path(c.save).glob(steps)):
-        folder, loaded = place_of(c.save).resolve(), place_of(c.load).resolve() if c.load else None
-        if loaded is None or c.finetune or folder not in (loaded, loaded.parent):
-            yield (
-                f"--save {c.save} holds the checkpoints of a run: choose a new directory, or go "
-                f"on by --load {c.save}"
-            )
+    if is_url(c.save):
+        has_checkpoints = bool((Url(c.save) / steps).matches())
+    else:
+        has_checkpoints = any(Path(c.save).glob(steps))
+    if not has_checkpoints:
+        return
+    # A resumed run may write next to the checkpoints that it resumes from. --load names their
+    # directory, or one step in it.
+    folder = place_of(c.save).resolve()
+    loaded = place_of(c.load).resolve() if c.load else None
+    if loaded is None or c.finetune or folder not in (loaded, loaded.parent):
+        yield (
+            f"--save {c.save} already contains the checkpoints of a run: choose a new directory, "
+            f"or resume with --load {c.save}"
+        )
 
 
 def _files(config: RunConfig, world: int) -> Iterator[str]:
-    """Files that are missing, and directories that cannot be written; a dry run may be on another
-    machine.
+    """Yield missing inputs and outputs that cannot be written.
+
+    Skipped in a dry run, which may happen on another machine.
     """
     if config.dry_run:
         return
-    data, c, manifest = config.data, config.checkpoint, "manifest.json"
-    read = [("--data-path", folder, manifest) for folder in named_folders(data.data_path)]
-    read += [
-        ("--valid-data-path", folder, manifest) for folder in named_folders(data.valid_data_path)
-    ]
-    read += [
-        (name, path, "") for name, path in (("--load", c.load), ("--load-hf", c.load_hf)) if path
-    ]
+    data = config.data
+    c = config.checkpoint
+    # rows of (flag, path, file that the folder must contain)
+    read = []
+    for folder in named_folders(data.data_path):
+        read.append(("--data-path", folder, "manifest.json"))
+    for folder in named_folders(data.valid_data_path):
+        read.append(("--valid-data-path", folder, "manifest.json"))
+    if c.load:
+        read.append(("--load", c.load, ""))
+    if c.load_hf:
+        read.append(("--load-hf", c.load_hf, ""))
     for name, path, inside in read:
         try:
             if name == "--load-hf" and is_url(path):
-                yield f"{name} {path}: is a URL, a local directory is needed"
-            elif (
-                not (place_of(path) / inside if inside else place_of(path)).exists()
-                and not Path(path).is_file()
-            ):
-                yield f"{name} {path}: " + (f"holds no {inside}" if inside else "does not exist")
-        except ValueError as error:
+                yield f"{name} {path}: is a URL, but must be a local directory"
+                continue
+            place = place_of(path)
+            if inside:
+                place = place / inside
+            if not place.exists() and not Path(path).is_file():
+                problem = f"has no {inside}" if inside else "does not exist"
+                yield f"{name} {path}: {problem}"
+        except ValueError as error:  # a URL that cannot be opened
             yield f"{name} {error}"
+    # outputs: a URL can only be tried, while a path is checked without creating anything
     written = {"--save": c.save, "--tensorboard-dir": config.log.tensorboard_dir}
-    written["--profile"] = str(config.profile_path) if config.log.profile else None
-    for name, folder in written.items():
-        if folder and is_url(folder):
+    if config.log.profile:
+        written["--profile"] = str(config.profile_path)
+    for name, output in written.items():
+        if output and is_url(output):
             try:
-                Url(folder).exists()
+                Url(output).exists()
             except ValueError as error:
                 yield f"{name} {error}"
-        elif folder:
-            whole = Path(folder).absolute()
+        elif output:
+            # the run creates missing folders, so look at the nearest one that exists
+            whole = Path(output).absolute()
             parent = next(place for place in (whole, *whole.parents) if place.exists())
             if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-                yield f"{name} {folder}: cannot be written, {parent} does not allow it or is a file"
+                yield (
+                    f"{name} {output}: cannot be written, because {parent} is a file or is not "
+                    "writable"
+                )
     if config.log_path is not None and config.log_path.is_dir():
-        yield f"--log-file {config.log_path}: is a directory, a file is needed"
+        yield f"--log-file {config.log_path}: is a directory, but must be a file"
 
 
 SECTIONS = (
@@ -614,8 +735,6 @@ SECTIONS = (
     _checkpoints,
     _files,
 )
-"""Functions `(config, world size) -> reasons` over a config whose fields are in their ranges."""
+"""Functions `(config, world size) -> reasons`. All fields of the config are within their ranges."""
 OF_TRAINING = (_routers,)
-"""Functions like those of `SECTIONS`, about training; a model that is only converted does not meet
-them.
-"""
+"""Further functions of this kind that only training needs; conversion skips them."""

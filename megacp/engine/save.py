@@ -1,4 +1,4 @@
-"""How a block stores what its backward needs: the contract between layers and recomputation."""
+"""The interface between layers and recomputation: how a block saves tensors for its backward."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ import torch
 
 
 class Save:
-    """How autograd stores what the backward of a block needs; a fused layer stores that itself and
-    does not ask. This one is of a block that recomputes nothing: it just calls the functions.
+    """Decides how autograd saves the tensors for the backward of a block.
+
+    This base class is for blocks without recomputation: it just calls the functions. Fused layers
+    save their tensors themselves and do not use it.
     """
 
     def __call__(
         self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
     ) -> torch.Tensor:
-        """`function(*inputs)`, a cheap one: its output is stored as it is, or as a recipe that
-        makes it again.
+        """Return `function(*inputs)` of a cheap function.
+
+        Subclasses may save a recipe to recompute the output instead of the output.
         """
         return function(*inputs)
 
     def results(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """`function(*inputs)`, a dear one, at most once in a block: what it gives and saves is
-        never made again.
+        """Return `function(*inputs)` of an expensive function.
+
+        Its output and saved tensors are never recomputed. A block may call this at most once.
         """
         return function(*inputs)
 
 
+# stateless, so all blocks share it
 keep = Save()

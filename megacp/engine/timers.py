@@ -1,9 +1,8 @@
-"""Named timers of a step and of its phases, the breakdown of a step over ranks, and the time that a
-run still takes.
+"""Timers of a step and its phases, the breakdown of a step over ranks, and the remaining time.
 
-The clock is given from outside. On an accelerator a moment is an event in its queue, whose seconds
-are worked out when they are asked for: nothing here waits for the device. A phase that is not timed
-costs one test.
+The caller provides the clock. On a GPU a mark is an event in the stream, and seconds are computed
+only when they are read, so measuring never waits for the device. A phase that is not timed costs
+one `if`.
 """
 
 from __future__ import annotations
@@ -20,59 +19,63 @@ from typing import Any
 import torch
 
 Phase = Callable[[str], AbstractContextManager[Any]]
-"""Gives the context in which a named part of a step runs."""
+"""Returns the context in which to run a named phase of a step."""
+# Shared by all phases that are not timed, so that such a phase allocates nothing.
 _NOTHING = contextlib.nullcontext()
 
 
 def unmeasured(name: str) -> AbstractContextManager[Any]:
-    """The phase of a caller who looks at none."""
+    """Return a context that does nothing, for callers without timers."""
     return _NOTHING
 
 
 class WallClock:
-    """The host's steady clock."""
+    """Monotonic clock of the host."""
 
     def mark(self) -> float:
-        """This moment."""
+        """Return the current time."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
-        """Seconds from one moment to another; of a GPU's clock, after waiting until the second is
-        over.
-        """
+        """Return the seconds between two marks."""
         return end - begin
 
 
 class EventClock:
-    """Clock of a GPU: marks are events in its queue, so reading them waits for nothing."""
+    """Clock of a GPU. Marks are events in the current stream, so recording one does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Any:
+        """Record and return an event."""
+        # on the current stream: work of other streams is not part of the phase
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two events. Wait until the GPU has passed the second one."""
         end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000.0  # it counts milliseconds
+        return float(begin.elapsed_time(end)) / 1000.0  # elapsed_time is in milliseconds
 
 
 class Timers:
-    """Seconds by name."""
+    """Sums of measured seconds by name."""
 
     def __init__(self, clock: WallClock | EventClock | None = None) -> None:
         self._clock = clock or WallClock()
         self.detailed = False
-        """Whether phases are timed."""
+        """Whether to measure phases."""
         self.annotate: Phase | None = None
-        """Names phases in a trace while one is taken."""
+        """Annotates phases in a profiler trace; None if no trace is being recorded."""
+        # (begin, end) marks; a GPU may not have reached them yet
         self._spans: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time of the body to `name`, also when the body raises."""
+        """Add the time of the `with` body to `name`, even if the body raises."""
+        # enter the annotation first, so that the trace includes the marks
         with (self.annotate or unmeasured)(name):
             begin = self._clock.mark()
             try:
@@ -81,25 +84,26 @@ class Timers:
                 self._spans.setdefault(name, []).append((begin, self._clock.mark()))
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """The context of a part of a step: measured in detailed steps and in a trace, else
-        nothing.
-        """
-        return self.measure(name) if self.detailed or self.annotate is not None else _NOTHING
+        """Return the context of a phase. It measures only in detailed steps and during a trace."""
+        if self.detailed or self.annotate is not None:
+            return self.measure(name)
+        return _NOTHING
 
     def seconds(self, name: str) -> float:
-        """Time added to `name` since the last `take`; 0 when it did not run."""
+        """Return the seconds added to `name` since the last `take`; 0 if there were none."""
         return sum(self._clock.seconds(begin, end) for begin, end in self._spans.get(name, []))
 
     def take(self) -> dict[str, float]:
-        """All timers, and start again from zero."""
+        """Return the seconds of all timers and reset them to zero."""
         taken = {name: self.seconds(name) for name in self._spans}
         self._spans = {}
         return taken
 
 
+# The names are printed, and are the names of the phases in a trace.
 COMPUTING = ("data", "plan", "shard", "forward", "backward", "optimizer")
 WAITING = ("agreement", "pipeline exchange", "gradient exchange", "norm", "parameter exchange")
-"""Phases of a step, in which a rank works and in which it mostly waits for others."""
+"""Phases in which a rank computes, and phases in which it mostly waits for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -107,28 +111,28 @@ class Breakdown:
     """Seconds of one step by phase and rank."""
 
     seconds: dict[str, list[float]]
-    """Phase to the seconds of rank 0, 1, ...; phases that took no time anywhere are left out."""
+    """Seconds of ranks 0, 1, ... by phase. Phases without time on any rank are omitted."""
 
     @property
     def slowest(self) -> int:
-        """The rank that computed longest."""
-        ranks = range(len(next(iter(self.seconds.values()), [0.0])))
-        return max(
-            ranks,
-            key=lambda rank: sum(
-                self.seconds[name][rank] for name in COMPUTING if name in self.seconds
-            ),
-        )
+        """The rank with the longest computing time."""
+        computing = [self.seconds[name] for name in COMPUTING if name in self.seconds]
+        # any phase has one entry per rank
+        first_phase = next(iter(self.seconds.values()), [0.0])
+        ranks = range(len(first_phase))
+        return max(ranks, key=lambda rank: sum(seconds[rank] for seconds in computing))
 
     def line(self, step: int) -> str:
-        """One line: mean and longest milliseconds of each phase."""
+        """Return a log line with the mean and the longest milliseconds of each phase."""
         parts = []
-        for name, of_ranks in self.seconds.items():
-            mean, most = sum(of_ranks) / len(of_ranks), max(of_ranks)
-            where = f" (rank {of_ranks.index(most)})" if len(of_ranks) > 1 else ""
-            parts.append(f"{name} {1e3 * mean:.3g} / {1e3 * most:.3g}{where}")
+        for name, seconds in self.seconds.items():
+            mean = sum(seconds) / len(seconds)
+            longest = max(seconds)
+            where = f" (rank {seconds.index(longest)})" if len(seconds) > 1 else ""
+            parts.append(f"{name} {1e3 * mean:.3g} / {1e3 * longest:.3g}{where}")
+        # computing time per rank; waiting is left out because the slowest rank waits least
         computing = [seconds for name, seconds in self.seconds.items() if name in COMPUTING]
-        busy = [sum(of_rank) for of_rank in zip(*computing, strict=True)] or [0.0]
+        busy = [sum(seconds) for seconds in zip(*computing, strict=True)] or [0.0]
         mean = sum(busy) / len(busy)
         over = f", {max(busy) / mean:.2f} times the mean" if mean else ""
         return (
@@ -137,20 +141,21 @@ class Breakdown:
         )
 
     def figures(self) -> dict[str, float]:
-        """The same for a log file."""
+        """Return the slowest rank, and mean and maximum of each phase, for a log file."""
         found: dict[str, float] = {"slowest_rank": self.slowest}
-        for name, of_ranks in self.seconds.items():
+        for name, seconds in self.seconds.items():
+            # keys of a JSONL record have no spaces
             key = name.replace(" ", "_")
-            found |= {f"{key}_mean": sum(of_ranks) / len(of_ranks), f"{key}_max": max(of_ranks)}
+            found[f"{key}_mean"] = sum(seconds) / len(seconds)
+            found[f"{key}_max"] = max(seconds)
         return found
 
 
 class Pace:
-    """How long a run still takes: the median of the last 64 times from step to step, times the
-    steps that are left.
+    """Estimate of the remaining time: median of the last 64 step times x remaining steps.
 
-    Only steps of this process count, so it is right after a resume, and a save between two steps
-    moves it little.
+    It counts only steps of this process, so it is correct after a resume. The median is hardly
+    affected by a checkpoint between two steps.
     """
 
     def __init__(self) -> None:
@@ -158,7 +163,7 @@ class Pace:
         self._spans: deque[float] = deque(maxlen=64)
 
     def left(self, steps: int) -> float:
-        """Note that a step has ended; seconds that `steps` more take."""
+        """Record the end of a step and return the estimated seconds of `steps` further steps."""
         now = time.monotonic()
         self._spans.append(now - self._last)
         self._last = now

@@ -158,7 +158,7 @@ def test_names_that_are_no_utf_8_are_refused_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
     assert main([*TINY, flag, os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]) == 2
-    assert r"\udcff' on the command line is no text in UTF-8" in capsys.readouterr().err
+    assert r"\udcff' on the command line is not valid UTF-8" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,7 +166,7 @@ def test_names_that_are_no_utf_8_are_refused_at_the_start(
 def test_a_program_says_of_a_name_that_is_no_utf_8_what_is_wrong(tmp_path: Path) -> None:
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     assert refused(
-        program(TRAIN, *TINY, "--save", odd), r"\udcff' on the command line is no text in UTF-8"
+        program(TRAIN, *TINY, "--save", odd), r"\udcff' on the command line is not valid UTF-8"
     )
     assert not os.path.exists(odd)
 

@@ -218,8 +218,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
         (
-            "return (\n            (POOLED_PATCHES, 1)\n            if self.family.has_grids\n            else (1, (-(-self.patches_per_side // 2)) ** 2)\n        )",
-            "return (1, 1) if self.family.has_grids else (1, (-(-self.patches_per_side // 2)) ** 2)",
+            "return (POOLED_PATCHES, 1)",
+            "return (1, 1)",
             "a planned image of any shape is one patch",
         ),
     ],

@@ -427,7 +427,7 @@ def test_nproc_checks_in_one_process_and_then_starts_ranks(
     )
     flags = ["--nproc", "2", "--context-parallel-size", "2", "--vocab-size", "64"]
     assert main([*flags, "--data-path", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.rstrip().endswith("holds no manifest.json") and not started
+    assert capsys.readouterr().err.rstrip().endswith("has no manifest.json") and not started
     assert (
         main([*flags, "--num-attention-heads", "3"]) == 2
         and main(["--nproc", "two"]) == 2

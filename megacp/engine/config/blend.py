@@ -1,7 +1,6 @@
-"""What `--data-path` names: one dataset, or several with the weights by which they are blended, as
-in Megatron.
+"""The value of `--data-path`: one dataset, or several datasets with blend weights, as in Megatron.
 
-Weights are exact fractions of the decimals as they were typed, so 0.1 + 0.2 is 0.3.
+Weights are exact fractions of the typed decimals, so 0.1 + 0.2 is 0.3.
 """
 
 from __future__ import annotations
@@ -14,51 +13,63 @@ from decimal import Decimal
 from fractions import Fraction
 
 DataPath = str | tuple[str, ...]
-"""One folder, or WEIGHT FOLDER pairs as they stand on a command line."""
+"""One folder, or WEIGHT FOLDER pairs as words of a command line: `("0.7", "a", "0.3", "b")`."""
 
 
 @dataclass(frozen=True)
 class WeightedFolder:
-    """A dataset and its share of the samples, over the sum of all weights of its blend."""
+    """A dataset and its weight in a blend."""
 
     folder: str
     weight: Fraction
+    """Relative weight: the share of samples is the weight divided by the sum of all weights."""
 
 
 def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:
-    """The datasets that `path` names, those of weight 0 left out. ValueError lists all that is
-    wrong.
+    """Return the datasets of `path`, without those of weight 0.
+
+    Raise ValueError with all problems, one per line, each naming `flag`.
     """
-    if isinstance(path, str) or len(path) == 1:
-        return (WeightedFolder(path if isinstance(path, str) else path[0], Fraction(1)),)
-    weights, folders = [_number(text) for text in path[::2]], path[1::2]
+    # a single folder needs no weight
+    if isinstance(path, str):
+        return (WeightedFolder(path, Fraction(1)),)
+    if len(path) == 1:
+        return (WeightedFolder(path[0], Fraction(1)),)
+    # WEIGHT FOLDER WEIGHT FOLDER ...
+    texts = path[::2]
+    folders = path[1::2]
+    weights = [_number(text) for text in texts]
     if not folders or len(weights) != len(folders) or None in weights:
-        raise ValueError(f"{flag} {' '.join(path)}: it takes one folder, or pairs of WEIGHT FOLDER")
+        raise ValueError(f"{flag} {' '.join(path)}: expected one folder, or pairs of WEIGHT FOLDER")
     pairs = [
         (weight or 0.0, text, folder)
-        for weight, text, folder in zip(weights, path[::2], folders, strict=True)
+        for weight, text, folder in zip(weights, texts, folders, strict=True)
     ]
     reasons = [
         f"{flag}: {folder} has the weight {text}, it must be at least 0"
         for weight, text, folder in pairs
         if not (math.isfinite(weight) and weight >= 0)
     ]
+    # weights are relative, so only their sum must not be 0
     if not reasons and not any(weights):
         reasons.append(f"{flag}: all {len(weights)} weights are 0")
+    # compare real paths: `a`, `./a` and a link to `a` are the same dataset
     places = [os.path.realpath(folder) for folder in folders]
-    for folder in sorted(
-        {folder for folder, place in zip(folders, places, strict=True) if places.count(place) > 1}
-    ):
+    repeated = {
+        folder for folder, place in zip(folders, places, strict=True) if places.count(place) > 1
+    }
+    for folder in sorted(repeated):
         reasons.append(f"{flag} names {folder} more than once: give it the sum of its weights")
     if reasons:
         raise ValueError("\n".join(reasons))
+    # Decimal keeps the typed digits, which the float of the checks above has rounded
     return tuple(
         WeightedFolder(folder, Fraction(Decimal(text))) for weight, text, folder in pairs if weight
     )
 
 
 def path_problems(flag: str, path: DataPath | None) -> list[str]:
-    """Why `path` names no datasets; empty when it does, or when nothing is given."""
+    """Return the problems of `path`; an empty list if it is valid or None."""
     try:
         weighted_folders(flag, "" if path is None else path)
     except ValueError as error:
@@ -67,20 +78,19 @@ def path_problems(flag: str, path: DataPath | None) -> list[str]:
 
 
 def named_folders(path: DataPath | None) -> tuple[str, ...]:
-    """The folders that are read; none where `path_problems` has something to say."""
-    return (
-        tuple(one.folder for one in weighted_folders("", path))
-        if path and not path_problems("", path)
-        else ()
-    )
+    """Return the folders to read; an empty tuple if `path` is empty or invalid."""
+    if not path or path_problems("", path):
+        return ()
+    return tuple(dataset.folder for dataset in weighted_folders("", path))
 
 
 def shown_path(path: DataPath | None) -> str:
-    """The path as it was typed."""
+    """Return the path as it was typed."""
     return path if isinstance(path, str) else " ".join(path or ())
 
 
 def _number(text: str) -> float | None:
+    """Return the number that `text` spells; None if it is not a number."""
     with contextlib.suppress(ValueError):
         return float(text)
     return None

@@ -1,7 +1,7 @@
-"""The command line: flags and YAML files, read left to right, the last one wins.
+"""The command line: flags and YAML files, read from left to right. The last value wins.
 
-A YAML file stands where its `--config` stands among the flags. tyro derives flags, types and help
-from the fields and their docstrings, so there is no second table of flags.
+A YAML file takes effect at the position of its `--config` among the flags. tyro derives flags,
+types and help from the fields and their docstrings, so there is no second table of flags.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from megacp.storage.place import at_home
 from megacp.storage.wording import for_terminal
 
 _MOST_UNKNOWN = 20
-"""Unknown flags whose nearest names are looked for."""
+"""Largest number of unknown flags that an error message lists."""
 HELP = ("-h", "--help")
 PROGRAM = "python -m megacp.train"
 DESCRIPTION = (
-    "Train a language model on packed sequences over a grid of ranks. `--config FILE.yaml` may stand anywhere and "
-    "more than once: its keys are these flags, and of flags and files the last one wins."
+    "Train a language model on packed sequences over a grid of ranks. `--config FILE.yaml` may "
+    "appear anywhere and more than once. Its keys are these flags; if a flag is set several times, "
+    "the last value wins."
 )
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser of other commands, that prints no usage with its errors and has
-    `--version`.
-    """
+    """Argument parser of the other commands: one-line errors without usage, and `--version`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        # every `type=Path` of a command expands `~`
         self.register("type", Path, _path)
         self.add_argument(
             "--version", action="version", version=f"megacp {__version__}", help="print the version"
         )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print what argparse has to say: help, version and errors, which quote arguments."""
+        """Print help, version and errors, escaped and shortened for a terminal."""
         super()._print_message(for_terminal(message), file)
 
     def error(self, message: str) -> NoReturn:
@@ -51,7 +51,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def path_text(text: str) -> str:
-    """Read a path or a URL of a command line, as the `type` of a flag; `~` is the user's folder."""
+    """Parse a path or URL, as the `type` of a flag; expand `~`."""
     try:
         return at_home(text)
     except ValueError as error:
@@ -59,47 +59,50 @@ def path_text(text: str) -> str:
 
 
 def path_texts(text: str) -> str:
-    """Read paths with commas between, as `path_text` does."""
+    """Parse paths or URLs separated by commas; expand `~` in each."""
     return ",".join(map(path_text, text.split(",")))
 
 
 def _path(text: str) -> Path:
-    """Read what a flag has whose `type` is Path."""
+    """Parse the value of a flag whose `type` is Path."""
     return Path(path_text(text))
 
 
 def parse(argv: Sequence[str], prog: str = PROGRAM) -> RunConfig:
-    """The configuration said by command line arguments (without the program's name).
+    """Return the configuration of command-line arguments (without the program name).
 
-    Raises ValueError for unknown flags: all of them, with the nearest name, and a YAML file that
-    is missing or wrong. Exits with status 2 and tyro's message for a value of the wrong type, and
-    with 0 after `--help`.
+    Raise ValueError for unknown flags, with the nearest name for each, and for a missing or invalid
+    YAML file. Exit with status 2 and tyro's message for a value of the wrong type, and with status
+    0 after `--help`.
     """
     config, last = _before_last_flags(argv, prog)
-    asks_help = any(argument in HELP for argument in argv)
-    return with_homes(_apply([*last, "--help"] if asks_help else last, config, prog))
+    if any(argument in HELP for argument in argv):
+        # tyro prints the help with the values of the files as defaults
+        last = [*last, "--help"]
+    return with_homes(_apply(last, config, prog))
 
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """Flags that the help shows together."""
+    """A group of flags in the help text."""
 
     title: str
     flags: tuple[argparse.Action, ...]
 
 
 def flag_groups(argv: Sequence[str], prog: str = PROGRAM) -> list[FlagGroup]:
-    """Return the groups of flags as the parser has them. Their defaults are the values of the files
-    in `argv`.
+    """Return the groups of flags of the parser, with the values of the files in `argv` as defaults.
 
-    Raises ValueError as `parse`.
+    Raise ValueError as `parse` does.
     """
+    # tyro takes a while to import, and commands without flags of a run do not need it
     import tyro
 
     config, _ = _before_last_flags(argv, prog)
+    # flags without the name of their section as a prefix
     flat = tyro.conf.OmitArgPrefixes[RunConfig]
     with warnings.catch_warnings():
-        # tyro plans to remove this function, and has no other one that returns the parser
+        # tyro has deprecated this function, but offers no other way to get the parser
         warnings.simplefilter("ignore", DeprecationWarning)
         parser = tyro.extras.get_parser(
             flat, prog=prog, description=DESCRIPTION, default=config, add_help=False
@@ -110,40 +113,18 @@ def flag_groups(argv: Sequence[str], prog: str = PROGRAM) -> list[FlagGroup]:
 
 
 def _before_last_flags(argv: Sequence[str], prog: str) -> tuple[RunConfig, list[str]]:
-    """Return the configuration after the last `--config`, and the flags after it, without
-    `--help`.
+    """Return the configuration after the last `--config`, and the flags after it.
+
+    `--help` is not among these flags. Raise ValueError for unknown flags and invalid files.
     """
     arguments = [argument for argument in argv if argument not in HELP]
-    known = (
-        {"config"}
-        | set(fields())
-        | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
-    )
-    names = {
-        argument.partition("=")[0]: None for argument in arguments if argument.startswith("--")
-    }
-    unknown = [
-        (name, name[2:].replace("-", "_"))
-        for name in names
-        if name[2:].replace("-", "_") not in known
-    ]
-    if unknown:
-        near = []
-        for name, field in unknown[:_MOST_UNKNOWN]:
-            if field in RETIRED:
-                near.append(f"{name} no longer exists: {RETIRED[field].instead}")
-            else:
-                near.append(f"unknown flag {name}{nearest(field[:100], known, as_flag=True)}")
-        if len(unknown) > _MOST_UNKNOWN:
-            near.append(f"and {len(unknown) - _MOST_UNKNOWN} more")
-        raise ValueError("\n".join(near))
-    for argument in (
-        arguments
-    ):  # such a name cannot stand in a config, a log or a message: the first save would fail
+    _refuse_unknown_flags(arguments)
+    # A file name that is not UTF-8 cannot be written to a config or a log: the first save would
+    # fail. Python decodes its bytes to lone surrogates.
+    for argument in arguments:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             raise ValueError(
-                f"{argument!r} on the command line is no text in UTF-8: rename the file or "
-                "directory"
+                f"{argument!r} on the command line is not valid UTF-8: rename the file or directory"
             )
     config = RunConfig()
     *parts, (last, _) = _segments(arguments)
@@ -152,8 +133,32 @@ def _before_last_flags(argv: Sequence[str], prog: str) -> tuple[RunConfig, list[
     return config, last
 
 
+def _refuse_unknown_flags(arguments: Sequence[str]) -> None:
+    """Raise ValueError that lists unknown flags with the nearest name of each."""
+    switches = {f"no_{info.name}" for info in fields().values() if info.hint is bool}
+    known = {"config", *fields(), *switches}
+    # a dict instead of a set: each name once, in the order of the command line
+    names = {
+        argument.partition("=")[0]: None for argument in arguments if argument.startswith("--")
+    }
+    fields_of_flags = {name: name[2:].replace("-", "_") for name in names}
+    unknown = [(name, field) for name, field in fields_of_flags.items() if field not in known]
+    if not unknown:
+        return
+    reasons = []
+    for name, field in unknown[:_MOST_UNKNOWN]:
+        if field in RETIRED:
+            reasons.append(f"{name} no longer exists: {RETIRED[field].instead}")
+        else:
+            reasons.append(f"unknown flag {name}{nearest(field[:100], known, as_flag=True)}")
+    if len(unknown) > _MOST_UNKNOWN:
+        reasons.append(f"and {len(unknown) - _MOST_UNKNOWN} more")
+    raise ValueError("\n".join(reasons))
+
+
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
-    if not flags:
+    """Return `config` with some values replaced by flags, which tyro parses."""
+    if not flags:  # saves building a parser of about 150 flags
         return config
     import tyro
 
@@ -162,29 +167,34 @@ def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
 
 
 def given_names(argv: Sequence[str]) -> frozenset[str]:
-    """The fields that flags or YAML files of a command line set, whatever the value; ValueError as
-    `parse`.
+    """Return the fields that flags or YAML files set, even to their default values.
+
+    Raise ValueError as `parse` does.
     """
     return given_flags(argv).union(*(values_of_file(path) for _, path in _segments(argv) if path))
 
 
 def given_flags(argv: Sequence[str]) -> frozenset[str]:
-    """The fields that flags of a command line set, files aside; ValueError for a `--config` without
-    a path.
+    """Return the fields that flags set, without those that only YAML files set.
+
+    Raise ValueError if a `--config` lacks its path.
     """
-    flags = (
-        text
-        for flags, _ in _segments(argv)
-        for text in flags
-        if text.startswith("--") and text not in HELP
-    )
-    plain = (text.partition("=")[0][2:].replace("-", "_") for text in flags)
-    return frozenset(name if name in fields() else name.removeprefix("no_") for name in plain)
+    given = set[str]()
+    for flags, _ in _segments(argv):
+        for text in flags:
+            if not text.startswith("--") or text in HELP:
+                continue
+            # `--no-dry-run` sets the field dry_run
+            name = text.partition("=")[0][2:].replace("-", "_")
+            given.add(name if name in fields() else name.removeprefix("no_"))
+    return frozenset(given)
 
 
 def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
-    """The flags before each `--config` with its file, and at last those after all of them with no
-    file.
+    """Split arguments at each `--config`: pairs of the flags before it and its file.
+
+    The last pair has the flags after the last `--config`, and "" as its file. Raise ValueError if a
+    `--config` lacks its path.
     """
     parts: list[tuple[list[str], str]] = []
     segment: list[str] = []
@@ -194,7 +204,8 @@ def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
         if name != "--config":
             segment.append(argument)
             continue
-        path = path if equals else next(rest, "--")
+        if not equals:
+            path = next(rest, "--")  # an absent path fails the check below
         if path.startswith("--"):
             raise ValueError("--config needs the path of a YAML file")
         parts.append((segment, path))

@@ -1,8 +1,7 @@
-"""The architecture: a decoder with RMSNorm, rotary embedding, grouped queries and gated MLPs; a
-vision tower before it.
+"""Flags of the decoder: RMSNorm, rotary embedding, grouped-query attention and gated MLPs.
 
-Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3, Gemma 3 and Molmo2 are settings of it.
-No field speaks of ranks.
+These flags describe Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3, Gemma 3 and the
+text model of Molmo2. None of them depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +24,9 @@ from megacp.engine.config.ranges import (
 )
 
 VOCABULARY_MULTIPLE = 8
-"""Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no
-checkpoint.
-"""
+"""Each tp rank pads its vocabulary rows to a multiple of this. Checkpoints omit the padding."""
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
-"""Short words of --lora-targets. Each means all kinds of linears whose names end in it; `all` means
-all words.
-"""
+"""Short words of --lora-targets. Each means all kinds that end in it; `all` means all words."""
 LORA_KINDS = (
     *("attention.q", "attention.k", "attention.v", "attention.output"),
     *("linear_attention.q", "linear_attention.k", "linear_attention.v", "linear_attention.output"),
@@ -41,23 +36,21 @@ LORA_KINDS = (
     *("shared.gate", "shared.up", "shared.down"),
     *("experts.gate", "experts.up", "experts.down"),
 )
-"""Kinds of linears that can have a low-rank pair: the part of a block, and the linear in it. `mlp`
-is a dense MLP, `shared` the MLP that all tokens pass next to their experts, `experts` all routed
-experts of a layer.
+"""Kinds of linears that can have a LoRA pair, as `part.linear`. The part `mlp` is a dense MLP,
+`shared` is the shared expert, and `experts` means all routed experts of a layer.
 """
-
 
 _ONE_INPUT = {
     "attention": ("q", "k", "v"),
     "linear_attention": ("q", "k", "v", "z", "b", "a"),
     **dict.fromkeys(("mlp", "shared", "experts"), ("gate", "up")),
 }
-"""Linears of a part that are multiplied by the same inputs, so that their pairs may share A."""
+"""Linears of a part that have the same input. Their LoRA pairs may share one A."""
 
 
 @dataclass(frozen=True)
 class NormPosition:
-    """Where the norms of a block are."""
+    """Position of the norms in a block."""
 
     inputs: bool
     """Whether a norm precedes attention and MLP."""
@@ -75,26 +68,26 @@ NORM_POSITIONS = {
 
 @dataclass(frozen=True)
 class PairSize:
-    """Rank and alpha of the low-rank pairs of one kind."""
+    """Rank and alpha of the LoRA pairs of one kind."""
 
     rank: int
     alpha: float
     shares: str = ""
-    """The linear of the same part whose A these pairs use; empty: they have their own."""
+    """Linear of the same part whose A these pairs reuse; empty if they have an A themselves."""
 
     @property
     def scale(self) -> float:
-        """Factor of the product of A and B."""
+        """Factor of the product A B."""
         return self.alpha / self.rank
 
 
 def parse_lora_targets(text: str, usual: PairSize) -> tuple[dict[str, PairSize], list[str]]:
-    """Return the sizes of the kinds that --lora-targets names, and its faulty words.
+    """Parse --lora-targets into pair sizes by kind, and a list of invalid words.
 
-    A kind has the rank and alpha of its word (`experts.gate:4:8`), or the usual ones. If several
-    words name a kind, the last one decides. `attention.q+v` is a pair of q and v together, with one
-    A.
+    A word such as `experts.gate:4:8` sets rank and alpha; other words use `usual`. If several words
+    name the same kind, the last one wins. `attention.q+v` gives q and v a common A.
     """
+    # commas, spaces, or both may separate the words
     words = text.replace(",", " ").split()
     if words == ["all"]:
         words = list(LINEARS)
@@ -109,42 +102,46 @@ def parse_lora_targets(text: str, usual: PairSize) -> tuple[dict[str, PairSize],
             continue
         found |= dict.fromkeys(kinds, size)
         if "+" in name:
+            # the first linear of `attention.q+v` provides A, the following ones reuse it
             shares = kinds[0].partition(".")[2]
             found |= dict.fromkeys(kinds[1:], replace(size, shares=shares))
+    # A later word may have changed the linear that provides the common A, as in
+    # `attention.q+v attention.q:4:8`: then v has no A of the right size.
     for kind, size in list(found.items()):
-        if size.shares and found.get(f"{kind.partition('.')[0]}.{size.shares}") != replace(
-            size, shares=""
-        ):
+        if not size.shares:
+            continue
+        part = kind.partition(".")[0]
+        provider = found.get(f"{part}.{size.shares}")
+        if provider != replace(size, shares=""):
             faults.append(f"{kind} shares A of {size.shares}, which has another rank or alpha")
             del found[kind]
     return found, faults
 
 
 def _kinds_of(name: str) -> list[str]:
-    """Return the kinds that a word means: all of its name, one, or several that share A; none for
-    an unknown word.
-    """
+    """Return the kinds that a word of --lora-targets means; an empty list for an unknown word."""
     if name in LINEARS:
         return [kind for kind in LORA_KINDS if kind.endswith(f".{name}")]
     if name in LORA_KINDS:
         return [name]
     part, _, joined = name.partition(".")
     linears = joined.split("+")
+    # requiring the order of the table also rules out repeated and unknown linears
     in_order = [linear for linear in _ONE_INPUT.get(part, ()) if linear in linears]
-    return (
-        [f"{part}.{linear}" for linear in linears]
-        if len(linears) > 1 and linears == in_order
-        else []
-    )
+    if len(linears) > 1 and linears == in_order:
+        return [f"{part}.{linear}" for linear in linears]
+    return []
 
 
 def joined_words(sizes: Mapping[str, PairSize]) -> dict[str, PairSize]:
-    """Return sizes by words of --lora-targets, those of kinds that share A in one:
-    `attention.q+v`.
+    """Return the sizes by words of --lora-targets, the inverse of `parse_lora_targets`.
+
+    Kinds that share A become one word such as `attention.q+v`.
     """
     found = dict[str, PairSize]()
     for kind in LORA_KINDS:
         part, _, linear = kind.partition(".")
+        # a kind that reuses an A appears in the word of its provider
         if kind not in sizes or sizes[kind].shares:
             continue
         sharing = [
@@ -157,7 +154,8 @@ def joined_words(sizes: Mapping[str, PairSize]) -> dict[str, PairSize]:
 
 
 def _pair_size(words: list[str]) -> PairSize | None:
-    """Return the rank and alpha that two words spell, or None if they do not spell any."""
+    """Return the size for the texts of a rank and an alpha; None if they are invalid."""
+    # int() would also accept signs, spaces and underscores
     if len(words) != 2 or not re.fullmatch(r"[1-9][0-9]{0,8}", words[0]):
         return None
     try:
@@ -169,12 +167,10 @@ def _pair_size(words: list[str]) -> PairSize | None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of the decoder. Head counts and sizes are global, before tensor
-    parallelism.
-    """
+    """Sizes and options of the decoder. Head counts and sizes are global: not divided by tp."""
 
     num_layers: Annotated[int, Range(1, MAX_LAYERS)] = 4
-    """Decoder blocks."""
+    """Number of decoder blocks."""
 
     hidden_size: Positive[int] = 256
     """Width of the residual stream."""
@@ -182,215 +178,223 @@ class ModelConfig:
     ffn_hidden_size: Positive[int] = 768
     """Width of the MLP's hidden layer."""
 
+    # Attention heads
     num_attention_heads: Positive[int] = 8
-    """Query heads."""
+    """Number of query heads."""
 
     num_query_groups: Positive[int | None] = None
-    """Key/value heads of grouped-query attention (default: as many as query heads)."""
+    """Number of key/value heads, for grouped-query attention (default: --num-attention-heads)."""
 
     kv_channels: Positive[int | None] = None
-    """Width of one head (default: hidden size / attention heads)."""
+    """Width of one attention head (default: --hidden-size / --num-attention-heads)."""
 
+    # Vocabulary
     vocab_size: NotNegative[int] = 0
-    """Token ids that can be predicted: rows of the output head; 0 takes it from the tokenizer of
-    the dataset.
-    """
+    """Number of token ids that the model can predict, which is the number of rows of the output
+    head. 0 takes it from the tokenizer of the dataset."""
 
     additional_vocab_size: NotNegative[int] = 0
-    """Further rows of the embedding, for tokens that are read but never predicted (Molmo2's image
-    tokens); needs --untie-embeddings-and-output-weights."""
+    """Extra rows of the embedding, for tokens that the model reads but never predicts (Molmo2's
+    image tokens). Needs --untie-embeddings-and-output-weights."""
 
+    # Rotary position embedding
     rotary_base: Annotated[float, Range(1, low_open=True)] = 10000.0
-    """Theta of the rotary position embedding."""
+    """Base (theta) of the rotary position embedding."""
 
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """Stretching of rotary frequencies for longer contexts: linear divides positions, llama3 and
-    yarn only the slow frequencies; yarn also scales the attention scores."""
+    """Scaling of rotary frequencies for longer contexts. linear divides all positions; llama3 and
+    yarn slow down only the low frequencies; yarn also scales the attention scores."""
 
     rope_scaling_factor: Annotated[float, Range(1)] = 1.0
-    """Factor by which rotary frequencies are slowed when scaling is on."""
+    """Factor by which --rope-scaling slows down rotary frequencies."""
 
     rope_original_max_positions: Positive[int] = 8192
-    """llama3 and yarn scaling: the context length the model was first trained with."""
+    """Context length of the original pretraining, for llama3 and yarn scaling."""
 
     yarn_correction_range_round_to_int: bool = True
-    """yarn scaling: the frequencies between which it blends have whole numbers (gpt-oss: not)."""
+    """Round the bounds of yarn's blending range to whole numbers (off for gpt-oss)."""
 
     window_rotary_base: Annotated[float | None, Range(1, low_open=True)] = None
-    """Theta in layers with a sliding window, where nothing is stretched then (default: as in the
-    others; Gemma 3).
-    """
+    """Base (theta) of the rotary embedding in sliding-window layers, which then ignore
+    --rope-scaling (default: the same embedding as in other layers; set for Gemma 3)."""
 
     rotary_percent: Annotated[float, Range(0, 1, low_open=True)] = 1.0
-    """Part of a head that the rotary embedding turns: its first dimensions (Qwen3.5: 0.25)."""
+    """Fraction of a head's dimensions that the rotary embedding rotates, from the first on
+    (Qwen3.5: 0.25)."""
 
     mrope_section: tuple[int, int, int] | None = None
-    """Angles of the rotary embedding that turn by time, by row and by column of an image's token,
-    interleaved, half as many in all as dimensions are turned (default: all by one position;
+    """Numbers of rotary angles that follow the time, row and column of an image token. They are
+    interleaved and add up to half the rotated dimensions (default: all angles follow one position;
     Qwen3.5: 11 11 10)."""
 
     no_rope_freq: str | None = None
-    """Layers without rotary embedding: N leaves it out of every N-th layer, [0,0,1] out of the
-    third of each three.
-    """
+    """Layers without rotary embedding: N for every N-th layer, or a pattern such as [0,0,1] for
+    the third of every three layers (default: no layer)."""
 
+    # Sliding windows. The patterns below are parsed by `skip_pattern`.
     window_size: Positive[int | None] = None
-    """Tokens that a layer with a sliding window sees, the query's own included (default: no layer
-    has one).
-    """
+    """Tokens that a query attends to in sliding-window layers, itself included (default: no
+    sliding windows)."""
 
     window_attn_skip_freq: str | None = None
-    """Which layers have the window: N leaves it out of every N-th layer, [1,1,0] of the third of
-    each three (default: all have it)."""
+    """Layers without the sliding window: N for every N-th layer, or a pattern such as [1,1,0] for
+    the third of every three layers (default: all layers have the window)."""
 
+    # Layers with a recurrent state in place of attention
     linear_attention_freq: str | None = None
-    """Which layers have a state instead of attention: N leaves it out of every N-th layer, [1,1,0]
-    of the third of each three (default: none has it; Qwen3.5: 4)."""
+    """Layers that keep attention while the other layers have a recurrent state: N for every N-th
+    layer, or a pattern such as [1,1,0] for the third of every three (default: all layers keep
+    attention; Qwen3.5: 4)."""
 
     linear_attention_rule: Literal["gated_delta", "mamba2"] = "gated_delta"
-    """What moves the state: a gated delta rule or Mamba-2."""
+    """Update rule of the recurrent state: gated delta rule or Mamba-2."""
 
     linear_num_key_heads: Positive[int] = 16
-    """Query and key heads of a layer with a state (mamba2: groups of B and C)."""
+    """Number of query and key heads of a recurrent layer (mamba2: groups of B and C)."""
 
     linear_num_value_heads: Positive[int] = 32
-    """Value heads of a layer with a state, each with one; a multiple of the key heads."""
+    """Number of value heads of a recurrent layer, each with one state; a multiple of
+    --linear-num-key-heads."""
 
     linear_key_head_dim: Positive[int] = 128
-    """Width of a query and key head of a layer with a state (mamba2: size of the state)."""
+    """Width of a query and key head of a recurrent layer (mamba2: state size)."""
 
     linear_value_head_dim: Positive[int] = 128
-    """Width of a value head of a layer with a state."""
+    """Width of a value head of a recurrent layer."""
 
     linear_conv_kernel_dim: Annotated[int, Range(2, 64)] = 4
-    """Tokens of the convolution before a state, the token itself included."""
+    """Kernel size, in tokens, of the causal convolution before the recurrence."""
 
     max_position_embeddings: Positive[int | None] = None
-    """Positions that the model is for, as an exported config says (default: --seq-length); changes
-    no computation.
-    """
+    """Context length to write into an exported config (default: --seq-length). Changes no
+    computation."""
 
+    # Norms, scales and the MLP
     norm_epsilon: AboveZero[float] = 1e-5
     """Epsilon inside RMSNorm."""
 
     apply_layernorm_1p: bool = False
-    """RMSNorm multiplies by 1 + weight, and weights begin at 0 (Gemma)."""
+    """Multiply by 1 + weight in RMSNorm, with weights that start at 0 (Gemma)."""
 
     softmax_scale: AboveZero[float | None] = None
-    """What attention scores are multiplied by (default: 1 / sqrt(width of a head))."""
+    """Factor of the attention scores (default: 1 / sqrt(head width))."""
 
     embedding_multiplier: AboveZero[float] = 1.0
-    """What the embedding of text tokens is multiplied by (Gemma: sqrt(hidden size))."""
+    """Factor of the text token embeddings (Gemma: sqrt(--hidden-size))."""
 
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """Whether each head has a learned score that takes its share of attention and gives nothing: a
-    sink (gpt-oss).
-    """
+    """Type of attention softmax. learnable adds an attention sink to each head: a learned score
+    that takes part in the softmax but has no value (gpt-oss)."""
 
     qk_layernorm: Literal["off", "head", "all_heads"] = "off"
-    """RMSNorm on q and k before the rotary embedding: on each head (Qwen3), or on all of a token
-    together (OLMo2).
-    """
+    """RMSNorm on queries and keys before the rotary embedding: head normalises each head (Qwen3),
+    all_heads all heads of a token together (OLMo2)."""
 
     norm_position: Literal["before", "after", "both"] = "before"
-    """Where the norms of a block stand: before attention and MLP, after them, before the residual
-    sum (OLMo2), or in both places (Gemma)."""
+    """Position of the norms of a block: before attention and MLP; after them, on their outputs
+    before the residual sum (OLMo2); or both (Gemma)."""
 
     mlp_activation: Literal["swiglu", "geglu", "clamped_swiglu"] = "swiglu"
-    """What the gate of the MLP passes: SiLU, GELU by its tanh approximation (Gemma), or, of a gate
-    up to 7, a steeper SiLU that multiplies 1 + a value within 7 (gpt-oss)."""
+    """Activation of the MLP gate: SiLU, or GELU in its tanh approximation (Gemma). clamped_swiglu
+    is gpt-oss's variant: a steeper SiLU of the gate clamped to at most 7, times 1 + the up
+    projection clamped to [-7, 7]."""
 
     attention_output_gate: bool = False
-    """Attention's output times the sigmoid of a gate that the query projection gives beside the
-    queries (Qwen3.5).
-    """
+    """Multiply the attention output by the sigmoid of a gate, which the query projection computes
+    together with the queries (Qwen3.5)."""
 
+    # Biases
     add_qkv_bias: bool = False
-    """Bias on the query, key and value projections (Qwen2, Molmo2)."""
+    """Add a bias to the query, key and value projections (Qwen2, Molmo2)."""
 
     add_attention_output_bias: bool = False
-    """Bias on the attention's output projection."""
+    """Add a bias to the output projection of attention."""
 
     add_mlp_bias: bool = False
-    """Biases on the linears of the MLP."""
+    """Add biases to the linear layers of the MLP."""
 
+    # Mixture of experts. `checks.py` refuses these flags if --num-experts is 0.
     num_experts: Annotated[int, Range(0, MAX_EXPERTS)] = 0
-    """Experts of a layer with a mixture of them in the place of its MLP; 0: every MLP is dense."""
+    """Experts of each mixture-of-experts layer; 0 gives every layer a dense MLP."""
 
     moe_router_topk: Positive[int] = 2
-    """Experts that a token is given to."""
+    """Number of experts that the router chooses for each token."""
 
     moe_ffn_hidden_size: Positive[int | None] = None
     """Width of an expert's hidden layer (default: --ffn-hidden-size)."""
 
     moe_shared_expert_intermediate_size: Positive[int | None] = None
-    """Width of an MLP that all tokens pass beside their experts (default: there is none)."""
+    """Width of a shared expert, an MLP that processes every token in addition to the chosen experts
+    (default: no shared expert)."""
 
     moe_shared_expert_gate: bool = False
-    """That MLP's output times the sigmoid of a score of the token (Qwen3.5)."""
+    """Multiply the output of the shared expert by the sigmoid of a learned score of the token
+    (Qwen3.5)."""
 
     moe_layer_freq: str = "1"
-    """Which layers have experts: N gives them to the first of every N layers, [0,1,1] tells of each
-    of three.
-    """
+    """Layers with experts: N for the first of every N layers, or a list with 1 for each layer that
+    has experts and 0 for each other layer, such as [0,1,1]."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes weights of an expert's score: the softmax, or a sigmoid, to which a correction is
-    added where experts are chosen (DeepSeek-V3, GLM-4.5)."""
+    """Function that turns router scores into expert weights. With sigmoid, a correction is added to
+    the weights when experts are chosen (DeepSeek-V3, GLM-4.5)."""
 
     moe_router_pre_softmax: bool = False
-    """Weigh experts by the softmax over all of them, as it is (OLMoE), instead of over the chosen
-    ones (Mixtral); by sigmoids as they are, instead of their shares of the chosen ones' sum."""
+    """Weight experts by the softmax over all experts (OLMoE) instead of only the chosen ones
+    (Mixtral). With sigmoid: do not divide the weights by their sum over the chosen experts."""
 
     moe_router_topk_scaling_factor: AboveZero[float] = 1.0
-    """What the weights of chosen experts are multiplied by."""
+    """Factor of the weights of the chosen experts."""
 
     moe_router_num_groups: Positive[int] = 1
-    """Groups of neighbouring experts, ranked by the sum of their two highest scores."""
+    """Number of groups that consecutive experts are divided into. The router ranks groups by the
+    sum of their two highest scores."""
 
     moe_router_group_topk: Positive[int] = 1
-    """The highest groups of a token, from which its experts are chosen."""
+    """Number of top-ranked groups from which a token's experts are chosen."""
 
     moe_router_bias: bool = False
-    """A bias on the scores of experts (gpt-oss)."""
+    """Add a bias to the router scores (gpt-oss)."""
 
+    # Output head and initialisation
     untie_embeddings_and_output_weights: bool = False
-    """Give the output head its own weight instead of the embedding's."""
+    """Use separate weights for the output head instead of sharing the embedding's."""
 
     init_method_std: NotNegative[float] = 0.02
-    """Standard deviation of the initial weights; residual outputs use std / sqrt(2 x layers)."""
+    """Standard deviation of the initial weights. Output projections into the residual stream use
+    std / sqrt(2 x layers)."""
 
     hidden_dropout: Fraction[float] = 0.0
-    """Dropout on the outputs of attention and MLP, in [0, 1)."""
+    """Dropout probability on the outputs of attention and MLP, in [0, 1)."""
 
     hf_model_type: str | None = None
-    """The `model_type` that an exported config has (default: the first that can say these options).
-    """
+    """`model_type` of an exported config (default: the first type that supports these options)."""
 
+    # LoRA
     lora_rank: NotNegative[int] = 0
-    """Rank of the low-rank pairs that are trained beside a frozen model (LoRA): y = x W + alpha /
-    rank x A B; 0 trains the model itself. It starts from --load-hf, or from --load with
-    --finetune."""
+    """Rank of the LoRA adapters that are trained on a frozen model: y = x W + alpha / rank x A B.
+    The model comes from --load-hf, or from --load with --finetune. 0 trains the model itself."""
 
     lora_alpha: AboveZero[float | None] = None
-    """Weight of the pairs over 1 / --lora-rank (default: --lora-rank, so a weight of 1, as peft's 8
-    and 8).
-    """
+    """LoRA alpha: adapters are scaled by alpha / rank (default: --lora-rank, which is a scale of 1,
+    as peft's defaults of 8 and 8)."""
 
     lora_targets: str | None = None
-    """Linears of the decoder that get a pair, separated by commas: a word (q, k, v, output, gate,
-    up or down) means all linears of that name, a kind (attention.q, linear_attention.q, mlp.gate,
-    shared.gate, experts.gate) only that one; KIND:RANK:ALPHA gives it a rank and alpha of its own,
-    attention.q+v is one pair with one A for both; all means all words (default: q,v, as in peft for
-    most decoders)."""
+    """Linear layers of the decoder that get an adapter, separated by commas. A word (q, k, v,
+    output, gate, up, down) means all linear layers of that name; a kind (attention.q,
+    linear_attention.q, mlp.gate, shared.gate, experts.gate) only that one; all means all words.
+    KIND:RANK:ALPHA sets the rank and alpha of a kind. attention.q+v makes one adapter with a common
+    A (default: q,v, as peft does for most decoders)."""
 
     lora_dropout: Fraction[float] = 0.0
-    """Dropout on what the pairs are given, in [0, 1); the frozen model is given all of it."""
+    """Dropout probability on the inputs of the adapters, in [0, 1). The frozen layers receive the
+    full inputs."""
 
     @functools.cached_property
     def lora_pairs(self) -> Mapping[str, PairSize]:
-        """Kinds of linears with a low-rank pair, in the order of `LORA_KINDS`, also those that no
-        layer has. Faulty words of `lora_targets` are left out.
+        """Sizes of the LoRA pairs by kind, in the order of `LORA_KINDS`.
+
+        Includes kinds that no layer of this model has. Invalid words of `lora_targets` are ignored.
         """
         if self.lora_rank == 0:
             return {}
@@ -399,9 +403,7 @@ class ModelConfig:
 
     @property
     def usual_pair(self) -> PairSize:
-        """Rank and alpha of kinds without their own. Without --lora-alpha the pairs have a weight
-        of 1.
-        """
+        """Rank and alpha from --lora-rank and --lora-alpha; alpha defaults to the rank."""
         alpha = float(self.lora_rank) if self.lora_alpha is None else self.lora_alpha
         return PairSize(self.lora_rank, alpha)
 
@@ -418,51 +420,47 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head: `kv_channels`, or hidden size / heads."""
-        return (
-            self.kv_channels
-            if self.kv_channels is not None
-            else self.hidden_size // self.num_attention_heads
-        )
+        if self.kv_channels is not None:
+            return self.kv_channels
+        return self.hidden_size // self.num_attention_heads
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by: `softmax_scale`, or 1 / sqrt(width of a
-        head).
-        """
+        """Factor of the attention scores: `softmax_scale`, or 1 / sqrt(head width)."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def embedding_rows(self) -> int:
-        """Rows of the embedding: all token ids that can be read."""
+        """Number of rows of the embedding: all token ids that the model can read."""
         return self.vocab_size + self.additional_vocab_size
 
     @property
     def query_groups(self) -> int:
         """Number of key/value heads: `num_query_groups`, or the number of heads."""
-        return (
-            self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
-        )
+        if self.num_query_groups is not None:
+            return self.num_query_groups
+        return self.num_attention_heads
 
     @property
     def expert_hidden_size(self) -> int:
-        """Width of an expert: `moe_ffn_hidden_size`, or that of a dense MLP."""
-        return (
-            self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
-        )
+        """Hidden width of an expert: `moe_ffn_hidden_size`, or `ffn_hidden_size`."""
+        if self.moe_ffn_hidden_size is not None:
+            return self.moe_ffn_hidden_size
+        return self.ffn_hidden_size
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are turned, an even number."""
+        """Number of head dimensions that the rotary embedding rotates, rounded down to be even."""
         return int(self.head_dim * self.rotary_percent) // 2 * 2
 
 
 def skip_pattern(flag: str, text: str | None, skips: str = "1") -> tuple[bool, ...]:
-    """Which layers of a repeating pattern go without: of N the last, of a list those with the digit
-    `skips`.
+    """Return one period of a layer pattern, True for each layer that the flag skips.
 
-    ValueError when `text` is neither.
+    A number N skips the last of every N layers. A list such as [0,0,1] skips the layers with the
+    digit `skips`. Raise ValueError if `text` is neither.
     """
-    if text is None:
+    if text is None:  # no layer is skipped
         return (False,)
     if re.fullmatch(r"[1-9]\d{0,3}", text):
         return (*[False] * (int(text) - 1), True)

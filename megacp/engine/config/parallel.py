@@ -1,8 +1,7 @@
-"""How the ranks are arranged: the grid as arithmetic, the sizes of its axes, and how context
-parallelism talks.
+"""Flags of the device grid: its axis sizes, the pipeline schedule, and context-parallel exchange.
 
-The data-parallel size is no field: it follows from the world size, so a config cannot contradict
-the number of processes it is started with.
+The data-parallel size is not a flag. It follows from the world size, so a config cannot contradict
+the number of processes that a launcher starts.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ from megacp.engine.config.ranges import AboveZero, Count, Positive
 
 @dataclass(frozen=True)
 class Sharding:
-    """What data-parallel ranks share in addition to the optimizer's state."""
+    """Tensors that data-parallel ranks shard in addition to the optimizer state."""
 
+    # ZeRO shards the optimizer state in every strategy, so it has no field here
     gradients: bool
     parameters: bool
     searched: bool
-    """Whether a search for a layout tries it; sharing only gradients is never faster than sharing
-    nothing more.
+    """Whether the layout planner tries this strategy. It skips sharded gradients without sharded
+    parameters, which are never faster than sharding only the optimizer state.
     """
 
     @property
     def shared(self) -> str:
-        """The largest thing that is shared, in a word; empty for the optimizer's state alone."""
+        """`parameters`, else `gradients`; empty if only the optimizer state is sharded."""
         if self.parameters:
             return "parameters"
         return "gradients" if self.gradients else ""
@@ -42,14 +42,12 @@ SHARDINGS = {
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What follows from a pipeline schedule; `pipeline_parallel/schedules.py` has the order of its
-    computes.
-    """
+    """Properties of a pipeline schedule. `pipeline_parallel/schedules.py` defines its order."""
 
     defers_weight_gradients: bool
-    """Whether weight gradients are computed later than the gradients that other stages need."""
+    """Whether stages compute weight gradients after the input gradients for other stages."""
     searched_chunks: tuple[int, ...]
-    """Numbers of model chunks per pipeline rank that a search for a layout tries."""
+    """Numbers of model chunks per pipeline rank that the layout planner tries."""
 
 
 PIPELINE_SCHEDULES = {
@@ -61,104 +59,103 @@ PIPELINE_SCHEDULES = {
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The grid of ranks. Data parallelism takes what remains: dp = world size / (tp x pp x cp)."""
+    """The grid of ranks. The remaining factor is data parallelism: dp = world / (tp x pp x cp)."""
 
+    # Axes of the grid
     tensor_model_parallel_size: Count[int] = 1
-    """Ranks that share each linear layer, the vocabulary and the attention heads (tp)."""
+    """Ranks over which each linear layer, the vocabulary and the attention heads are split (tp)."""
 
     pipeline_model_parallel_size: Count[int] = 1
-    """Ranks that share the layers of the model, in stages (pp)."""
+    """Number of pipeline stages that the layers of the model are split into (pp)."""
 
     context_parallel_size: Count[int] = 1
-    """Ranks that share the tokens of each row (cp)."""
+    """Ranks over which the tokens of each row are split (cp)."""
 
     expert_model_parallel_size: Count[int] = 1
-    """Ranks among the tp x cp x dp of a stage that share the experts of each layer (ep); it divides
-    that product and --num-experts."""
+    """Ranks over which the experts of each layer are split (ep). It must divide both --num-experts
+    and the tp x cp x dp ranks of a stage."""
 
+    # Nothing enforces this load. The planner and the memory report assume it, and a busier router
+    # needs more memory than they state.
     moe_planned_imbalance: Positive[float] = 1.25
-    """Rows of the busiest rank's experts over those of an even load, for which memory and stages
-    are planned.
-    """
+    """Expert load to plan memory and pipeline stages for: tokens on the busiest rank, divided by
+    the tokens of an even load."""
 
+    # Pipeline
     num_virtual_stages_per_pipeline_rank: Positive[int] = 1
-    """Model chunks per pipeline rank; above 1 the interleaved 1F1B schedule runs (smaller bubble,
-    more messages).
-    """
+    """Model chunks per pipeline rank. More than 1 interleaves the schedule: smaller bubble, more
+    messages."""
 
     pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
-    """1f1b takes one forward and one backward in turn; zero_bubble does too, but defers weight
-    gradients until a stage would wait for another: less idle time for more memory on the last
-    stages (native layers)."""
+    """Order of forward and backward passes. 1f1b alternates them. zero_bubble also delays weight
+    gradients until a stage would be idle, which costs memory on the last stages (native layers
+    only)."""
 
     sequence_parallel: bool = True
-    """Shard the activations between the linear layers over tp as well; acts only when tp is above
-    1.
-    """
+    """Also shard the activations between linear layers over tp; has an effect only if tp > 1."""
 
+    # Context parallelism; the choices are the rows of TRANSPORTS and LAYOUTS, and `auto`
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "kv_exchange", "auto"] = "p2p"
-    """How attention crosses the cp ranks: p2p passes keys and values around a ring, all_gather
-    collects them at once, a2a swaps tokens for heads, a2a+p2p does that inside groups with a ring
-    between them, kv_exchange sends each rank just the keys that it needs, auto chooses by the masks
-    of the first packs."""
+    """Communication of attention between cp ranks. p2p passes keys and values around a ring,
+    all_gather collects all of them, and a2a exchanges tokens for heads. a2a+p2p does this within
+    groups and uses a ring between groups. kv_exchange sends each rank only the keys that it needs.
+    auto chooses by the masks of the first packs."""
 
     hierarchical_context_parallel_sizes: Positive[tuple[int, int] | None] = None
-    """Ranks of a group that swaps tokens for heads, and number of groups in the ring, under
-    a2a+p2p; A x B = cp.
-    """
+    """Group sizes A B of a2a+p2p: A ranks exchange tokens for heads, B groups form the ring;
+    A x B = cp."""
 
     cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
-    """Which tokens a cp rank holds: zigzag deals 2 x cp slices of the row, zigzag_document of each
-    document, contiguous one stretch, balanced equal tokens and equal attention work for any mask,
-    auto chooses with the transport."""
+    """Assignment of tokens to cp ranks. zigzag cuts the row into 2 x cp slices, and zigzag_document
+    each document. contiguous gives every rank one slice. balanced gives every rank the same number
+    of tokens and the same attention work, for any mask. auto is chosen together with
+    --cp-comm-type."""
 
     dynamic_context_parallel: bool = False
-    """Lay out the packs of all dp ranks together over dp x cp ranks: a document stays on few ranks
-    when it is short and spreads over many when it is long. Needs --cp-comm-type kv_exchange and
-    --cp-layout balanced."""
+    """Distribute the packs of all dp ranks together over dp x cp ranks: short documents stay on few
+    ranks and long ones spread over many. Needs --cp-comm-type kv_exchange and --cp-layout
+    balanced."""
 
     vision_shards: Literal["contiguous", "replicate"] = "contiguous"
-    """Which images a cp rank encodes: contiguous ranges with the least largest cost, from the
-    dataset's tables where they are stored; replicate lets each rank encode all images of its row
-    and sends no features (for few images)."""
+    """Distribution of images over cp ranks. contiguous assigns contiguous ranges that minimise the
+    largest cost per rank (precomputed in the dataset, if available). replicate lets each rank
+    encode all images of its row and sends no features, which suits rows with few images."""
 
+    # Data parallelism
     ddp_bucket_size: Positive[int] = 25_000_000
-    """Gradient elements that are reduced together over dp x cp while backward still runs."""
+    """Gradient elements in one bucket. Each bucket is reduced over dp x cp while backward still
+    runs."""
 
     data_parallel_sharding_strategy: Literal["optim", "optim_grads", "optim_grads_params"] = "optim"
-    """What the dp x cp ranks share instead of holding it each: optim the optimizer's state
-    (ZeRO-1), optim_grads also the gradients (ZeRO-2), optim_grads_params also the parameters, which
-    are gathered block by block (ZeRO-3)."""
+    """State to shard over the dp x cp ranks: optim shards the optimizer state (ZeRO-1), optim_grads
+    also the gradients (ZeRO-2), optim_grads_params also the parameters, which are gathered block by
+    block (ZeRO-3)."""
 
     num_distributed_optimizer_instances: Positive[int] = 1
-    """Groups of data-parallel ranks that each share among themselves, and hold copies of one
-    another: less memory is saved, and parameters travel only inside of a group. It divides the
-    data-parallel size."""
+    """Groups of data-parallel ranks that each hold a full copy of the sharded state. More groups
+    save less memory but keep parameter exchange within a group. Must divide the data-parallel
+    size."""
 
     distributed_timeout_minutes: AboveZero[float] = 10.0
-    """Minutes after which a collective that a rank did not join ends the run; six times as many for
-    its part of a checkpoint."""
+    """Minutes before a collective that some rank has not joined ends the run. Writing a checkpoint
+    may take six times longer."""
 
     @property
     def sharding(self) -> Sharding:
-        """The row of the sharding strategy."""
+        """Row of `SHARDINGS` for the chosen strategy."""
         return SHARDINGS[self.data_parallel_sharding_strategy]
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Whether the pipeline schedule computes weight gradients later than the gradients that
-        other stages need.
-        """
+        """Whether the schedule computes weight gradients after the gradients for other stages."""
         return PIPELINE_SCHEDULES[self.pipeline_schedule].defers_weight_gradients
 
     @property
     def chooses_transport(self) -> bool:
-        """Whether the start of a run chooses the transport by the masks of its first rows."""
+        """Whether the run chooses the transport at its start, by the masks of its first rows."""
         return self.cp_comm_type == "auto"
 
     @property
     def chooses_layout(self) -> bool:
-        """Whether the start of a run chooses which tokens a rank holds by the masks of its first
-        rows.
-        """
+        """Whether the run chooses the token layout at its start, by the masks of its first rows."""
         return self.cp_layout == "auto"

@@ -1,7 +1,7 @@
-"""The range of a number, written on its field: `lr: NotNegative[float] = 1e-3`.
+"""Ranges of numbers, declared on a config field: `lr: NotNegative[float] = 1e-3`.
 
-The type checker and tyro see the plain type. `fields()` reads the range, and the checks report a
-value outside of it.
+The type checker and tyro see the plain type. `fields()` reads the range, and `checks.py` reports
+values outside it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from typing import Annotated, TypeVar
 T = TypeVar("T")
 
 MAX_LAYERS = 4096
-"""Layers of a model: pipelines are cut exactly, in a time that grows with the square of them."""
+"""Largest number of layers of a model. The time to search pipeline stages is quadratic in it."""
 
-MAX_EXPERTS, MAX_EXPERTS_IN_ALL = 8192, 1 << 16
-"""Experts of a layer, and of all layers: each has tensors with names of their own, a kilobyte
-before any weight. The largest published models have 512 and 31 thousand.
-"""
+# Every expert has named tensors, about 1 kB of metadata each before any weight is allocated. The
+# largest published models have 512 experts per layer and 31 thousand experts in total.
+MAX_EXPERTS = 8192
+"""Largest number of experts of one layer."""
+MAX_EXPERTS_IN_ALL = 1 << 16
+"""Largest number of experts of all layers together."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed values of a number: low <= value <= high, an end left out where it is open."""
+    """Allowed values of a number: low <= value <= high. An open end excludes its bound."""
 
     low: float
     high: float = math.inf
@@ -31,9 +33,10 @@ class Range:
     high_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether the value is inside; NaN and infinity never are."""
+        """Return whether the value is inside the range; NaN and infinity never are."""
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
+        # NaN fails every comparison; infinity would pass if the range has no upper end
         return above and below and value < math.inf
 
     def __str__(self) -> str:
@@ -44,16 +47,14 @@ class Range:
 
 @dataclass(frozen=True)
 class IsPath:
-    """The mark of a field that holds a path or a URL, or several: `~` in it is the user's
-    folder.
-    """
+    """Marks a field that holds paths or URLs, in which a leading `~` means the home directory."""
 
 
 PathOf = Annotated[T, IsPath()]
 Positive = Annotated[T, Range(1)]
 Count = Annotated[T, Range(1, 1_000_000)]
-"""Ranks, or packs of a step: each has objects of its own, and more would fill the memory before a
-message.
+"""A number of ranks, or of packs per step. The limit avoids running out of memory before the checks
+can report a mistyped number, because each rank and each pack has Python objects.
 """
 NotNegative = Annotated[T, Range(0)]
 AboveZero = Annotated[T, Range(0, low_open=True)]

@@ -1,7 +1,7 @@
-"""The whole configuration of a run as one frozen value, and its flat view by flag name.
+"""The configuration of a run as one frozen value, and its flat view by flag name.
 
-Every field name is unique over all rooms: flag, YAML key and field are one name, as in Megatron.
-The nesting is for the code that reads it.
+Fields are nested in sections (`room` in the code), but each field name is unique over all sections.
+So flags, YAML keys and fields have the same names, as in Megatron.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megacp.storage.place import at_home
 from megacp.storage.url import is_url
 
 Value = bool | int | float | str | tuple[float, ...] | tuple[str, ...] | None
-"""What a flag can hold."""
+"""Possible values of a flag."""
 
 ON_CPU: dict[str, Value] = {
     "attention_kernel": "auto",
     "transformer_impl": "native",
     "fp8": "off",
 }
-"""Replacements of choices that only a GPU can run."""
+"""Values to set when a config for GPUs runs on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,15 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     dry_run: bool = False
-    """Check the configuration, print grid, stages and memory, and stop; needs one process and no
-    GPU.
-    """
+    """Check the configuration, print grid, stages and memory, and stop. Needs one process and no
+    GPU."""
 
     world_size: Count[int | None] = None
-    """World size to check with --dry-run (default: tp x pp x cp)."""
+    """World size to assume with --dry-run (default: tp x pp x cp)."""
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model: tp x pp x cp."""
+        """Number of ranks for one copy of the model: tp x pp x cp."""
         p = self.parallel
         return (
             p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
@@ -66,54 +65,61 @@ class RunConfig:
 
     @functools.cached_property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Parts among `text`, `vision` and `connector` whose weights stay; beside low-rank pairs
-        all do.
-        """
+        """Frozen parts among `text`, `vision` and `connector`; LoRA freezes all of them."""
         parts = ("text", "vision", "connector")
-        return (
-            parts
-            if self.model.lora_rank > 0
-            else tuple(name for name in parts if name in self.vision.frozen)
-        )
+        if self.model.lora_rank > 0:
+            return parts
+        return tuple(name for name in parts if name in self.vision.frozen)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Data-parallel ranks in a world of `world_size`, rounded down (`checks` refuses a
-        remainder).
+        """Return the data-parallel size for `world_size` ranks, rounded down.
+
+        `checks.py` refuses a remainder.
         """
         return world_size // self.model_ranks
 
     def grid_shape(self, world_size: int) -> GridShape:
-        """The grid of a checked config on `world_size` ranks."""
+        """Return the grid of a checked config on `world_size` ranks."""
         p = self.parallel
         return GridShape(
             tp=p.tensor_model_parallel_size,
             cp=p.context_parallel_size,
             dp=self.data_parallel_size(world_size),
             pp=p.pipeline_model_parallel_size,
+            # 0 creates no expert groups
             ep=p.expert_model_parallel_size if self.model.num_experts > 0 else 0,
         )
 
     def num_microbatches(self, world_size: int) -> int:
-        """Microbatches per step and data-parallel rank: global batch / (micro batch x dp), rounded
-        down.
-        """
-        return self.training.global_batch_size // (
-            self.training.micro_batch_size * self.data_parallel_size(world_size)
-        )
+        """Return the number of microbatches per step on each data-parallel rank, rounded down."""
+        # packs of all replicas in one microbatch
+        packs_at_once = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return self.training.global_batch_size // packs_at_once
 
     @property
     def log_path(self) -> Path | None:
-        """The JSONL file: `log_file`, or log.jsonl beside the checkpoints of a local --save, or
-        megacp_log.jsonl; None for /dev/null.
+        """Path of the JSONL log; None for /dev/null.
+
+        Without `log_file` it is log.jsonl in a local --save, else megacp_log.jsonl.
         """
-        usual = self._local_save / "log.jsonl" if self._local_save else "megacp_log.jsonl"
-        path = Path(usual if self.log.log_file is None else self.log.log_file)
+        if self.log.log_file is not None:
+            path = Path(self.log.log_file)
+        elif self._local_save:
+            path = self._local_save / "log.jsonl"
+        else:
+            path = Path("megacp_log.jsonl")
+        # /dev/null switches the log off
         return None if str(path) == os.devnull else path
 
     @property
     def profile_path(self) -> Path:
-        """The folder for traces: `profile` beside the JSONL file, or where that file would be."""
-        return (self.log_path.parent if self.log_path else self._local_save or Path()) / "profile"
+        """Folder for traces: `profile` in the folder of the JSONL log.
+
+        If the log is disabled, it is in a local --save, else in the working directory.
+        """
+        if self.log_path:
+            return self.log_path.parent / "profile"
+        return (self._local_save or Path()) / "profile"
 
     @property
     def _local_save(self) -> Path | None:
@@ -123,69 +129,75 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """Where a flag lives: `room` is the field of RunConfig that holds it, "" for RunConfig
-    itself.
-    """
+    """Name, section and allowed values of a flag."""
 
     name: str
     room: str
+    """Field of RunConfig that contains the flag; "" for fields of RunConfig itself."""
     hint: Any
-    """The type, without its range."""
+    """Type annotation without the range."""
     range: Range | None
-    """Allowed values of a number. None is allowed beside them where the type has it."""
+    """Range of a number. An optional field also allows None."""
     is_path: bool = False
-    """Whether it holds a path or a URL, or several beside their weights."""
+    """Whether the value is a path or URL, or several with weights."""
 
     @functools.cached_property
     def words(self) -> list[str]:
-        """The words that the field may hold, beside a number or instead of it."""
-        literals = (
-            part for part in union_types(self.hint) if typing.get_origin(part) is typing.Literal
-        )
-        return [word for part in literals for word in typing.get_args(part)]
+        """Words that the field accepts, such as `auto`, possibly in addition to a number."""
+        words: list[str] = []
+        for part in union_types(self.hint):
+            if typing.get_origin(part) is typing.Literal:
+                words += typing.get_args(part)
+        return words
 
     def problem(self, value: Value) -> str | None:
-        """Why the field cannot hold this value: missing, not one of its words, out of range; None
-        when it can.
-        """
+        """Return why this value is invalid (missing, unknown word, out of range); None if valid."""
         words = self.words
+        # a file can contain null, and tyro reads the text `None` as no value
         if value is None:
             return None if type(None) in union_types(self.hint) else "needs a value"
         if value in words:
             return None
         if self.range is None:
-            unknown = f"got {value!r}, allowed are {', '.join(words)}" if words else None
-            return "an empty string is no name" if value == "" else unknown
+            if value == "":
+                return "the value is an empty string"
+            # a field without range and words accepts every value of its type
+            return f"got {value!r}, allowed are {', '.join(words)}" if words else None
         if isinstance(value, (bool, str)):
-            return f"expected a number{''.join(f' or {word}' for word in words)}, got {value!r}"
+            expected = " or ".join(["a number", *words])
+            return f"expected {expected}, got {value!r}"
+        # a few fields are pairs or triples of numbers
         numbers = value if isinstance(value, tuple) else (value,)
         if all(self.range.holds(float(number)) for number in numbers):
             return None
-        return f"got {' '.join(map(str, numbers))}, it must be {self.range}"
+        shown = " ".join(map(str, numbers))
+        return f"got {shown}, it must be {self.range}"
 
 
 def union_types(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
-    return (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (types.UnionType, typing.Union)
-        else (hint,)
-    )
+    """Return the member types of a union; a tuple of one for any other type."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return typing.get_args(hint)
+    return (hint,)
 
 
 @functools.cache
 def fields() -> dict[str, FieldInfo]:
-    """All flags by field name, in the order of their declaration."""
+    """Return all flags by field name, in declaration order."""
     table: dict[str, FieldInfo] = {}
     for room, room_type in typing.get_type_hints(RunConfig, include_extras=True).items():
+        # RunConfig has sections, which are dataclasses, and a few flags of its own
         inside = dataclasses.is_dataclass(room_type)
-        hints = (
-            typing.get_type_hints(room_type, include_extras=True) if inside else {room: room_type}
-        )
+        if inside:
+            hints = typing.get_type_hints(room_type, include_extras=True)
+        else:
+            hints = {room: room_type}
         for name, hint in hints.items():
+            # a flag has no section in its name, so two sections cannot share a name
             assert name not in table, (
                 f"the flag {name} is declared in {room} and in {table[name].room}"
             )
+            # `Positive[int]` is `Annotated[int, Range(1)]`: the type, then the marks
             marks = getattr(hint, "__metadata__", ())
             plain = typing.get_args(hint)[0] if marks else hint
             allowed = next((mark for mark in marks if isinstance(mark, Range)), None)
@@ -195,25 +207,29 @@ def fields() -> dict[str, FieldInfo]:
 
 
 def flag(name: str) -> str:
-    """The command line spelling of a field: `seq_length` -> `--seq-length`."""
+    """Return the command-line spelling of a field: `seq_length` -> `--seq-length`."""
     return "--" + name.replace("_", "-")
 
 
 def flatten(config: RunConfig) -> dict[str, Value]:
-    """All values by field name."""
-    return {
-        info.name: getattr(getattr(config, info.room) if info.room else config, info.name)
-        for info in fields().values()
-    }
+    """Return all values by field name."""
+    values: dict[str, Value] = {}
+    for name, info in fields().items():
+        section = getattr(config, info.room) if info.room else config
+        values[name] = getattr(section, name)
+    return values
 
 
 def with_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
-    """A copy of `config` with some fields replaced, by flat field name. KeyError for a name that is
-    no field.
+    """Return a copy of `config` with some fields replaced, by flat field name.
+
+    Raise KeyError if a name is not a field.
     """
+    # section -> its changes; the configs are frozen, so each section is replaced once
     rooms: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         rooms.setdefault(fields()[name].room, {})[name] = value
+    # "" has the flags of RunConfig itself, which are replaced together with the sections
     own: dict[str, Any] = rooms.pop("", {})
     for room, changes in rooms.items():
         own[room] = dataclasses.replace(getattr(config, room), **changes)
@@ -221,11 +237,12 @@ def with_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
 
 
 def with_homes(config: RunConfig) -> RunConfig:
-    """Return a copy of `config` whose paths have the folders of users where they began with `~`.
+    """Return a copy of `config` with `~` expanded in all paths.
 
-    Raises ValueError that names each flag with a user who is not known.
+    Raise ValueError if a path names an unknown user; the message lists all such flags.
     """
     before = flatten(config)
+    # collect all unknown users, so that one run of the command reports every mistake
     values: dict[str, Value] = {}
     reasons = []
     for info in fields().values():
@@ -234,6 +251,7 @@ def with_homes(config: RunConfig) -> RunConfig:
             continue
         try:
             if isinstance(value, tuple):
+                # WEIGHT FOLDER pairs of a blend; a weight does not start with `~` and is unchanged
                 values[info.name] = tuple(at_home(str(part)) for part in value)
             else:
                 values[info.name] = at_home(str(value))

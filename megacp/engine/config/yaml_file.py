@@ -1,8 +1,8 @@
-"""A configuration as YAML text and back: the keys are the flags, without sections.
+"""Conversion of a configuration to YAML text and back. The keys are the flags, without sections.
 
-`from_yaml(to_yaml(config)) == config` exactly. A wrong key or type is refused with its file and the
-nearest right name. Values do not pass through tyro, which reads the text `None` as no value and 7
-as the name of a directory.
+`from_yaml(to_yaml(config)) == config` exactly. An error for a wrong key or type names the file and
+the nearest valid key. Values do not pass through tyro, which would read the text `None` as a
+missing value and accept 7 as the name of a directory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megacp.storage.files import read_regular
 from megacp.storage.place import at_home
 from megacp.storage.wording import listed
 
+# PyYAML follows YAML 1.1, in which a number with an exponent needs a dot and a sign (`3.0e-4`)
 _FLOAT = (
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"),
@@ -40,37 +41,42 @@ _FLOAT = (
 
 
 LARGEST_CONFIG = 1 << 20
-"""Bytes of the largest file of --config."""
+"""Size limit of a --config file in bytes."""
 _MOST_REASONS = 20
+"""Largest number of problems that an error message lists."""
 _SHOWN = 200
-"""Characters of a key or a value in a message."""
+"""Largest number of characters of a key or a value in a message."""
+# Shows only the beginning of a value: YAML aliases can make a value far larger than its file.
 _brief = reprlib.Repr()
-"""Shows the beginning of a value: aliases can make a value far larger than its file."""
-_brief.maxstring = _brief.maxother = _SHOWN
-_brief.maxlist = _brief.maxdict = 8
+_brief.maxstring = _SHOWN
+_brief.maxother = _SHOWN
+_brief.maxlist = 8
+_brief.maxdict = 8
 _brief.maxlevel = 2
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `3e-4` as a number and refuses repeated keys, of which PyYAML would
-    keep the last.
+    """SafeLoader that reads `3e-4` as a number and refuses repeated keys.
+
+    For a repeated key PyYAML would silently keep the last value.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = set[str]()
         for key, _ in node.value:
             # any other key is a list or a mapping, which PyYAML refuses below
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in names:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, _repeated(key.value), key.start_mark
-                    )
-                names.add(key.value)
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(
+                    None, None, _repeated(key.value), key.start_mark
+                )
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes strings which `load_yaml` would read as numbers."""
+    """SafeDumper that quotes strings such as "3e-4", which `load_yaml` would read as numbers."""
 
 
 for _kind in (_Loader, _Dumper):
@@ -78,50 +84,50 @@ for _kind in (_Loader, _Dumper):
 
 
 def _repeated(name: str) -> str:
-    return f"the key {name[:_SHOWN]} stands more than once"
+    return f"the key {name[:_SHOWN]} appears more than once"
 
 
 def load_yaml(text: str | bytes, source: str) -> Any:
-    """The value of a YAML text, None for an empty one. Raises ValueError that names `source` and
-    the line.
+    """Return the value of a YAML text; None for an empty text.
+
+    Raise ValueError that names `source` and, if known, the line.
     """
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" in line {mark.line + 1}" if mark is not None else ""
-        raise ValueError(
-            f"{source}: not valid YAML{line}: {error.problem or error.context}"
-        ) from error
+        problem = error.problem or error.context
+        raise ValueError(f"{source}: not valid YAML{line}: {problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{source}: not valid YAML: {' '.join(str(error).split())[:200]}"
-        ) from error
+        # for example a date such as 2026-13-45, or lists nested a thousand times
+        problem = " ".join(str(error).split())[:200]
+        raise ValueError(f"{source}: not valid YAML: {problem}") from error
 
 
 def to_yaml(config: RunConfig) -> str:
-    """All values as YAML, one flag a line, grouped by room."""
+    """Return all values as YAML, one flag per line, grouped by section."""
     values = flatten(config)
     rooms: dict[str, dict[str, Any]] = {}
     for name, info in fields().items():
         value = values[name]
-        rooms.setdefault(info.room or "run", {})[name] = (
-            list(value) if isinstance(value, tuple) else value
-        )
-    shown = {
-        room: yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=4096)
-        for room, rows in rooms.items()
-    }
-    return "\n".join(f"# {room}\n{rows}" for room, rows in shown.items())
+        # the safe dumper cannot write tuples
+        plain = list(value) if isinstance(value, tuple) else value
+        rooms.setdefault(info.room or "run", {})[name] = plain
+    sections = []
+    for room, rows in rooms.items():
+        # a large width keeps long values on one line
+        text = yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=4096)
+        sections.append(f"# {room}\n{text}")
+    return "\n".join(sections)
 
 
 def from_yaml(text: str, source: str = "YAML") -> RunConfig:
-    """Return the defaults with the values of `text`, whose keys are flag names with underscores or
-    dashes.
+    """Return the configuration of a text that a run wrote; missing flags have their defaults.
 
-    The text is a config that a run wrote. One of an older release may hold flags of `RETIRED`,
-    which are skipped: it also holds every value that they led to. Raises ValueError with all wrong
-    keys and values, each naming `source`.
+    Keys may have underscores or dashes. Flags in `RETIRED`, from older releases, are skipped: such
+    a text also contains every value that followed from them. Raise ValueError that lists all
+    invalid keys and values, each with `source`.
     """
     content = load_yaml(text, source)
     if isinstance(content, dict):
@@ -130,7 +136,10 @@ def from_yaml(text: str, source: str = "YAML") -> RunConfig:
 
 
 def values_of_file(path: str) -> dict[str, Value]:
-    """What the file of a `--config` says, by field name; ValueError."""
+    """Return the values of a `--config` file by field name.
+
+    Raise ValueError if the file cannot be read or has invalid keys or values.
+    """
     source = f"--config {path}"
     try:
         return _values(load_yaml(read_regular(at_home(path), LARGEST_CONFIG), source), source)
@@ -139,8 +148,9 @@ def values_of_file(path: str) -> dict[str, Value]:
 
 
 def _values(content: Any, source: str) -> dict[str, Value]:
-    """The values by field name; ValueError with all that is wrong."""
-    content = {} if content is None else content
+    """Convert loaded YAML to values by field name. Raise ValueError that lists all problems."""
+    if content is None:  # an empty file
+        content = {}
     if not isinstance(content, dict):
         raise ValueError(
             f"{source}: expected lines of `flag: value`, got a {type(content).__name__}"
@@ -149,25 +159,23 @@ def _values(content: Any, source: str) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if (
-            len(reasons) >= _MOST_REASONS
-        ):  # a file of something else: the search for near names takes time
+        # The file is probably not a config. Only count further problems, because the search for
+        # the nearest key takes time.
+        if len(reasons) >= _MOST_REASONS:
             reasons.append("")
             continue
         if name in RETIRED:
-            if value != RETIRED[name].default:
-                reasons.append(
-                    f"{source}: {key} {_brief.repr(value)} no longer exists: "
-                    f"{RETIRED[name].instead}"
-                )
+            retired = RETIRED[name]
+            if value != retired.default:
+                shown = _brief.repr(value)
+                reasons.append(f"{source}: {key} {shown} no longer exists: {retired.instead}")
             continue
-        if name in values:
+        if name in values:  # spelled once with dashes and once with underscores
             reasons.append(f"{source}: {_repeated(name)}")
             continue
         if name not in fields():
-            reasons.append(
-                f"{source}: unknown key {_brief.repr(key)}{nearest(name[:100], fields())}"
-            )
+            near = nearest(name[:100], fields())
+            reasons.append(f"{source}: unknown key {_brief.repr(key)}{near}")
             continue
         try:
             values[name] = _convert(value, fields()[name])
@@ -183,20 +191,21 @@ class Retired:
     """A flag that no longer exists."""
 
     default: Value
-    """Its former default. A file that holds this value asks for nothing special."""
+    """Its former default. A file may still set this value, which has no effect."""
     instead: str
-    """Advice: what to use now."""
+    """Advice for the error message about any other value."""
 
 
 RETIRED = {
     "parallel": Retired(
         "given",
-        "plan a layout with `megacp-plan --output best.yaml` and give `--config best.yaml` to the run; the scripts of "
-        "examples/ do both if LAYOUT=auto is set",
+        "plan a layout with `megacp-plan --output best.yaml` and start the run with "
+        "`--config best.yaml`; the scripts in examples/ do both if LAYOUT=auto is set",
     ),
 }
-"""Flags of older releases by name. Their checkpoints and files can still be read."""
+"""Flags of older releases, by name. Their checkpoints and files can still be read."""
 
+# Checked before the search for similar names
 ELSEWHERE = {
     "learning_rate": "lr",
     "lr_scheduler_type": "lr_decay_style",
@@ -212,42 +221,49 @@ ELSEWHERE = {
     "resume_from_checkpoint": "load",
     "output_dir": "save",
 }
-"""Flags of TRL, transformers and LLaMA-Factory that are spelled quite otherwise here, and what they
-are.
-"""
+"""Flags of TRL, transformers and LLaMA-Factory whose names here are too different for difflib."""
 
 
 def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
-    """`, did you mean ...?` for the closest of `names`, or nothing when none is close."""
-    close = (
-        [ELSEWHERE[name]]
-        if name in ELSEWHERE
-        else difflib.get_close_matches(name, list(names), 1, 0.5)
-    )
-    return f", did you mean {flag(close[0]) if as_flag else close[0]}?" if close else ""
+    """Return `, did you mean ...?` with the nearest of `names`; an empty text if none is close."""
+    if name in ELSEWHERE:
+        close = [ELSEWHERE[name]]
+    else:
+        close = difflib.get_close_matches(name, list(names), 1, 0.5)
+    if not close:
+        return ""
+    shown = flag(close[0]) if as_flag else close[0]
+    return f", did you mean {shown}?"
 
 
 def _convert(value: Any, info: FieldInfo) -> Value:
-    """The value as the field's type; ValueError says why it is not of it."""
-    parts, words = union_types(info.hint), info.words
-    if (
-        isinstance(value, bool) and (word := "on" if value else "off") in words
-    ):  # YAML 1.1 reads off as false
-        return word
-    if (value is None and type(None) in parts) or (isinstance(value, str) and value in words):
+    """Convert a YAML value to the type of a field. Raise ValueError if the type does not match."""
+    # a hint such as `NotNegative[int | Literal["auto"]]` has parts and words
+    parts = union_types(info.hint)
+    words = info.words
+    if isinstance(value, bool):
+        # YAML 1.1 reads the words on and off as true and false
+        word = "on" if value else "off"
+        if word in words:
+            return word
+    if value is None and type(None) in parts:
+        return None
+    if isinstance(value, str) and value in words:
         return value
-    if (
-        isinstance(value, list)
-        and tuple[str, ...] in parts
-        and all(type(x) in (str, int, float) for x in value)
-    ):
-        return tuple(map(str, value))
-    kind, sizes = parts[0], typing.get_args(parts[0])
+    # WEIGHT FOLDER pairs: YAML reads the weights as numbers
+    if isinstance(value, list) and tuple[str, ...] in parts:
+        if all(type(x) in (str, int, float) for x in value):
+            return tuple(map(str, value))
+    # for `int | None` the first part is int; for `tuple[int, int] | None` the sizes are (int, int)
+    kind = parts[0]
+    sizes = typing.get_args(kind)
     if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
         if len(value) == len(sizes) and all(type(x) is int for x in value):
             return tuple(value)
+    # a larger whole number would overflow a float
     if kind is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
+    # Compare types exactly: isinstance would accept `seq_length: true`, because a bool is an int.
     if type(value) is kind:
         return value
     shown = _brief.repr(value)

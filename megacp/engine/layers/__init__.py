@@ -1,1 +1,1 @@
-"""Each kind of layer described once: its tensors, its work and its memory, without torch."""
+"""Descriptions of all kinds of layers, without torch: tensors, FLOPs and memory."""

@@ -1,6 +1,4 @@
-"""Self-attention with grouped queries: q, k, v in one product, perhaps norms of q and k, and the
-output.
-"""
+"""Grouped-query self-attention: q, k, v as one product, optional norms of q and k, and output."""
 
 from __future__ import annotations
 
@@ -12,17 +10,20 @@ from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, norm_weight, output_std
 
 ATTENTION_PROJECTED = ("q", "k", "v")
-"""Linears of the first product."""
+"""Linears of the first matrix product."""
 
 
 def _linears(model: ModelConfig) -> dict[str, Linear]:
-    hidden, std, bias = model.hidden_size, model.init_method_std, model.add_qkv_bias
+    # tp cuts rows of q, k and v, which are whole heads, and columns of the output
+    hidden = model.hidden_size
+    std = model.init_method_std
+    bias = model.add_qkv_bias
     heads = model.num_attention_heads * model.head_dim
     groups = model.query_groups * model.head_dim
+    # the rows of each head's gate follow the rows of its query
+    queries = 2 * heads if model.attention_output_gate else heads
     return {
-        "q": Linear(
-            hidden, heads * (1 + model.attention_output_gate), std, bias
-        ),  # each head's gate behind its query
+        "q": Linear(hidden, queries, std, bias),
         "k": Linear(hidden, groups, std, bias),
         "v": Linear(hidden, groups, std, bias),
         "output": Linear(
@@ -32,9 +33,13 @@ def _linears(model: ModelConfig) -> dict[str, Linear]:
 
 
 def query_key_norms(model: ModelConfig) -> Iterator[Tensor]:
-    """One weight for all heads, or one for each of their columns."""
+    """Yield the weights of the norms on queries and keys, if there are any."""
+    if model.qk_layernorm == "off":
+        return
+    # grouped queries: fewer key heads than query heads
     counts = {"q_norm": model.num_attention_heads, "k_norm": model.query_groups}
-    for name, heads in counts.items() if model.qk_layernorm != "off" else ():
+    for name, heads in counts.items():
+        # one weight for all heads, or one weight per dimension of every head
         if model.qk_layernorm == "head":
             yield norm_weight(model, name, model.head_dim)
         else:
@@ -42,8 +47,9 @@ def query_key_norms(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def sinks(model: ModelConfig) -> Iterator[Tensor]:
-    """The score of each head's sink."""
+    """Yield the learned attention-sink scores `[heads]`, if the softmax has sinks."""
     if model.softmax_type == "learnable":
+        # like biases, sinks do not decay
         heads = (model.num_attention_heads,)
         yield Tensor("sinks", heads, "rows", std=model.init_method_std, decays=False)
 
@@ -54,28 +60,29 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Scores of all pairs, and their weighted sums of values."""
+    """Return the FLOPs of scores and weighted sums of values, two products per allowed pair."""
     return Flops(0.0, 4.0 * area * model.num_attention_heads * model.head_dim)
 
 
 UNDECIDED = "all_gather"
-"""The transport that a plan assumes for `auto`, which is chosen at the start of a run: it holds the
-most.
+"""Transport that the planner assumes for `auto`, because it needs the most memory of all choices.
+The run itself chooses at its start.
 """
 
 
 def transport_of(config: RunConfig) -> TransportRow:
-    """Return the row of `--cp-comm-type`."""
-    parallel = config.parallel
-    return TRANSPORTS[UNDECIDED if parallel.chooses_transport else parallel.cp_comm_type]
+    """Return the row of TRANSPORTS for `--cp-comm-type`; for `auto` that of `UNDECIDED`."""
+    if config.parallel.chooses_transport:
+        return TRANSPORTS[UNDECIDED]
+    return TRANSPORTS[config.parallel.cp_comm_type]
 
 
 def heads_group(config: RunConfig) -> int:
-    """Return the number of ranks that exchange tokens for heads; 1 if the transport does not."""
-    p = config.parallel
-    return transport_of(config).head_ranks(
-        p.context_parallel_size, p.hierarchical_context_parallel_sizes or ()
-    )
+    """Return the number of cp ranks that exchange tokens for heads; 1 if the transport does not."""
+    parallel = config.parallel
+    # only a2a+p2p has sizes, and with them only the inner groups exchange heads
+    sizes = parallel.hierarchical_context_parallel_sizes or ()
+    return transport_of(config).head_ranks(parallel.context_parallel_size, sizes)
 
 
 ATTENTION = LayerKind("attention", _linears, (ATTENTION_PROJECTED, ("output",)), _others, _mixing)

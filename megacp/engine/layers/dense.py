@@ -1,4 +1,4 @@
-"""The gated MLP: gate and up in one product, and down."""
+"""The gated MLP: the linears gate and up as one product, then down."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from functools import partial
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.layers.table import LayerKind, Linear, output_std
 
-GATE_UP, DOWN = ("gate", "up"), ("down",)
-"""Linears of its two products."""
+# linears of the two matrix products
+GATE_UP = ("gate", "up")
+DOWN = ("down",)
 Width = Callable[[ModelConfig], int]
+"""Returns the hidden width of an MLP: dense MLPs and shared experts have different flags."""
 
 
 def _width(model: ModelConfig) -> int:
@@ -18,7 +20,10 @@ def _width(model: ModelConfig) -> int:
 
 
 def _linears(width: Width, model: ModelConfig) -> dict[str, Linear]:
-    hidden, ffn, bias = model.hidden_size, width(model), model.add_mlp_bias
+    # tp cuts rows of gate and up, and columns of down
+    hidden = model.hidden_size
+    ffn = width(model)
+    bias = model.add_mlp_bias
     return {
         "gate": Linear(hidden, ffn, model.init_method_std, bias),
         "up": Linear(hidden, ffn, model.init_method_std, bias),
@@ -27,7 +32,7 @@ def _linears(width: Width, model: ModelConfig) -> dict[str, Linear]:
 
 
 def gated_mlp(name: str, width: Width) -> LayerKind:
-    """Return the row of a gated MLP with this name and width."""
+    """Return the description of a gated MLP with this name and width."""
     return LayerKind(name, partial(_linears, width), (GATE_UP, DOWN))
 
 

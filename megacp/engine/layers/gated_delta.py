@@ -1,5 +1,7 @@
-"""A gated delta rule in the place of attention: queries, keys, values and rates in one product,
-then a convolution.
+"""The gated delta rule, a mixer with a recurrent state instead of attention.
+
+Queries, keys, values, output gate and rates are one matrix product. A causal convolution over
+queries, keys and values follows.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from megacp.engine.config.model import ModelConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, output_std
 
 DELTA_PROJECTED = ("q", "k", "v", "z", "b", "a")
-"""Linears of one product: what the convolution is given, the gate of the output, and two rates of
-each value head.
+"""Linears of one product: q, k and v for the convolution, the output gate z, and two rates b and a
+per value head.
 """
 
 
 def _linears(model: ModelConfig) -> dict[str, Linear]:
-    hidden, std, heads = model.hidden_size, model.init_method_std, model.linear_num_value_heads
+    hidden = model.hidden_size
+    std = model.init_method_std
+    heads = model.linear_num_value_heads
     keys = model.linear_num_key_heads * model.linear_key_head_dim
     values = heads * model.linear_value_head_dim
     widths = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
@@ -26,10 +30,13 @@ def _linears(model: ModelConfig) -> dict[str, Linear]:
 
 
 def _others(model: ModelConfig) -> Iterator[Tensor]:
-    taps, linears = model.linear_conv_kernel_dim, _linears(model)
-    for name in "qkv":  # as torch's Conv1d has it, and draws it
-        shape = (linears[name].outputs, 1, taps)
+    taps = model.linear_conv_kernel_dim
+    linears = _linears(model)
+    # shape and initial distribution of torch's depthwise Conv1d
+    for name in "qkv":
+        shape = (linears[name].outputs, 1, taps)  # [channels, 1, taps]
         yield Tensor(f"convolution_{name}.weight", shape, "rows", "uniform", (3 * taps) ** -0.5)
+    # log decay of a head's state: -exp(A_log) * softplus(a + dt_bias)
     heads = (model.linear_num_value_heads,)
     yield Tensor("dt_bias", heads, "rows", "ones", decays=False)
     yield Tensor("A_log", heads, "rows", "log_rate", 1.0, decays=False)
@@ -37,11 +44,14 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Products inside a chunk of C tokens, its map, and the scan."""
-    keys, values = model.linear_key_head_dim, model.linear_value_head_dim
-    inside = CHUNK * (
-        2 * keys + (keys + values) / 2 + keys + values
-    )  # of a token: scores, solved, seen
+    """Return the FLOPs within chunks of C tokens, and those of the scan over chunks."""
+    keys = model.linear_key_head_dim
+    values = model.linear_value_head_dim
+    # Multiply-adds per token within its chunk: two score matrices, the triangular solve (half of a
+    # full product), and the products with its results.
+    inside = CHUNK * (2 * keys + (keys + values) / 2 + keys + values)
+    # Per token across chunks: the transition matrix of a chunk, updates and reads of the state, and
+    # the transition of the state, once per chunk.
     across = keys * keys + 2 * keys * values + keys * keys * values / CHUNK
     return Flops(2.0 * tokens * model.linear_num_value_heads * (inside + across), 0.0)
 

@@ -1,8 +1,8 @@
-"""Mamba-2 in the place of attention: a gate, what states are made of and read by, and steps in one
-product.
+"""Mamba-2, a mixer with a recurrent state instead of attention.
 
-Flags of the delta rule say its sizes: key heads are groups of B and C, a key's width is the state's
-size, value heads and their width are the heads.
+The gate z, the inputs x, B and C, and the step sizes dt are one matrix product. The sizes use the
+flags of the gated delta rule. Value heads are the heads of x and z, key heads are the groups of B
+and C, and the key width is the state size.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from megacp.engine.config.model import ModelConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, output_std
 
 MAMBA_PROJECTED = ("z", "x", "B", "C", "dt")
-"""Linears of one product: the gate, three that the convolution is given, and a step for each head.
+"""Linears of one product: the gate z, inputs x, B and C of the convolution, and a step size dt for
+each head.
 """
 CONVOLVED = ("x", "B", "C")
+"""Linears whose outputs pass through the causal convolution."""
 
 
 def _linears(model: ModelConfig) -> dict[str, Linear]:
@@ -32,16 +34,16 @@ def _linears(model: ModelConfig) -> dict[str, Linear]:
 
 
 def _others(model: ModelConfig) -> Iterator[Tensor]:
-    taps, linears = model.linear_conv_kernel_dim, _linears(model)
-    for name in CONVOLVED:  # as torch's Conv1d has them, and draws the weight
-        width = linears[name].outputs
-        yield Tensor(
-            f"convolution_{name}.weight", (width, 1, taps), "rows", "uniform", (3 * taps) ** -0.5
-        )
+    taps = model.linear_conv_kernel_dim
+    linears = _linears(model)
+    # shape and initial distribution of torch's depthwise Conv1d
     for name in CONVOLVED:
-        yield Tensor(
-            f"convolution_{name}.bias", (linears[name].outputs,), "rows", "zeros", decays=False
-        )
+        shape = (linears[name].outputs, 1, taps)  # [channels, 1, taps]
+        yield Tensor(f"convolution_{name}.weight", shape, "rows", "uniform", (3 * taps) ** -0.5)
+    for name in CONVOLVED:
+        width = linears[name].outputs
+        yield Tensor(f"convolution_{name}.bias", (width,), "rows", "zeros", decays=False)
+    # step size softplus(dt + dt_bias), decay rate -exp(A_log), and the weight D of the skip path
     heads = (model.linear_num_value_heads,)
     yield Tensor("dt_bias", heads, "rows", "step", 1.0, decays=False)
     yield Tensor("A_log", heads, "rows", "log_rate", 1.0, decays=False)
@@ -50,10 +52,10 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """Products inside a chunk of C tokens, what it adds to its state, and what is read of the state
-    before it.
-    """
-    keys, values = model.linear_key_head_dim, model.linear_value_head_dim
+    """Return the FLOPs within chunks of C tokens, of updating the state and of reading it."""
+    keys = model.linear_key_head_dim
+    values = model.linear_value_head_dim
+    # Multiply-adds per token. The scores C B^T are computed per group; all else is per head.
     each = model.linear_num_value_heads * (CHUNK * values + 2 * keys * values)
     return Flops(2.0 * tokens * (model.linear_num_key_heads * CHUNK * keys + each), 0.0)
 

@@ -1,14 +1,11 @@
-"""A mixture of experts in the place of the MLP: a router, and gated MLPs of which a token passes a
-few.
+"""A mixture of experts instead of the MLP: a router and gated MLPs (experts), a few for each token.
 
-Tensors are those of single experts, so that any number of ep ranks reads what any other wrote.
-Experts are shared over ep and never cut over tp, whose ranks hold other tokens under sequence
-parallelism.
+Every expert has separate tensors, so a checkpoint can be read with any ep. Experts are distributed
+over ep and never cut over tp: with sequence parallelism, tp ranks have different tokens.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -26,56 +23,65 @@ from megacp.engine.layers.table import (
 )
 
 _ROUTED = "experts"
-"""The part of kinds of linears (`experts.gate`) that all routed experts of a layer share."""
+"""First part of the linear kinds of routed experts, such as `experts.gate`."""
 
 
 def router_tensor(model: ModelConfig) -> Tensor:
-    """A score of each expert, of a token."""
+    """Return the router weight `[experts, hidden]`, which scores the experts for a token."""
     shape = (model.num_experts, model.hidden_size)
     return Tensor("router.weight", shape, std=model.init_method_std, treated="matrix")
 
 
 def router_bias(model: ModelConfig) -> Iterator[Tensor]:
-    """What is added to the scores, where there is such a thing."""
+    """Yield the bias of the router scores `[experts]`, if the model has one."""
     if model.moe_router_bias:
         yield Tensor("router.bias", (model.num_experts,), init="zeros", decays=False)
 
 
 def correction_tensor(model: ModelConfig) -> Tensor:
-    """What is added to sigmoids where experts are chosen: no parameter, and float32 in any
-    model.
+    """Return the correction `[experts]`, which is added to sigmoids when experts are chosen.
+
+    It is float32 in every model, and it is a buffer rather than a parameter.
     """
     return Tensor("router.correction", (model.num_experts,), init="zeros", decays=False)
 
 
 def _of_expert(model: ModelConfig) -> dict[str, Linear]:
-    hidden, width = model.hidden_size, model.expert_hidden_size
-    into = Linear(hidden, width, model.init_method_std, model.add_mlp_bias, "whole", EXPERTS)
-    out = Linear(width, hidden, output_std(model), model.add_mlp_bias, "whole", EXPERTS)
+    hidden = model.hidden_size
+    width = model.expert_hidden_size
+    bias = model.add_mlp_bias
+    # "whole": not cut over tp
+    into = Linear(hidden, width, model.init_method_std, bias, "whole", EXPERTS)
+    out = Linear(width, hidden, output_std(model), bias, "whole", EXPERTS)
     return {"gate": into, "up": into, "down": out}
 
 
 def expert_tensors(model: ModelConfig, name: str, experts: range) -> list[tuple[Tensor, ...]]:
-    """The matrices `gate`, `up` or `down` of some experts, and then their biases where they have
-    any.
+    """Return the weights of a linear (`gate`, `up` or `down`) for some experts, then their biases.
+
+    The result has one tuple over experts for the weights and, if the model has MLP biases, one for
+    the biases.
     """
     linear = _of_expert(model)[name]
-    return list(
-        zip(*(linear.tensors(f"experts.{expert}.{name}") for expert in experts), strict=True)
-    )
+    # transpose: (weight, bias) of each expert -> (weights of all experts), (biases of all experts)
+    of_experts = [linear.tensors(f"experts.{expert}.{name}") for expert in experts]
+    return list(zip(*of_experts, strict=True))
 
 
 def expert_pairs(model: ModelConfig, name: str, experts: range) -> list[list[Tensor]]:
-    """The low-rank matrices A, unless they are another linear's, and B beside it: those of some
-    experts.
+    """Return the LoRA matrices of a linear for some experts: a list of all A, then one of all B.
+
+    The list of A is omitted if the pairs share the A of another linear.
     """
-    size, linear = model.lora_pairs[f"{_ROUTED}.{name}"], _of_expert(model)[name]
+    size = model.lora_pairs[f"{_ROUTED}.{name}"]
+    linear = _of_expert(model)[name]
+    # transpose: (A, B) of each expert -> (A of all experts), (B of all experts)
     pairs = [list(linear.pair(f"experts.{expert}.{name}", size)) for expert in experts]
     return [list(of_each) for of_each in zip(*pairs, strict=True)]
 
 
 def shared_gate_tensor(model: ModelConfig) -> Tensor:
-    """What a token's share of the shared expert is made of."""
+    """Return the weight `[1, hidden]` of the gate of the shared expert."""
     return Tensor(
         "shared_gate.weight", (1, model.hidden_size), std=model.init_method_std, treated="matrix"
     )
@@ -86,59 +92,61 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
     if model.moe_shared_expert_gate:
         yield shared_gate_tensor(model)
     yield from router_bias(model)
+    linears = _of_expert(model)
     for expert in range(model.num_experts):
         for name in ("gate", "up", "down"):
-            yield from itertools.chain(*expert_tensors(model, name, range(expert, expert + 1)))
+            yield from linears[name].tensors(f"experts.{expert}.{name}")
 
 
 def _flops(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """The scores of all experts and of the gate, and the three products of the chosen ones."""
-    chosen = 3 * model.expert_hidden_size * model.moe_router_topk
-    return Flops(
-        2.0
-        * tokens
-        * model.hidden_size
-        * (chosen + model.num_experts + model.moe_shared_expert_gate),
-        0.0,
-    )
+    """Return the FLOPs of the router, the gate of the shared expert, and the chosen experts."""
+    # Each product has `hidden_size` on one side; these are the other sides.
+    chosen = 3 * model.expert_hidden_size * model.moe_router_topk  # gate, up and down
+    scores = model.num_experts + int(model.moe_shared_expert_gate)
+    return Flops(2.0 * tokens * model.hidden_size * (chosen + scores), 0.0)
 
 
 def most_load(config: RunConfig) -> float:
-    """Rows of a rank's experts over those of an even load, where all ranks choose all that they can
-    of it.
+    """Return the largest possible load of a rank's experts, relative to an even load.
+
+    It occurs if every token chooses experts of this rank first.
     """
-    model, ep = config.model, config.parallel.expert_model_parallel_size
-    return ep * min(model.moe_router_topk, model.num_experts // ep) / model.moe_router_topk
+    model = config.model
+    ep = config.parallel.expert_model_parallel_size
+    most_chosen = min(model.moe_router_topk, model.num_experts // ep)
+    return ep * most_chosen / model.moe_router_topk
 
 
 def planned_load(config: RunConfig) -> float:
-    """The same of the load that is planned for; 1 where one rank has all experts."""
+    """Return the load to plan for, relative to an even load; 1 if one rank has all experts."""
     return min(config.parallel.moe_planned_imbalance, most_load(config))
 
 
 def _slots(config: RunConfig) -> int:
+    """Return the number of (token, chosen expert) pairs of a rank's tokens."""
     return rows_per_rank(config) * config.model.moe_router_topk
 
 
 def expert_rows(config: RunConfig) -> int:
-    """Return the rows of a rank's experts under the load that is planned for."""
+    """Return the number of rows that a rank's experts process under the planned load."""
     return math.ceil(_slots(config) * planned_load(config))
 
 
 def exchange_bytes(config: RunConfig) -> int:
-    """Bytes that a rank sends for a layer in a microbatch, under an even load: counts, rows and
-    their weights there, rows back, and in backward the other way.
+    """Return the bytes that a rank sends for one layer and microbatch, under an even load.
+
+    The rank sends counts, rows and router weights to the experts, and the experts send rows back.
+    Backward does the reverse. Full recomputation repeats the exchange to the experts.
     """
-    full, ep = (
-        config.training.recompute_mode.repeats_block,
-        config.parallel.expert_model_parallel_size,
-    )
-    away = _slots(config) * (ep - 1) // ep
-    row = config.model.hidden_size * config.training.element_bytes
+    model = config.model
+    ep = config.parallel.expert_model_parallel_size
+    full = int(config.training.recompute_mode.repeats_block)
+    away = _slots(config) * (ep - 1) // ep  # rows for experts of other ranks
+    row = model.hidden_size * config.training.element_bytes
     weight = config.training.accumulation_bytes
-    return 8 * config.model.num_experts // ep * (ep - 1) + away * (
-        (4 + full) * row + (2 + full) * weight
-    )
+    counts = 8 * model.num_experts // ep * (ep - 1)  # int64 per expert of other ranks
+    # rows travel there and back, in forward and in backward; weights there, their gradients back
+    return counts + away * ((4 + full) * row + (2 + full) * weight)
 
 
 def _shared_width(model: ModelConfig) -> int:
@@ -146,5 +154,6 @@ def _shared_width(model: ModelConfig) -> int:
 
 
 SHARED = gated_mlp("mlp.shared", _shared_width)
-"""The MLP that all tokens pass beside their experts."""
+"""The shared expert, an MLP that processes every token."""
+# Experts are `others` rather than `linears`, because their tensors are not cut over tp.
 MOE = LayerKind("mlp", lambda model: {}, (), _others, _flops, _of_expert)

@@ -1,6 +1,7 @@
-"""The layers of a model in order, and all of its tensors.
+"""The layers of a model in order, and all tensors of the decoder.
 
-Patterns of flags say which layer is of which kind. They are parsed here, once for each model.
+The kind of each layer follows from flags with patterns, such as --moe-layer-freq. They are parsed
+here, once per model.
 """
 
 from __future__ import annotations
@@ -19,70 +20,80 @@ from megacp.engine.layers.moe import MOE, SHARED
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, lora_kind, norm_weight
 
 EXPERT_KINDS = tuple(kind for kind in LORA_KINDS if kind.startswith("experts."))
-"""Kinds of linears of routed experts."""
+"""Linear kinds of routed experts."""
 STATES = {"gated_delta": GATED_DELTA, "mamba2": MAMBA2}
-"""Layers with a state by the words of --linear-attention-rule."""
+"""Mixers with a recurrent state. The keys are the words of `--linear-attention-rule`."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What stands in one block."""
+    """Contents of one decoder block."""
 
     name: str
     mixer: LayerKind
     mlp: LayerKind
     window: int
-    """Tokens that attention sees, the query's own included; 0: no limit."""
+    """Number of tokens that a query attends to, itself included; 0 means no limit."""
     rotates: bool
-    """Whether queries and keys have the rotary embedding."""
+    """Whether queries and keys have a rotary embedding."""
 
     shared: LayerKind | None = None
-    """An MLP beside experts, behind the same norm."""
+    """Shared expert, which uses the same norm as the routed experts."""
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """All that stands in the block."""
-        return (
-            (self.mixer, self.mlp) if self.shared is None else (self.mixer, self.mlp, self.shared)
-        )
+        """Mixer, MLP and, if there is one, shared expert."""
+        if self.shared is None:
+            return (self.mixer, self.mlp)
+        return (self.mixer, self.mlp, self.shared)
 
     @property
     def has_state(self) -> bool:
-        """Whether a state takes the place of attention."""
+        """Whether the mixer has a recurrent state instead of attention."""
         return self.mixer is not ATTENTION
 
     @property
     def is_routed(self) -> bool:
-        """Whether tokens are routed to experts."""
+        """Whether a router sends tokens to experts."""
         return self.mlp is MOE
 
     def linears(self, model: ModelConfig) -> dict[str, Linear]:
-        """Linears of mixer and MLP, by the last part of their names."""
-        return {name: linear for kind in self.kinds for name, linear in kind.linears(model).items()}
+        """Return the linears of mixer and MLP by the last part of their names."""
+        found: dict[str, Linear] = {}
+        for kind in self.kinds:
+            found.update(kind.linears(model))
+        return found
 
     def tensors(self, model: ModelConfig) -> Iterator[Tensor]:
-        """All but low-rank pairs."""
+        """Yield all tensors of the block except LoRA pairs."""
+        # a block with only one norm per part has the plain name, before or after the part
         both = model.has_input_norms and model.has_output_norms
         places = ("", "_output") if both else ("",)
+        # the shared expert comes third and has no norm
         for part, kind in itertools.zip_longest(("attention", "mlp"), self.kinds):
-            for place in places if part else ():
-                yield norm_weight(model, f"{self.name}.{part}{place}_norm", model.hidden_size)
+            if part is not None:
+                for place in places:
+                    yield norm_weight(model, f"{self.name}.{part}{place}_norm", model.hidden_size)
             yield from kind.tensors(model, self.name)
 
     def flops(self, model: ModelConfig, tokens: int, area: int) -> Flops:
-        """The forward over some tokens with an area of allowed (query, key) pairs, without low-rank
-        pairs.
+        """Return the forward FLOPs without LoRA pairs.
+
+        `area` is the number of allowed (query, key) pairs among the `tokens`.
         """
+        # 2 FLOPs per weight and token
         weights = sum(linear.inputs * linear.outputs for linear in self.linears(model).values())
         mixing = self.mixer.mixing(model, tokens, area) + self.mlp.mixing(model, tokens, area)
         return Flops(2.0 * tokens * weights, 0.0) + mixing
 
     def pairs(self, model: ModelConfig) -> Iterator[Tensor]:
-        """The low-rank pairs beside its linears."""
+        """Yield the LoRA pairs of all linears in the block."""
         for kind in self.kinds:
-            found, of_expert = dict(kind.linears(model)), kind.of_expert(model).items()
+            found = dict(kind.linears(model))
+            of_expert = kind.of_expert(model)
             for expert in range(model.num_experts):
-                found |= {f"experts.{expert}.{name}": linear for name, linear in of_expert}
+                for name, linear in of_expert.items():
+                    found[f"experts.{expert}.{name}"] = linear
             for name, linear in found.items():
                 whole_name = f"{self.name}.{kind.name}.{name}"
                 size = model.lora_pairs.get(lora_kind(whole_name))
@@ -90,7 +101,8 @@ class Layer:
                     yield from linear.pair(whole_name, size)
 
     def lora_linears(self, model: ModelConfig) -> dict[str, Linear]:
-        """The linears that have a low-rank pair, by kind; one stands for those of all experts."""
+        """Return the linears with a LoRA pair by kind. One linear represents all experts."""
+        # collect all linears, then keep the kinds of --lora-targets
         found = {}
         for kind in self.kinds:
             for name, linear in kind.linears(model).items():
@@ -100,35 +112,40 @@ class Layer:
         return {kind: linear for kind, linear in found.items() if kind in model.lora_pairs}
 
     def has_pairs(self, model: ModelConfig) -> bool:
-        """Whether some linear of the block has a low-rank pair."""
+        """Return whether any linear of the block has a LoRA pair."""
+        # stop at the first pair: a layer may have thousands of experts
         return next(self.pairs(model), None) is not None
 
 
+# Cached because checks, costs and modules all ask for the layers; a ModelConfig is hashable.
 @functools.cache
 def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
-    """One a block. ValueError for a pattern that is neither a number nor a list."""
+    """Return one `Layer` per block. Raise ValueError for an invalid pattern."""
+    # one period of each pattern; True marks the layers that it skips
     still = skip_pattern("--no-rope-freq", model.no_rope_freq)
     open_to_all = skip_pattern("--window-attn-skip-freq", model.window_attn_skip_freq, skips="0")
     attend = skip_pattern("--linear-attention-freq", model.linear_attention_freq, skips="0")
+    # without the flag, all layers attend; a number N lets only every N-th layer attend
     if model.linear_attention_freq is None:
         attend = (True,)
     routed = skip_pattern("--moe-layer-freq", model.moe_layer_freq)
-    if (
-        model.moe_layer_freq.isdigit()
-    ):  # Megatron counts the first of N, where others count the last
+    # As in Megatron, a number means the first of every N layers here, but the last in other flags.
+    if model.moe_layer_freq.isdigit():
         routed = routed[::-1]
     found = []
     for i in range(model.num_layers):
+        # a pattern repeats until the last layer
         mixer = ATTENTION if attend[i % len(attend)] else STATES[model.linear_attention_rule]
         window = 0 if open_to_all[i % len(open_to_all)] else model.window_size or 0
         mlp = MOE if model.num_experts and routed[i % len(routed)] else DENSE
         shared = SHARED if mlp is MOE and model.moe_shared_expert_intermediate_size else None
-        found.append(Layer(f"layers.{i}", mixer, mlp, window, not still[i % len(still)], shared))
+        rotates = not still[i % len(still)]
+        found.append(Layer(f"layers.{i}", mixer, mlp, window, rotates, shared))
     return tuple(found)
 
 
 def vocabulary_table(model: ModelConfig, name: str, rows: int) -> Tensor:
-    """A table of the vocabulary, embedding or head."""
+    """Return a table over the vocabulary `[rows, hidden]`: the embedding or the output head."""
     return Tensor(
         f"{name}.weight",
         (rows, model.hidden_size),
@@ -139,7 +156,7 @@ def vocabulary_table(model: ModelConfig, name: str, rows: int) -> Tensor:
 
 
 def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
-    """All of the decoder but low-rank pairs; a tied head is the embedding."""
+    """Yield all tensors of the decoder except LoRA pairs. A tied head has no tensor."""
     yield vocabulary_table(model, "embedding", model.embedding_rows)
     for layer in layers_of(model):
         yield from layer.tensors(model)
@@ -149,20 +166,20 @@ def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
 
 
 def lora_kinds(model: ModelConfig) -> tuple[str, ...]:
-    """The kinds of linears with a low-rank pair that some layer has, in the order of
-    `LORA_KINDS`.
-    """
-    found = {kind for layer in layers_of(model) for kind in layer.lora_linears(model)}
+    """Return the linear kinds that have a LoRA pair in some layer, in the order of `LORA_KINDS`."""
+    found = set[str]()
+    for layer in layers_of(model):
+        found.update(layer.lora_linears(model))
     return tuple(kind for kind in model.lora_pairs if kind in found)
 
 
 def pair_tensors(model: ModelConfig) -> Iterator[Tensor]:
-    """The low-rank pairs of all layers."""
+    """Yield the LoRA pairs of all layers."""
     for layer in layers_of(model):
         yield from layer.pairs(model)
 
 
 def model_tensors(model: ModelConfig) -> Iterator[Tensor]:
-    """All tensors of the decoder, as checkpoints name them."""
+    """Yield all tensors of the decoder under their names in checkpoints."""
     yield from decoder_tensors(model)
     yield from pair_tensors(model)

@@ -1,8 +1,6 @@
-"""The words in which a kind of layer is described: linears, other tensors, and the row that holds
-them.
+"""Data types that describe a kind of layer: its linears, other tensors and FLOPs.
 
-Sizes are global, before tensor parallelism. Modules, costs, converter and low-rank pairs read the
-rows.
+Sizes are global: not divided by tp. Modules, costs, the converter and LoRA read these descriptions.
 """
 
 from __future__ import annotations
@@ -18,30 +16,30 @@ from megacp.engine.config.run import RunConfig
 from megacp.engine.config.training import Treated
 
 DATA = "dp_cp"
-"""Name of the axis over all ranks that hold the same part of the model and see other tokens."""
+"""Name of the axis over all ranks with the same part of the model and different tokens."""
 EXPERTS = "edp"
-"""Name of the axis over all ranks that hold the same experts: what expert parallelism leaves of a
-stage's ranks.
-"""
+"""Name of the axis over all ranks of a stage that have a copy of the same experts."""
 Cut = Literal["rows", "columns", "whole"]
-"""How tp ranks share a tensor: its dim 0, its dim 1, or each has all of it."""
+"""Division of a tensor over tp ranks: along dim 0, along dim 1, or a full copy on each rank."""
 MATMUL_BACKWARD = 2.0
-"""Backward of a linear over its forward: the gradients of input and weight."""
+"""Cost of a linear's backward (gradients of input and weight) relative to its forward."""
 ATTENTION_BACKWARD = 2.5
-"""Backward of core attention over its forward: five products against two (FlashAttention-2, Dao
-2023).
+"""Cost of core attention's backward relative to its forward: five matrix products instead of two
+(FlashAttention-2, Dao 2023).
 """
 PUBLISHED_BACKWARD = 2.0
-"""The same where MFU is published (PaLM, Chowdhery et al., 2022): a product computed again is none
-of the model.
+"""The same ratio in published MFU, which does not count the product that backward recomputes (PaLM,
+Chowdhery et al., 2022).
 """
-A, B = "lora_A.weight", "lora_B.weight"
-"""Ends of the names of the two matrices of a low-rank pair, as peft has them."""
+# Name endings of the two matrices of a LoRA pair, the same as in peft
+A = "lora_A.weight"
+B = "lora_B.weight"
 
 
 def lora_kind(name: str) -> str:
-    """Return the kind of a linear, as --lora-targets names it: `experts.gate` of
-    `layers.1.mlp.experts.3.gate`.
+    """Return the kind of a linear for --lora-targets.
+
+    For example, `layers.1.mlp.experts.3.gate` has the kind `experts.gate`.
     """
     parts = [part for part in name.split(".") if not part.isdigit()]
     return ".".join(parts[-2:])
@@ -55,29 +53,33 @@ class Tensor:
     shape: tuple[int, ...]
     cut: Cut = "whole"
     init: str = "normal"
-    """How it is drawn, as `ParameterSpec.init` says."""
+    """Distribution of the initial values: one of the words of `ParameterSpec.init`."""
     std: float = 0.0
     decays: bool = True
+    """Whether weight decay applies."""
     treated: Treated = "vector"
-    """By which the optimizer chooses the rule that steps it."""
+    """Role of the tensor, by which the optimizer chooses the update rule."""
     reduced_over: str = DATA
-    """Name of the axis whose ranks sum the gradient by slices and step a slice each."""
+    """Name of the axis whose ranks reduce-scatter the gradient and update a slice each."""
 
     @property
     def size(self) -> int:
-        """Elements of all ranks together."""
+        """Number of elements over all ranks."""
         return math.prod(self.shape)
 
     def local_size(self, tp: int, ep: int = 1) -> int:
-        """Elements on one tp rank; of an expert, those that an ep rank has in the mean."""
-        return self.size // (
-            ep if self.reduced_over == EXPERTS else 1 if self.cut == "whole" else tp
-        )
+        """Return the number of elements per rank; for an expert, averaged over ep ranks."""
+        # experts are distributed over ep but never cut over tp
+        if self.reduced_over == EXPERTS:
+            return self.size // ep
+        if self.cut == "whole":
+            return self.size
+        return self.size // tp
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix `[outputs, inputs]`, and perhaps a bias that begins at 0."""
+    """A weight matrix `[outputs, inputs]`, with an optional bias that is initialised to 0."""
 
     inputs: int
     outputs: int
@@ -87,13 +89,11 @@ class Linear:
     reduced_over: str = DATA
 
     def tensors(self, name: str) -> Iterator[Tensor]:
-        """Its weight and bias. A bias behind columns is whole, because it is added after the sum
-        over tp.
-        """
-        over, shape = self.reduced_over, (self.outputs, self.inputs)
+        """Yield the weight and the bias."""
+        over = self.reduced_over
         yield Tensor(
             f"{name}.weight",
-            shape,
+            (self.outputs, self.inputs),
             self.cut,
             "normal",
             self.std,
@@ -101,117 +101,132 @@ class Linear:
             reduced_over=over,
         )
         if self.bias:
+            # if the columns are cut, the bias is added after the sum over tp, so every rank has it
             cut: Cut = "rows" if self.cut == "rows" else "whole"
             yield Tensor(
                 f"{name}.bias", (self.outputs,), cut, "zeros", decays=False, reduced_over=over
             )
 
     def pair(self, name: str, size: PairSize) -> Iterator[Tensor]:
-        """The low-rank matrices A `[rank, inputs]`, unless it is another linear's, and B `[outputs,
-        rank]` beside it.
+        """Yield the LoRA matrices A `[rank, inputs]` and B `[outputs, rank]` of this linear.
 
-        The cut one has the cut side.
+        A is omitted if the pair shares the A of another linear.
         """
-        down, up, over = (size.rank, self.inputs), (self.outputs, size.rank), self.reduced_over
-        # what peft's Kaiming draw with a = sqrt(5) comes to
+        over = self.reduced_over
+        # peft draws A by kaiming_uniform_(a=sqrt(5)), which has this standard deviation
         down_std = 1 / math.sqrt(3 * self.inputs)
+        # The matrix next to the cut side of the weight is cut as well: A has the input side, B the
+        # output side.
         down_cut: Cut = "columns" if self.cut == "columns" else "whole"
         up_cut: Cut = "rows" if self.cut == "rows" else "whole"
         if not size.shares:
             yield Tensor(
                 f"{name}.{A}",
-                down,
+                (size.rank, self.inputs),
                 down_cut,
                 "uniform",
                 down_std,
                 treated="matrix",
                 reduced_over=over,
             )
-        yield Tensor(f"{name}.{B}", up, up_cut, "zeros", treated="matrix", reduced_over=over)
+        # B = 0, so the adapted model starts equal to the frozen one
+        yield Tensor(
+            f"{name}.{B}",
+            (self.outputs, size.rank),
+            up_cut,
+            "zeros",
+            treated="matrix",
+            reduced_over=over,
+        )
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a forward pass: linear layers and core attention, kept apart because their backward
-    costs differ.
+    """FLOPs of a forward pass, separately for linear layers and core attention.
+
+    They are separate because the costs of their backward differ.
     """
 
     matmul: float
     attention: float
     backward: float = ATTENTION_BACKWARD
-    """Of attention, over its forward."""
+    """Cost of attention's backward relative to its forward."""
 
     @property
     def forward(self) -> float:
+        """FLOPs of the forward pass."""
         return self.matmul + self.attention
 
     @property
     def training(self) -> float:
-        """Forward and backward, nothing computed twice."""
+        """FLOPs of forward and backward, without recomputation."""
         return (1 + MATMUL_BACKWARD) * self.matmul + (1 + self.backward) * self.attention
 
     @property
     def passing(self) -> float:
-        """Forward and the gradient of only the input: frozen weights with trained ones before
-        them.
-        """
+        """FLOPs of forward and input gradients only, for frozen weights after trained ones."""
+        # a linear's forward and its input gradient cost the same
         return MATMUL_BACKWARD * self.matmul + (1 + self.backward) * self.attention
 
     @property
     def published(self) -> Flops:
-        """The same, of which `training` and `passing` are what MFU is published with."""
+        """The same FLOPs, with `training` and `passing` counted as in published MFU."""
         return dataclasses.replace(self, backward=PUBLISHED_BACKWARD)
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.matmul + other.matmul, self.attention + other.attention)
 
     def times(self, factor: float) -> Flops:
-        """The FLOPs of `factor` such passes."""
+        """Return the FLOPs of `factor` such passes."""
         return Flops(self.matmul * factor, self.attention * factor)
 
 
 def tokens_per_rank(config: RunConfig) -> int:
-    """Tokens of a microbatch's row on one cp rank."""
+    """Return the number of tokens of a microbatch's row on one cp rank, rounded up."""
+    # Dynamic context parallelism multiplies both the tokens and the ranks by dp.
     row = config.training.micro_batch_size * config.data.seq_length
-    return -(
-        -row // config.parallel.context_parallel_size
-    )  # dynamic: dp times the packs over dp times the ranks
+    return -(-row // config.parallel.context_parallel_size)
 
 
 def rows_per_rank(config: RunConfig) -> int:
-    """Return the tokens of a block's input on one rank: with sequence parallelism, a part of
-    `tokens_per_rank`.
+    """Return the number of tokens in a block's input on one rank.
+
+    Sequence parallelism shards the tokens of a cp rank over tp.
     """
-    sharers = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    return tokens_per_rank(config) // sharers
+    if not config.parallel.sequence_parallel:
+        return tokens_per_rank(config)
+    return tokens_per_rank(config) // config.parallel.tensor_model_parallel_size
 
 
 def residual_bytes(config: RunConfig) -> int:
-    """Return the bytes of a block's input on one rank."""
+    """Return the size in bytes of a block's input on one rank."""
     return rows_per_rank(config) * config.model.hidden_size * config.training.element_bytes
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of mixer or MLP."""
+    """A kind of mixer (such as attention) or MLP."""
 
     name: str
-    """Name of its tensors, behind `layers.{i}.`."""
+    """Part of tensor names after `layers.{i}.`."""
     linears: Callable[[ModelConfig], Mapping[str, Linear]]
-    """Linears by the last part of their names."""
+    """Returns the linears by the last part of their names."""
     products: tuple[tuple[str, ...], ...]
-    """The linears of each product, in the order in which it holds them."""
+    """Linears that are computed as one matrix product, in the order of their outputs."""
     others: Callable[[ModelConfig], Iterator[Tensor]] = lambda model: iter(())
-    """Tensors beside the linears."""
+    """Returns the tensors that do not belong to linears."""
+    # FLOPs of a layer = those of its linears + `mixing`, for example of attention scores
     mixing: Callable[[ModelConfig, int, int], Flops] = lambda model, tokens, area: Flops(0.0, 0.0)
-    """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs.
+    """Returns the forward FLOPs without the linears, for a number of tokens and of allowed (query,
+    key) pairs.
     """
     of_expert: Callable[[ModelConfig], Mapping[str, Linear]] = lambda model: {}
-    """Linears of each expert, by the last part of their names; their tensors are among the others.
+    """Returns the linears of one expert by the last part of their names. `others` yields their
+    tensors.
     """
 
     def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
-        """All of them, of a layer with this name."""
+        """Yield all tensors of the layer with this name, such as `layers.3`."""
         for name, linear in self.linears(model).items():
             yield from linear.tensors(f"{layer}.{self.name}.{name}")
         for tensor in self.others(model):
@@ -219,24 +234,22 @@ class LayerKind:
 
 
 def output_std(model: ModelConfig, layers: int | None = None) -> float:
-    """Std of the two linears that write to the residual stream: `std / sqrt(2 layers)` (GPT-2;
-    Megatron).
+    """Return the initial std of linears that write to the residual stream: `std / sqrt(2 layers)`.
+
+    This is the rule of GPT-2 and Megatron; each layer has two such linears.
     """
-    return model.init_method_std / math.sqrt(2 * (layers or model.num_layers))
+    depth = layers or model.num_layers  # a vision tower passes its depth
+    return model.init_method_std / math.sqrt(2 * depth)
 
 
 def norm_weight(model: ModelConfig, name: str, width: int, cut: Cut = "whole") -> Tensor:
-    """The weight of an RMSNorm."""
-    return Tensor(
-        f"{name}.weight",
-        (width,),
-        cut,
-        "zeros" if model.apply_layernorm_1p else "ones",
-        decays=False,
-    )
+    """Return the weight of an RMSNorm."""
+    # with --apply-layernorm-1p the norm multiplies by 1 + weight
+    init = "zeros" if model.apply_layernorm_1p else "ones"
+    return Tensor(f"{name}.weight", (width,), cut, init, decays=False)
 
 
 def layer_norm_tensors(name: str, width: int) -> Iterator[Tensor]:
-    """Weight and bias of a LayerNorm."""
+    """Yield the weight and bias of a LayerNorm."""
     yield Tensor(f"{name}.weight", (width,), init="ones", decays=False)
     yield Tensor(f"{name}.bias", (width,), init="zeros", decays=False)

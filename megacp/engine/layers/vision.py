@@ -1,4 +1,4 @@
-"""Vision towers and connectors: a row for each kind, and the two that a family has."""
+"""Vision towers and connectors: tensors and FLOPs of each kind, and the pair of each family."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ class VisionKind:
 
     tensors: Callable[[VisionConfig, ModelConfig], Iterator[Tensor]]
     flops: Callable[[VisionConfig, ModelConfig, int], Flops]
-    """The forward over so many patches: those of a crop, or of the window of one pooled token."""
+    """Returns the forward FLOPs for the patches of one crop, or of one pooled token."""
 
 
 def _attention(width: int, inputs: int, std: float, last_std: float) -> dict[str, Linear]:
+    # q, k and v may have wider inputs than outputs: a connector reads the features of two layers
     found = {f"attention.{name}": Linear(inputs, width, std, bias=True) for name in "qkv"}
     return found | {"attention.output": Linear(width, width, last_std, True, "columns")}
 
 
 def _weights(linears: dict[str, Linear]) -> int:
+    # biases are left out, as in the FLOPs of the decoder
     return sum(linear.inputs * linear.outputs for linear in linears.values())
 
 
 def block_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
-    """Linears of a ViT's block, by the ends of their names."""
-    width, ffn, std = v.vision_hidden_size, v.vision_ffn_hidden_size, model.init_method_std
+    """Return the linears of a ViT block by the ends of their names."""
+    width = v.vision_hidden_size
+    ffn = v.vision_ffn_hidden_size
+    std = model.init_method_std
+    # by the depth of the tower, not of the decoder
     last_std = output_std(model, v.vision_num_layers)
     mlp = {
         "mlp.up": Linear(width, ffn, std, True),
@@ -44,13 +49,17 @@ def block_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
 def _vit_tensors(
     patch: Callable[[VisionConfig], tuple[int, ...]], v: VisionConfig, model: ModelConfig
 ) -> Iterator[Tensor]:
-    width, std = v.vision_hidden_size, model.init_method_std
+    width = v.vision_hidden_size
+    std = model.init_method_std
+    # `Tower` takes these three first, so their order matters
     yield Tensor("vision.patch_embedding.weight", (width, *patch(v)), std=std, treated="matrix")
     yield Tensor("vision.patch_embedding.bias", (width,), init="zeros", decays=False)
     yield Tensor(
         "vision.position_embedding.weight", (v.patches_per_crop, width), std=std, treated="table"
     )
-    for block in (f"vision.blocks.{i}" for i in range(v.vision_num_layers)):
+    # pre-norm blocks
+    for i in range(v.vision_num_layers):
+        block = f"vision.blocks.{i}"
         for part in ("attention", "mlp"):
             yield from layer_norm_tensors(f"{block}.{part}_norm", width)
         for name, linear in block_linears(v, model).items():
@@ -58,26 +67,24 @@ def _vit_tensors(
 
 
 def _vit_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
-    """Each patch sees those of an image as large as the table of positions."""
-    weights = (
-        v.vision_num_layers * _weights(block_linears(v, model)) + v.vision_hidden_size * v.patch_dim
-    )
+    """Return the FLOPs of a ViT, assuming images with as many patches as learned positions."""
+    embedding = v.vision_hidden_size * v.patch_dim
+    weights = v.vision_num_layers * _weights(block_linears(v, model)) + embedding
+    # all (query, key) pairs within an image
     pairs = v.vision_num_layers * patches * v.patches_per_crop
     return Flops(2.0 * patches * weights, 4.0 * pairs * v.vision_hidden_size)
 
 
 def _vit(patch: Callable[[VisionConfig], tuple[int, ...]]) -> VisionKind:
-    """A ViT, of which the weight of a patch has this shape."""
+    """Return the description of a ViT. `patch` is the shape of a patch in its embedding weight."""
     return VisionKind(functools.partial(_vit_tensors, patch), _vit_flops)
 
 
 def pooling_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
-    """Attention over patches with the features of two layers, then a SwiGLU MLP."""
-    width, std, ffn = (
-        v.vision_hidden_size,
-        model.init_method_std,
-        v.connector_ffn_hidden_size or model.ffn_hidden_size,
-    )
+    """Return the linears of Molmo2's connector: attention that pools patches, and a SwiGLU MLP."""
+    width = v.vision_hidden_size
+    std = model.init_method_std
+    ffn = v.connector_ffn_hidden_size or model.ffn_hidden_size
     mlp = {"mlp.gate": Linear(width, ffn, std), "mlp.up": Linear(width, ffn, std)}
     mlp["mlp.down"] = Linear(ffn, model.hidden_size, std, cut="columns")
     return _attention(width, 2 * width, std, std) | mlp
@@ -89,8 +96,10 @@ def _pooling(v: VisionConfig, model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _pooling_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
-    """Keys and values are those of each patch; the rest meets the pooled token alone."""
+    """Return the FLOPs of one pooled token over this number of patches."""
+    # keys and values are computed per patch, everything else once per pooled token
     linears = pooling_linears(v, model)
+    # weights per patch
     each = _weights({name: linears[f"attention.{name}"] for name in "kv"})
     return Flops(
         2.0 * (_weights(linears) + (patches - 1) * each), 4.0 * patches * v.vision_hidden_size
@@ -98,8 +107,9 @@ def _pooling_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
 
 
 def merging_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
-    """An MLP of the patches of a window together."""
-    joined, std = POOLED_PATCHES * v.vision_hidden_size, model.init_method_std
+    """Return the linears of Qwen3.5's connector: an MLP on the concatenated patches of a window."""
+    joined = POOLED_PATCHES * v.vision_hidden_size
+    std = model.init_method_std
     down = Linear(joined, model.hidden_size, std, True, "columns")
     return {"mlp.up": Linear(joined, joined, std, bias=True), "mlp.down": down}
 
@@ -111,13 +121,14 @@ def _merging(v: VisionConfig, model: ModelConfig) -> Iterator[Tensor]:
 
 
 def _merging_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
+    # one row for all patches of a window, so their number does not matter
     return Flops(2.0 * _weights(merging_linears(v, model)), 0.0)
 
 
 VISION_KINDS: dict[str, tuple[VisionKind, VisionKind]] = {
     "molmo2": (_vit(lambda v: (v.patch_dim,)), VisionKind(_pooling, _pooling_flops)),
     "qwen3_5": (
-        # colours, frames, rows and columns, as torch's Conv3d has them
+        # colours, frames, rows, columns: the order in the weight of torch's Conv3d
         _vit(lambda v: (3, v.family.frames, v.vision_patch_size, v.vision_patch_size)),
         VisionKind(_merging, _merging_flops),
     ),
@@ -126,18 +137,16 @@ VISION_KINDS: dict[str, tuple[VisionKind, VisionKind]] = {
 
 
 def tower_tensors(config: RunConfig) -> Iterator[Tensor]:
-    """All of the tower; none without one."""
+    """Return all tensors of the tower; an empty iterator if the model has none."""
+    if not config.vision.vision_num_layers:
+        return iter(())
     tower, _ = VISION_KINDS[config.vision.vision_family]
-    return (
-        tower.tensors(config.vision, config.model) if config.vision.vision_num_layers else iter(())
-    )
+    return tower.tensors(config.vision, config.model)
 
 
 def connector_tensors(config: RunConfig) -> Iterator[Tensor]:
-    """All of the connector; none without a tower."""
+    """Return all tensors of the connector; an empty iterator if the model has no tower."""
+    if not config.vision.vision_num_layers:
+        return iter(())
     _, connector = VISION_KINDS[config.vision.vision_family]
-    return (
-        connector.tensors(config.vision, config.model)
-        if config.vision.vision_num_layers
-        else iter(())
-    )
+    return connector.tensors(config.vision, config.model)

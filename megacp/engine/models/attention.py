@@ -1,8 +1,7 @@
-"""Self-attention of the decoder: norm, fused q/k/v projection, optional q/k norms, rotary, core
-attention, output.
+"""Self-attention of the decoder, from the input norm to the output projection.
 
-Heads are cut over tp and tokens over cp; only the backend communicates. Separate projections would
-gather the sequence-parallel input three times.
+Heads are cut over tp and tokens over cp; only the backend communicates. The q/k/v projection is
+fused, because separate projections would gather the sequence-parallel input three times.
 """
 
 from __future__ import annotations
@@ -27,36 +26,43 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 def _opened(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Multiply `out[t, heads, d]` by the sigmoid of its gate; return `[t, heads * d]`."""
     return sigmoid_gate(out, gate).flatten(1)
 
 
 class SelfAttention(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`, a norm in front of it included."""
+    """Self-attention with its input norm: `x[t/tp, h] -> [t/tp, h]`."""
 
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         prefix = f"layers.{layer}.{ATTENTION.name}"
-        described, linears = layers_of(config)[layer], ATTENTION.linears(config)
-        self.backend, self.rotates = backend, described.rotates
-        self.head_dim, self.gated = config.head_dim, config.attention_output_gate
-        self.scale, self.reach = config.attention_scale, Reach(described.window)
+        described = layers_of(config)[layer]
+        linears = ATTENTION.linears(config)
+        self.backend = backend
+        self.rotates = described.rotates
+        self.head_dim = config.head_dim
+        self.gated = config.attention_output_gate
+        self.scale = config.attention_scale
+        self.reach = Reach(described.window)
         epsilon = config.norm_epsilon
+        input_norm = None
+        if config.has_input_norms:
+            input_norm = NormSpec(f"{prefix}_norm", config.hidden_size, epsilon)
         self.qkv = backend.norm_column_linear(
-            NormSpec(f"{prefix}_norm", config.hidden_size, epsilon)
-            if config.has_input_norms
-            else None,
-            LinearSpec.of(prefix, linears, *ATTENTION_PROJECTED),
+            input_norm, LinearSpec.of(prefix, linears, *ATTENTION_PROJECTED)
         )
+        # widths of q (with its gate), k and v in the fused output of this tp rank
         self.widths = [linears[name].outputs // backend.tp.size for name in ATTENTION_PROJECTED]
         self.output = backend.row_linear(LinearSpec.of(prefix, linears, "output"))
         own = [row_parameter(prefix, [tensor], backend.options) for tensor in sinks(config)]
         self.sinks = own[0] if own else None  # [heads/tp]
-        self.norms, self.column_norms = nn.ModuleList(), nn.ModuleList()
+        # norms of q and k: within each head, or over all heads of all tp ranks
+        self.norms = nn.ModuleList()
+        self.column_norms = nn.ModuleList()
         for tensor in query_key_norms(config):
-            norm = NormSpec(
-                f"{prefix}.{tensor.name.removesuffix('.weight')}", tensor.shape[0], epsilon
-            )
-            if tensor.cut == "whole":  # one weight for every head
+            name = f"{prefix}.{tensor.name.removesuffix('.weight')}"
+            norm = NormSpec(name, tensor.shape[0], epsilon)
+            if tensor.cut == "whole":  # the heads share one weight
                 self.norms.append(backend.norm(norm, over_heads=True))
             else:
                 self.column_norms.append(backend.column_norm(norm))
@@ -64,25 +70,29 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
     ) -> torch.Tensor:
-        """Attend under the plan."""
+        """Return the attention output of this rank's tokens `[t/tp, h]`, under the plan's mask."""
         q, k, v = self.qkv(x, save).split(self.widths, -1)
-        if self.gated:  # each head's queries stand before its gate
+        if self.gated:
+            # each head's query precedes its gate: [t, heads/tp * 2 d] -> 2 x [t, heads/tp, d]
             q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
         if self.column_norms:
-            q, k = self.column_norms[0](q.flatten(1)), self.column_norms[1](k)
-        q, k, v = (
-            part.view(len(part), -1, self.head_dim) for part in (q, k, v)
-        )  # [t, heads/tp * d] -> [.., d]
+            parts = (q.flatten(1), k)
+            q, k = (norm(part) for norm, part in zip(self.column_norms, parts, strict=True))
+        # [t, heads/tp * d] -> [t, heads/tp, d]
+        q, k, v = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
         if self.norms:
-            q, k = (
-                self.norms[0](q),
-                self.norms[1](k),
-            )  # their backward keeps the fused product, and v with it
+            # v may stay a view: the backward of these norms keeps the whole fused product anyway
+            q, k = (norm(part) for norm, part in zip(self.norms, (q, k), strict=True))
         elif not self.column_norms:
-            v = v.contiguous()  # a view would keep the whole fused product alive for backward
-        q, k = (rotate(part, *rotary) if self.rotates else part.contiguous() for part in (q, k))
-        out = self.backend.attention(
-            q, k, v, plan.within(self.reach), self.scale, self.sinks, save.results
-        )
+            # a view would keep the whole fused product alive for backward
+            v = v.contiguous()
+        if self.rotates:
+            q, k = (rotate(part, *rotary) for part in (q, k))
+        else:
+            q, k = (part.contiguous() for part in (q, k))
+        reach = plan.within(self.reach)  # the plan of a layer with this window
+        out = self.backend.attention(q, k, v, reach, self.scale, self.sinks, save.results)
         # [t, heads/tp, d] -> [t, heads/tp * d]
-        return self.output(save(_opened, out, gate) if self.gated else out.flatten(1))
+        if self.gated:
+            return self.output(save(_opened, out, gate))
+        return self.output(out.flatten(1))

@@ -1,7 +1,6 @@
-"""One decoder block: attention and MLP, norms before or after them, with residuals, dropout and
-recomputation.
+"""One decoder block: attention and MLP with norms, residuals, dropout and recomputation.
 
-The body says which values it would save. The recompute mode is chosen once, outside of it.
+The body marks values that may be recomputed by calling `save`. It does not know the recompute mode.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from megacp.engine.save import Save, keep
 from megacp.engine.tensor_parallel.linear import LinearSpec
 from megacp.engine.tensor_parallel.lora import DropoutNames, LowRank
 
+# Descriptions (without torch) to modules
 MIXERS: dict[LayerKind, type[nn.Module]] = {
     ATTENTION: SelfAttention,
     GATED_DELTA: GatedDeltaNet,
@@ -44,24 +44,23 @@ MIXERS: dict[LayerKind, type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What every block of a microbatch shares: the plan, rotary angles, and the names of its
-    dropout bits.
-    """
+    """Inputs that all blocks share in one microbatch."""
 
     plan: AttentionPlan
     rotary: tuple[Angles, Angles]
-    """Angles of layers without a window, and of those with one."""
+    """Angles of layers without a window, and of layers with a window."""
     token_names: torch.Tensor
-    """int64 `[t/tp]`: names of the tokens of the residual stream on this rank."""
+    """int64 `[t/tp]`: grid-independent token numbers, for the residual stream of this rank."""
     all_token_names: torch.Tensor
-    """int64 `[t]`: those of all tp ranks."""
+    """int64 `[t]`: token numbers of all tp ranks."""
     key: int
+    """Seed of the dropout masks."""
     routes: Routes | None = None
-    """To experts, where there are any."""
+    """Exchange of tokens with experts; None for a model without experts."""
 
 
 class Block(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`; the layer index is global."""
+    """Decoder block: `x[t/tp, h] -> [t/tp, h]`. The layer index is global."""
 
     def __init__(
         self, layer: int, config: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
@@ -69,11 +68,14 @@ class Block(nn.Module):
         super().__init__()
         prefix = f"layers.{layer}"
         described = layers_of(config)[layer]
-        self.layer, self.has_window = layer, described.window > 0
+        self.layer = layer
+        self.has_window = described.window > 0
         self.dropout = config.hidden_dropout
         self.attention = MIXERS[described.mixer](layer, config, backend)
-        hidden, linears = config.hidden_size, described.mlp.linears(config)
+        hidden = config.hidden_size
+        linears = described.mlp.linears(config)
         epsilon = config.norm_epsilon
+        # a model with both norms needs two names; otherwise the only norm has the plain name
         ending = "_output_norm" if config.has_input_norms else "_norm"
 
         def output_norm(part: str) -> nn.Module:
@@ -81,49 +83,55 @@ class Block(nn.Module):
                 return nn.Identity()
             return backend.norm(NormSpec(f"{prefix}.{part}{ending}", hidden, epsilon))
 
-        self.attention_norm, self.mlp_norm = output_norm("attention"), output_norm("mlp")
-        """Norms of the outputs, where they stand after attention and MLP."""
+        # norms of the outputs of attention and MLP, before the residual sum
+        self.attention_norm = output_norm("attention")
+        self.mlp_norm = output_norm("mlp")
         self.is_routed = described.is_routed
         if self.is_routed:
             self.mlp: nn.Module = MixtureOfExperts(layer, config, backend)
         else:
-            self.mlp = backend.norm_mlp(
-                NormSpec(f"{prefix}.mlp_norm", hidden, epsilon) if config.has_input_norms else None,
-                *(
-                    LinearSpec.of(f"{prefix}.mlp", linears, *product)
-                    for product in described.mlp.products
-                ),
-            )
+            input_norm = None
+            if config.has_input_norms:
+                input_norm = NormSpec(f"{prefix}.mlp_norm", hidden, epsilon)
+            products = [
+                LinearSpec.of(f"{prefix}.mlp", linears, *product)
+                for product in described.mlp.products
+            ]
+            self.mlp = backend.norm_mlp(input_norm, *products)
+        # The chunk enters the precision context for all its blocks. A recomputed block runs in
+        # backward, outside that context, and has to enter it again.
         self.precision = backend.precision if recompute.repeats_block else contextlib.nullcontext
         self.recompute = recompute
         self.pairs = [module for module in self.modules() if isinstance(module, LowRank)]
         self.offload: BlockOffload | None = None
-        """Takes what is saved to host memory and back; None leaves it on the device."""
+        """Offload of saved tensors to host memory; None keeps them on the device."""
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
-        """Run the block under the recompute mode it was built with."""
+        """Run the block with the recompute mode and the offload of this block."""
+        # the usual case first, without hooks on saved tensors
         if self.offload is None and self.recompute.keeps_all:
             return self._body(x, inputs, keep)
         run = functools.partial(run_block, self._body, self.recompute)
         if self.offload is None:
             return run(x, inputs)
-        return self.offload(
-            run, x, inputs, (*self.parameters(), *sum(inputs.rotary, ()), inputs.token_names)
-        )
+        # Parameters, and tensors that all blocks share, stay on the device anyway.
+        staying = (*self.parameters(), *sum(inputs.rotary, ()), inputs.token_names)
+        return self.offload(run, x, inputs, staying)
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, save: Save) -> torch.Tensor:
+        # LoRA pairs draw dropout masks, but the layers around them do not pass the token numbers
         for pairs in self.pairs:
             pairs.names = DropoutNames(inputs.key, inputs.token_names, inputs.all_token_names)
-        with (
-            self.precision()
-        ):  # the block that is computed again in backward stands in no other context
+        with self.precision():
             rotary = inputs.rotary[self.has_window]
             attended = self.attention_norm(self.attention(x, inputs.plan, rotary, save))
             x = x + self._drop(attended, inputs, 2 * self.layer)
+            # experts also need the routes of this microbatch
             made = self.mlp(x, save, inputs.routes) if self.is_routed else self.mlp(x, save)
             return x + self._drop(self.mlp_norm(made), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
+        """Apply dropout to `x`; `site` distinguishes the two dropouts of every layer."""
         # the odd constant spreads keys of neighbouring sites over all 64 bits (SplitMix64)
         key = inputs.key + site * 0x9E3779B97F4A7C15
         return dropout(x, key, inputs.token_names, self.dropout if self.training else 0.0)
@@ -132,13 +140,15 @@ class Block(nn.Module):
 def offload_blocks(
     chunks: Sequence[nn.ModuleList], counts: Sequence[int], device: torch.device
 ) -> None:
-    """Let the first `counts[c]` blocks of each chunk keep on the host what they save; they wait
-    longest for it.
+    """Offload the saved tensors of the first `counts[c]` blocks of each chunk.
+
+    The first blocks run last in backward, so their tensors are needed latest.
     """
     memory = HostMemory(device)
     for blocks, count in zip(chunks, counts, strict=True):
-        for place, block in enumerate(
-            blocks[: count + 1] if count else ()
-        ):  # one more, which brings them back
+        if not count:
+            continue
+        # one block more: its backward starts the copies back for the block before it
+        for place, block in enumerate(blocks[: count + 1]):
             assert isinstance(block, Block)
             block.offload = BlockOffload(memory, travels=place < count, first=place == 0)

@@ -1,4 +1,4 @@
-"""From a config and a grid to this rank's model chunks, filled with the run's initial weights."""
+"""Construction of this rank's model chunks with their initial weights."""
 
 from __future__ import annotations
 
@@ -26,17 +26,23 @@ if TYPE_CHECKING:
 def build_chunks(
     config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None, drawn: Drawn = ALL
 ) -> list[LanguageModelChunk]:
-    """This rank's chunks in order, initialised from `--seed`; with `shards` one part is whole at a
-    time, and of each this rank draws what it keeps.
+    """Build this rank's chunks in order and initialise them from `--seed`.
+
+    With `shards` (ZeRO-3) each part is sharded as soon as it is built, and this rank draws only its
+    shard, so at most one part exists in full. `drawn` selects the tensors to initialise.
     """
-    backend, seed = select_backend(config, grid), config.training.seed
+    backend = select_backend(config, grid)
+    seed = config.training.seed
 
     def shard(part: nn.Module, role: Role) -> None:
         if shards is not None:
             initialise(shards.add(part, role), backend.dtype, seed, drawn)
 
-    chunks = [
-        LanguageModelChunk(
+    # one range of layers per chunk of this stage
+    ranges = stage_layers(config, grid.world.size)[grid.pp.rank]
+    chunks = []
+    for layers in ranges:
+        chunk = LanguageModelChunk(
             config.model,
             layers,
             backend,
@@ -46,11 +52,11 @@ def build_chunks(
             made=shard,
             loss_chunk_tokens=loss_chunk_tokens(config),
         )
-        for layers in stage_layers(config, grid.world.size)[grid.pp.rank]
-    ]
-    for chunk in chunks if shards is None else ():
-        initialise(map(unsharded, chunk.parameters()), backend.dtype, seed, drawn)
-    counts = offloaded_blocks(config, stage_layers(config, grid.world.size)[grid.pp.rank])
+        chunks.append(chunk)
+    if shards is None:
+        for chunk in chunks:
+            initialise(map(unsharded, chunk.parameters()), backend.dtype, seed, drawn)
+    counts = offloaded_blocks(config, ranges)
     offload_blocks([chunk.blocks for chunk in chunks], counts, grid.device)
     return chunks
 
@@ -58,18 +64,22 @@ def build_chunks(
 def build_sharded(
     config: RunConfig, grid: ProcessGrid, drawn: Drawn = ALL
 ) -> tuple[list[LanguageModelChunk], ShardedParameters]:
-    """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective
-    over the world.
+    """Build this rank's chunks, and the object that shards their parameters and gradients.
+
+    The type of this object depends on `--data-parallel-sharding-strategy`. Collective over the
+    world.
     """
     parallel = config.parallel
-    reduced = {DATA: grid.over("dp", "cp")} | (
-        {EXPERTS: grid.edp} if config.model.num_experts > 0 else {}
-    )
+    # axes over which gradients are summed and state is sharded
+    reduced = {DATA: grid.over("dp", "cp")}
+    if config.model.num_experts > 0:
+        reduced[EXPERTS] = grid.edp
+    # axes over which some gradients are partial sums: replicated weights, tied tables
     partial = {"tp": grid.tp, "embedding": grid.embedding}
     instances = parallel.num_distributed_optimizer_instances
-    # one rank has nothing to share
+    # a group of one rank has nothing to shard
     if parallel.sharding.parameters and any(axis.size > instances for axis in reduced.values()):
-        # it imports torch.distributed.fsdp: a second, which only a fully sharded run should take
+        # importing torch.distributed.fsdp takes a second, so only a fully sharded run does it
         from megacp.engine.data_parallel.full_shard import FullShards
 
         full = FullShards(
@@ -82,6 +92,9 @@ def build_sharded(
         chunks = build_chunks(config, grid, full, drawn)
         return chunks, full
     chunks = build_chunks(config, grid, drawn=drawn)
+    # With parts, parameters are gathered while earlier parts compute. On CPUs the same cores send
+    # and compute, so this would not help.
+    parts = _parts(chunks) if grid.device.type == "cuda" else ()
     buckets = FlatBuckets(
         chunks,
         reduced,
@@ -89,22 +102,25 @@ def build_sharded(
         parallel.ddp_bucket_size,
         each_microbatch=parallel.sharding.gradients,
         instances=instances,
-        parts=_parts(chunks)
-        if grid.device.type == "cuda"
-        else (),  # CPU ranks send with the cores that compute
+        parts=parts,
     )
     return chunks, buckets
 
 
 def _parts(chunks: Sequence[LanguageModelChunk]) -> list[nn.Module]:
-    """Modules that run all of the chunks, in the order of the forward; a whole chunk stands behind
-    its parts.
+    """Return all modules of the chunks in forward order, each chunk after its parts.
 
-    A table that embeds and ends the model is thus the embedding's.
+    A tied table is therefore assigned to the embedding, which comes before the head.
     """
     parts: list[nn.Module] = []
     for chunk in chunks:
         named = dict(chunk.named_children())
-        parts += [named[name] for name in ("embedding", "vision") if name in named]
-        parts += [*chunk.blocks, *([chunk.head] if chunk.is_last else []), chunk]
+        for name in ("embedding", "vision"):
+            if name in named:
+                parts.append(named[name])
+        parts += chunk.blocks
+        if chunk.is_last:
+            parts.append(chunk.head)
+        # the chunk itself, for parameters that belong to none of its parts
+        parts.append(chunk)
     return parts

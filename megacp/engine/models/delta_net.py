@@ -1,10 +1,9 @@
-"""Gated DeltaNet in the place of self-attention (Yang et al., 2025; Qwen3-Next, Qwen3.5): a state
-instead of keys.
+"""Gated DeltaNet (Yang et al., 2025; Qwen3-Next, Qwen3.5), a recurrent mixer instead of attention.
 
-One projection gives q, k, v, a gate z of the output, and for each value head the rate beta at which
-a token writes and what the decay of the state is made of. q, k and v pass a short convolution.
-Heads are cut over tp, a key head with the value heads it serves; tokens over cp, where the state
-goes from rank to rank.
+One projection computes q, k, v, the output gate z, and two rates for each value head: b for the
+write strength and a for the decay of the state. A short convolution processes q, k and v. Heads are
+cut over tp, each key head together with its value heads. Tokens are cut over cp, and the state is
+passed from rank to rank.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from megacp.engine.tensor_parallel.parameters import row_parameter
 
 
 class GatedDeltaNet(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`, a norm in front of it included."""
+    """Gated DeltaNet with its input norm: `x[t/tp, h] -> [t/tp, h]`."""
 
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         prefix = f"layers.{layer}.{GATED_DELTA.name}"
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
         self.states = backend.states(convolved_delta_rule)
         linears = GATED_DELTA.linears(config)
         norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
@@ -40,6 +40,7 @@ class GatedDeltaNet(nn.Module):
             LinearSpec.of(prefix, linears, *DELTA_PROJECTED),
         )
         self.widths = [linears[name].outputs // backend.tp.size for name in DELTA_PROJECTED]
+        # in the order of the description; the last one is the norm, which the backend builds
         *convolutions, bias, rate, _ = GATED_DELTA.others(config)
         self.convolution = row_parameter(prefix, convolutions, backend.options)
         self.dt_bias = row_parameter(prefix, [bias], backend.options)
@@ -51,25 +52,24 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
     ) -> torch.Tensor:
-        """Move states along the paths of the plan; positions have no part in it."""
-        channels, z, b, a = self.project(x, save).split(
-            [sum(self.widths[:3]), *self.widths[3:]], -1
-        )
+        """Run the recurrence along the documents and branches of the plan; `rotary` is ignored."""
+        # the convolution takes q, k and v as one tensor of channels
+        widths = [sum(self.widths[:3]), *self.widths[3:]]
+        channels, z, b, a = self.project(x, save).split(widths, -1)
         convolved = self.states.convolve(channels, self.convolution.squeeze(1), plan)
+        # [t, key heads/tp * d], the same, and [t, value heads/tp * d]
         q, k, v = convolved.split(self.widths[:3], -1)
+        # decays are close to 1, so their logarithms are fp32 or wider: [t, value heads/tp]
         wide = accumulation_dtype(x.dtype)
         log_decay = -self.log_rate.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))
-        q, k, v, z = (
-            part.unflatten(-1, (-1, width))  # [t, heads/tp * d] -> [t, heads/tp, d]
-            for part, width in (
-                (q, self.key_dim),
-                (k, self.key_dim),
-                (v, self.value_dim),
-                (z, self.value_dim),
-            )
-        )
+        # [t, heads/tp * d] -> [t, heads/tp, d]
+        q = q.unflatten(-1, (-1, self.key_dim))
+        k = k.unflatten(-1, (-1, self.key_dim))
+        v = v.unflatten(-1, (-1, self.value_dim))
+        z = z.unflatten(-1, (-1, self.value_dim))
         out = self.states.move(plan, q, k, v, log_decay, b.sigmoid())
         return self.output(save(self._gated, out, z))
 
     def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Apply the gated norm of each head: `[t, heads/tp, d] -> [t, heads/tp * d]`."""
         return self.norm(out, z).flatten(1)

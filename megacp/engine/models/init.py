@@ -1,9 +1,8 @@
-"""Initial weights that do not depend on the grid: every slab of a global tensor is drawn from its
-own seed.
+"""Initial weights that do not depend on the grid.
 
-Value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the
-slabs of rows it holds, and none of a tensor that is read from a file next. One generator per rank
-would make another model on every grid.
+Each slab of rows of a global tensor has a separate seed, so value (i, j) is a function of (seed,
+name, i, j). With one generator per rank, every grid would start with a different model. A rank
+draws only the slabs that overlap its rows, and skips tensors that a file will overwrite.
 """
 
 from __future__ import annotations
@@ -20,55 +19,76 @@ from megacp.engine.data_parallel.parameter import ParameterSpec, spec_of
 from megacp.engine.data_parallel.shards import ParameterSlice
 
 SLAB = 64
-"""Rows drawn from one seed."""
+"""Number of rows that are drawn from one seed."""
 
 
 Draw = Callable[..., torch.Tensor]
-"""`(*shape, generator=...)`: numbers that a spec's `std` scales."""
+"""`(*shape, generator=...)` -> random numbers, which are then multiplied by the `std` of a spec."""
+
+
+def _uniform(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw uniformly with mean 0 and variance 1."""
+    values = torch.rand(*shape, generator=generator)
+    return (2.0 * values - 1.0) * math.sqrt(3.0)
+
+
+def _log_rate(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw logarithms of rates that are uniform between 0.01 and 16."""
+    return torch.log(0.01 + 15.99 * torch.rand(*shape, generator=generator))
+
+
+def _step(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw inverse softplus values of steps that are log-uniform between 0.001 and 0.1.
+
+    The range is from Gu and Dao, 2023. With larger steps, a state forgets its inputs at once.
+    """
+    steps = 10.0 ** (2 * torch.rand(*shape, generator=generator) - 3)
+    return torch.log(torch.expm1(steps))
 
 
 DRAWS: dict[str, Draw] = {
     "normal": torch.randn,
-    "uniform": lambda *shape, generator: (
-        (2.0 * torch.rand(*shape, generator=generator) - 1.0) * math.sqrt(3.0)
-    ),
-    "log_rate": lambda *shape, generator: torch.log(
-        0.01 + 15.99 * torch.rand(*shape, generator=generator)
-    ),
-    # the inverse of softplus, of steps between 0.001 and 0.1 (Gu and Dao, 2023): larger ones forget
-    # at once
-    "step": lambda *shape, generator: torch.log(
-        torch.expm1(10.0 ** (2 * torch.rand(*shape, generator=generator) - 3))
-    ),
+    "uniform": _uniform,
+    "log_rate": _log_rate,
+    "step": _step,
 }
-"""Draws by the name in `ParameterSpec.init`."""
+"""Distributions by the words of `ParameterSpec.init`."""
 
 Drawn = Callable[[str], bool]
-"""Whether the initial values of a tensor are wanted, by its name."""
+"""Returns whether to draw the tensor of this name; False if its values are loaded later."""
 ALL: Drawn = lambda name: True  # noqa: E731
 
 
 def _drawn(box: TensorBox, name: str, seed: int, spec: ParameterSpec) -> torch.Tensor:
-    shape, begin = box.tensor.shape, box.offsets[0]
-    stop, values = begin + shape[0], torch.empty(shape)
-    inner = tuple(
-        slice(o, o + n) for o, n in zip(box.offsets[1:], shape[1:], strict=True)
-    )  # columns here
-    for index in range(begin // SLAB, -(-stop // SLAB)):  # slabs that overlap rows [begin, stop)
+    """Return the random values of a box (a local part of a global tensor)."""
+    shape = box.tensor.shape
+    # global rows [begin, stop) and columns of the box
+    begin = box.offsets[0]
+    stop = begin + shape[0]
+    columns = tuple(
+        slice(offset, offset + size)
+        for offset, size in zip(box.offsets[1:], shape[1:], strict=True)
+    )
+    values = torch.empty(shape)
+    # all slabs that overlap these rows
+    for index in range(begin // SLAB, -(-stop // SLAB)):
         first = index * SLAB
-        rows = min(SLAB, box.global_shape[0] - first)  # the last slab is short
-        digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
+        rows = min(SLAB, box.global_shape[0] - first)  # the last slab may be shorter
+        # a stable hash: Python's `hash` differs between processes
+        key = f"{seed}/{name}/{index}"
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        slab = DRAWS[spec.init](
-            rows, *box.global_shape[1:], generator=generator
-        )  # [rows, all columns]
-        low, high = max(begin, first), min(stop, first + rows)  # global rows of the overlap
-        values[low - begin : high - begin] = slab[(slice(low - first, high - first), *inner)]
+        # [rows, all columns]
+        slab = DRAWS[spec.init](rows, *box.global_shape[1:], generator=generator)
+        # global rows of the overlap
+        low = max(begin, first)
+        high = min(stop, first + rows)
+        values[low - begin : high - begin] = slab[(slice(low - first, high - first), *columns)]
     return values * spec.std
 
 
 def unsharded(parameter: nn.Parameter) -> ParameterSlice:
-    """All of a parameter that is not sharded."""
+    """Return an unsharded parameter as a slice that covers all of it."""
     return ParameterSlice(
         spec_of(parameter), tuple(parameter.shape), 0, parameter.detach().view(-1)
     )
@@ -78,15 +98,17 @@ def unsharded(parameter: nn.Parameter) -> ParameterSlice:
 def initialise(
     parts: Iterable[ParameterSlice], dtype: torch.dtype, seed: int, drawn: Drawn = ALL
 ) -> None:
-    """Fill parts of parameters from their specs: drawn, ones or zeros; the same global weights on
-    any grid.
+    """Initialise parameter slices by their specs: random numbers, ones or zeros.
 
-    Numbers are rounded to the `dtype` of the model; tensors that are not `drawn` get zeros.
+    The global weights are the same on any grid. Random numbers are rounded to the model's `dtype`,
+    even in wider master weights. Tensors for which `drawn` is False get zeros.
     """
     for part in parts:
-        part.values.fill_(
-            1.0 if part.spec.init == "ones" else 0.0
-        )  # rows outside every piece stay 0
-        for box in boxes_of_slice(MODEL, part) if part.spec.init in DRAWS else ():
-            if drawn(name := box.name.removeprefix(f"{MODEL}.")):
+        # padding rows belong to no box and stay 0
+        part.values.fill_(1.0 if part.spec.init == "ones" else 0.0)
+        if part.spec.init not in DRAWS:
+            continue
+        for box in boxes_of_slice(MODEL, part):
+            name = box.name.removeprefix(f"{MODEL}.")
+            if drawn(name):
                 box.tensor.copy_(_drawn(box, name, seed, part.spec).to(dtype))

@@ -1,8 +1,8 @@
-"""The decoder as a chunk of a pipeline stage: optional embedding and vision, some blocks, optional
-head with loss.
+"""A chunk of the decoder: some blocks, with embedding and vision at the start of the model, and the
+output head with the loss at its end.
 
-One class is the whole model, a stage or a virtual stage, by the layers it is given. Only the hidden
-state crosses a stage boundary.
+The same class is used for a whole model, a pipeline stage and a virtual stage. Only the hidden
+state crosses stage boundaries.
 """
 
 from __future__ import annotations
@@ -31,38 +31,43 @@ from megacp.engine.tensor_parallel.vocabulary import TableSpec, Target, Vocabula
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
 Made = Callable[[nn.Module, Role], None]
-"""Callback for each part as soon as it is built, in the order of the forward pass, and last for the
-chunk: for the parameters that are in no other part.
+"""Called with each part as soon as it is built, in forward order. The last call is for the whole
+chunk, for parameters that belong to no other part.
 """
 
 
 class OutputHead(nn.Module):
-    """`table` may be the embedding's; the loss has logits for `chunk_tokens` tokens at a time (0:
-    all).
+    """Final norm, output projection and loss.
+
+    `table` is the embedding's table if the weights are tied. The loss computes logits for
+    `chunk_tokens` tokens at a time (0: all).
     """
 
     def __init__(self, norm: nn.Module, table: VocabularyTable, chunk_tokens: int) -> None:
         super().__init__()
-        self.norm, self.table, self.chunk_tokens = norm, table, chunk_tokens
+        self.norm = norm
+        self.table = table
+        self.chunk_tokens = chunk_tokens
 
     def forward(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
-        """This rank's share of the loss of `hidden[t/tp, h]`, a scalar in fp32 or wider, replicated
-        over tp.
+        """Return this rank's part of the loss for `hidden[t/tp, h]`.
+
+        It is a scalar in fp32 or wider, replicated over tp.
         """
         return self.table.loss(self.norm(hidden), target, self.chunk_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden[t/tp, h]` -> `[t, true vocabulary rows of this rank]`."""
+        """Return logits of `hidden[t/tp, h]` over this rank's vocabulary rows, without padding."""
         return self.table.logits(self.norm(hidden))
 
 
 class LanguageModelChunk(nn.Module):
-    """Layers `layers` of the decoder; embedding and vision when they begin at 0, the head when they
-    end the model.
+    """Consecutive layers of the decoder.
 
-    `tied_across` says that embedding and head are copies of one table on two stages;
-    `loss_chunk_tokens`, for how many tokens the loss has logits at a time (0: all). `made` hears of
-    every part.
+    A chunk that starts at layer 0 includes embedding and vision; a chunk with the last layer
+    includes the head. `tied_across` means that embedding and head are copies of one table on two
+    stages. The loss computes logits for `loss_chunk_tokens` tokens at a time (0: all). `made` is
+    called with every part.
     """
 
     def __init__(
@@ -78,19 +83,24 @@ class LanguageModelChunk(nn.Module):
         loss_chunk_tokens: int = 0,
     ) -> None:
         super().__init__()
-        self.backend, self.has_experts = backend, config.num_experts > 0
+        self.backend = backend
+        self.has_experts = config.num_experts > 0
         self.vision: VisionEncoder | None = None
-        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.num_layers
         tied = not config.untie_embeddings_and_output_weights
+        # the two copies of a tied table sum their gradients over this axis
         shared = ("embedding",) if tied and tied_across else ()
         if self.is_first:
             embedding = vocabulary_table(config, "embedding", config.embedding_rows)
             self.embedding = backend.vocabulary(TableSpec(embedding, shared))
+            # A tied table that is also the head is needed until the end, so it stays in the chunk.
             if not (tied and self.is_last):
                 made(self.embedding, "embedding")
             if vision is not None and vision.vision_num_layers > 0:
                 self.vision = VisionEncoder(vision, config, backend, recompute)
                 made(self.vision, "vision")
+        # build and, with ZeRO-3, shard one block at a time
         self.blocks = nn.ModuleList()
         for layer in layers:
             self.blocks.append(Block(layer, config, backend, recompute))
@@ -100,16 +110,19 @@ class LanguageModelChunk(nn.Module):
             if tied and self.is_first:
                 last = self.embedding
             else:
-                tensor = vocabulary_table(
-                    config, "embedding" if tied else "head", config.vocab_size
-                )
+                # a tied copy has the embedding's name, and only one of both counts in the norm
+                name = "embedding" if tied else "head"
+                tensor = vocabulary_table(config, name, config.vocab_size)
                 last = backend.vocabulary(TableSpec(tensor, shared, counted=not tied))
             self.head = OutputHead(norm, last, loss_chunk_tokens)
             if not (tied and self.is_first):
                 made(self.head, "head")
         made(self, "chunk")
+        # rotary embedding: frequencies [rotary_dim / 2]
         scaling = RotaryScaling(
-            *(config.rope_scaling, config.rope_scaling_factor, config.rope_original_max_positions),
+            config.rope_scaling,
+            config.rope_scaling_factor,
+            config.rope_original_max_positions,
             config.yarn_correction_range_round_to_int,
         )
         self.rotary_factor = scaling.attention_factor
@@ -117,10 +130,10 @@ class LanguageModelChunk(nn.Module):
         self.frequencies = frequencies.to(next(self.parameters()).device)
         self.axes = rotary_axes(config.mrope_section, config.rotary_dim // 2)
         self.replaces = vision is not None and vision.family.replaces
-        """Whether features stand in the place of their tokens' embeddings, instead of being added
-        to them.
-        """
-        self.window_frequencies, self.multiplier = None, config.embedding_multiplier
+        """Whether features replace the embeddings of image tokens instead of being added."""
+        self.multiplier = config.embedding_multiplier
+        # with --window-rotary-base, sliding-window layers are not scaled for longer contexts
+        self.window_frequencies = None
         if config.window_rotary_base is not None:
             frequencies = inverse_frequencies(
                 config.rotary_dim, config.window_rotary_base, RotaryScaling()
@@ -128,65 +141,72 @@ class LanguageModelChunk(nn.Module):
             self.window_frequencies = frequencies.to(self.frequencies.device)
 
     def hidden(self, x: torch.Tensor | None, batch: LocalBatch, tokens: int = 0) -> torch.Tensor:
-        """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None on the first chunk,
-        or what `embedded` gave. `tokens` as in `Routes`.
+        """Return the hidden state `[t/tp, h]` after the blocks of this chunk.
+
+        On the first chunk, `x` is the result of `embedded`, or None to compute it. `tokens` as in
+        `Routes`.
         """
         if x is None:
             x = self.embedded(batch)
         positions = batch.position_ids
-        if positions.dim() == 2:  # [t, 3]: each angle turns by one of them
+        if positions.dim() == 2:
+            # [t, 3] -> [t, rotary_dim / 2]: each angle follows time, row or column
             positions = positions[:, self.axes]
         near = far = cos_sin(positions, self.frequencies, self.backend.dtype, self.rotary_factor)
         if self.window_frequencies is not None:
             near = cos_sin(positions, self.window_frequencies, self.backend.dtype)
-        names = (
-            slice_of(batch.token_names, self.backend.tp)
-            if self.backend.sequence_parallel
-            else batch.token_names
-        )
-        parts = self.backend.tp if self.backend.sequence_parallel else single_axis("one")
+        # with sequence parallelism, each tp rank has a part of the tokens between linear layers
+        if self.backend.sequence_parallel:
+            names = slice_of(batch.token_names, self.backend.tp)
+            parts = self.backend.tp
+        else:
+            names = batch.token_names
+            parts = single_axis("one")
         routes = Routes.of(batch.plan, parts, x.device, tokens) if self.has_experts else None
         inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key, routes)
+        # for example the FP8 context of Transformer Engine
         with self.backend.precision():
             for block in self.blocks:
                 x = block(x, inputs)
         return x
 
     def embedded(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """The embedding of this rank's tokens, with the features of images added to their
-        image-patch tokens.
+        """Return the embeddings of this rank's tokens, with image features at the image tokens.
 
-        `features`: what `vision` gave for the images of the batch; None computes them. Only on the
-        first chunk.
+        `features` is the output of `vision` for the images of the batch; None computes it. Only the
+        first chunk has an embedding. Raise ValueError if the batch has image tokens, but the model
+        has no vision tower.
         """
         x = self.embedding(batch.tokens)
         if self.multiplier != 1:
-            x = x * x.new_full((), self.multiplier)  # rounded as the weights are, as the library's
+            # transformers rounds the factor to the dtype of the weights, so this does as well
+            x = x * x.new_full((), self.multiplier)
         if self.vision is None:
             if batch.vision is not None and len(batch.vision.routes.source):
                 raise ValueError(
-                    f"a row holds {len(batch.vision.routes.source)} image tokens, but the model "
-                    "has no vision tower: "
-                    "--vision-num-layers is 0"
+                    f"a row has {len(batch.vision.routes.source)} image tokens, but the model has "
+                    "no vision tower: --vision-num-layers is 0"
                 )
             return x
-        if batch.vision is None:  # nothing to exchange on any rank
-            features, rows = self.vision(None, None), np.empty(0, np.int64)
+        if batch.vision is None:
+            # no rank has images; empty features still give the vision parameters a gradient of 0
+            features = self.vision(None, None)
+            rows = np.empty(0, np.int64)
         else:
+            images = batch.vision
             if features is None:
-                features = self.vision(
-                    batch.vision.patches, batch.vision.pooling, batch.vision.grids
-                )
-            features, rows = place_features(features, batch.vision)
+                features = self.vision(images.patches, images.pooling, images.grids)
+            # send features to the cp ranks that have their image tokens
+            features, rows = place_features(features, images)
         return add_features(
             x, features, rows, self.backend.tp, self.backend.sequence_parallel, self.replaces
         )
 
     def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits `[T, true vocabulary rows of this rank]` in the order of the row.
+        """Return the logits of a row in its order: `[T, vocabulary rows of this rank]`.
 
-        `features` as in `embedded`. Only on a chunk that is the whole model. ValueError where cp
-        ranks share the row.
+        `features` as in `embedded`. The chunk must be the whole model. Raise ValueError if the row
+        is split over cp ranks.
         """
         hidden = self.hidden(self.embedded(batch, features), batch)
         return batch.in_row_order(self.head.logits(hidden))  # [t, vocabulary] -> [T, vocabulary]
@@ -194,12 +214,12 @@ class LanguageModelChunk(nn.Module):
     def forward(
         self, x: torch.Tensor | None, batch: LocalBatch, denominator: float, tokens: int = 0
     ) -> torch.Tensor:
-        """The hidden state, or on the last chunk this rank's share of the loss over the step's
-        denominator: a scalar in fp32 or wider, replicated over tp.
+        """Return the hidden state, or on the last chunk this rank's part of the loss.
+
+        The loss is divided by the denominator of the step. It is a scalar in fp32 or wider,
+        replicated over tp.
         """
         hidden = self.hidden(x, batch, tokens)
-        return (
-            self.head(hidden, Target(batch.labels, batch.loss_weights, denominator))
-            if self.is_last
-            else hidden
-        )
+        if not self.is_last:
+            return hidden
+        return self.head(hidden, Target(batch.labels, batch.loss_weights, denominator))

@@ -1,9 +1,8 @@
-"""Mamba-2 in the place of self-attention (Dao and Gu, 2024; hybrids such as Nemotron-H): states
-with one decay a head.
+"""Mamba-2 (Dao and Gu, 2024; Nemotron-H), a recurrent mixer instead of attention.
 
-One projection gives a gate z, x, B and C, which pass a short convolution, and a step dt for each
-head. Heads are cut over tp, a group of B and C with the heads that it serves; tokens over cp, where
-states go from rank to rank.
+One projection computes the gate z, the inputs x, B and C, and a step size dt for each head. A short
+convolution processes x, B and C. Each head has one decay. Heads are cut over tp, each group of B
+and C together with its heads. Tokens are cut over cp, and states are passed from rank to rank.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from megacp.engine.tensor_parallel.parameters import row_parameter
 
 
 class Mamba2(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`, a norm in front of it included."""
+    """Mamba-2 with its input norm: `x[t/tp, h] -> [t/tp, h]`."""
 
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         prefix = f"layers.{layer}.{MAMBA2.name}"
         linears = MAMBA2.linears(config)
         self.states = backend.states(state_space_dual)
-        self.state_size, self.head_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.groups, self.epsilon = (
-            config.linear_num_key_heads // backend.tp.size,
-            config.norm_epsilon,
-        )
+        self.state_size = config.linear_key_head_dim
+        self.head_dim = config.linear_value_head_dim
+        self.groups = config.linear_num_key_heads // backend.tp.size
+        self.epsilon = config.norm_epsilon
         norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.project = backend.norm_column_linear(
             norm if config.has_input_norms else None,
             LinearSpec.of(prefix, linears, *MAMBA_PROJECTED),
         )
         self.widths = [linears[name].outputs // backend.tp.size for name in MAMBA_PROJECTED]
+        # in the order of the description: convolution weights and biases, then four vectors
         others = list(MAMBA2.others(config))
         parts = len(CONVOLVED)
         self.convolution = row_parameter(prefix, others[:parts], backend.options)
@@ -55,25 +54,25 @@ class Mamba2(nn.Module):
     def forward(
         self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save
     ) -> torch.Tensor:
-        """Move states along the paths of the plan; positions have no part in it."""
-        z, channels, dt = self.project(x, save).split(
-            [self.widths[0], sum(self.widths[1:4]), self.widths[4]], -1
-        )
-        convolved = (
-            self.states.convolve(channels, self.convolution.squeeze(1), plan)
-            + self.convolution_bias
-        )
+        """Run the recurrence along the documents and branches of the plan; `rotary` is ignored."""
+        # the convolution takes x, B and C as one tensor of channels
+        widths = [self.widths[0], sum(self.widths[1:4]), self.widths[4]]
+        z, channels, dt = self.project(x, save).split(widths, -1)
+        convolved = self.states.convolve(channels, self.convolution.squeeze(1), plan)
+        convolved = convolved + self.convolution_bias
         x, b, c = F.silu(convolved).split(self.widths[1:4], -1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [t, heads/tp, V]
         b, c = (part.unflatten(-1, (-1, self.state_size)) for part in (b, c))  # [t, groups/tp, K]
         wide = accumulation_dtype(x.dtype)
         step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))  # [t, heads/tp]
         log_decay = -self.log_rate.to(wide).exp() * step
+        # C reads the state, B and x write to it: attention with C, B and x as q, k and v
         read = self.states.move(plan, c, b, (x * step.unsqueeze(-1)).to(x.dtype), log_decay)
         return self.output(save(self._gated, read + x * self.skip.unsqueeze(-1), z))
 
     def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the heads of each group, of what the gate lets pass."""
+        """Multiply by SiLU of the gate, then apply RMSNorm over the heads of each group."""
+        # in fp32 or wider, like all norms
         wide = accumulation_dtype(out.dtype)
         gated = (out.flatten(1) * F.silu(z)).unflatten(-1, (self.groups, -1)).to(wide)
         normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.epsilon)

@@ -1,11 +1,14 @@
-"""Activation offload: what autograd saves in some decoder blocks waits for its backward in host
-memory.
+"""Activation offload: saved tensors of some decoder blocks are kept in host memory until backward.
 
-Whole storages travel, once a block, whatever views of them are saved. Forward: a copy begins where
-a tensor is saved, and the device's memory is let go when the next block is done, or begins its
-backward. Backward: when a block begins, the storages of the block before it come back. On CUDA both
-directions have a stream of their own, host buffers are pinned, and events order the copies.
-Parameters, what all blocks share, small tensors, and a pipeline's received input stay.
+A block copies each storage once, no matter how many views of it are saved.
+
+- Forward: the copy to the host starts when a tensor is saved. The device memory is released when
+  the next block has finished its forward, or starts its backward.
+- Backward: when a block starts, the copies back for the block before it start.
+
+On CUDA each direction has a separate stream, host buffers are pinned, and events order the copies.
+Parameters, tensors that all blocks share, small tensors and a received pipeline input stay on the
+device.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 PLAIN: set[type] = {torch.Tensor}
-"""Tensors that travel; a subclass may hold more than its storage."""
+"""Types of tensors to offload. A subclass may have more content than its storage."""
 SMALLEST = 2048
-"""Bytes of the smallest storage that travels: statistics of few rows cost more calls than they
-free.
+"""Size in bytes of the smallest storage to offload. Copying small ones, such as statistics of a few
+rows, takes more time than their memory is worth.
 """
 
 Event = Any
@@ -30,16 +33,15 @@ Event = Any
 
 
 class Lane:
-    """Copies of one direction, one behind the other: a stream on CUDA; on the CPU a copy is done
-    when it is asked.
-    """
+    """Ordered copies in one direction: on a separate stream on CUDA, immediately on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Begin a copy behind the work of the current stream and the event `after`; the event of
-        its end.
+        """Start a copy after the work of the current stream and after the event `after`.
+
+        Return the event of its end; None on a CPU, where the copy is complete on return.
         """
         if self.stream is None:
             target.copy_(source)
@@ -52,88 +54,100 @@ class Lane:
             return self.stream.record_event()
 
     def wait(self, event: Event) -> None:
-        """Let the current stream wait for a copy."""
+        """Make the current stream wait for the end of a copy. The host does not wait."""
         if event is not None and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
 
 @dataclass
 class HostBuffer:
-    """Host memory that is used again and again: uint8 `[size]`, pinned for a GPU."""
+    """Reusable host memory, pinned for a GPU."""
 
-    content: torch.Tensor
+    content: torch.Tensor  # uint8 [size]
     used: Event = None
-    """The end of the last copy that reads or writes it."""
+    """End of the last copy that reads or writes the buffer."""
 
     @property
     def size(self) -> int:
+        """Size in bytes."""
         return len(self.content)
 
 
 @dataclass
 class HostMemory:
-    """Host buffers and lanes of a stage, and the block whose copies are under way."""
+    """Host buffers and lanes of a pipeline stage, and the block with copies in progress."""
 
     device: torch.device
     free: list[HostBuffer] = field(default_factory=list)
-    """Buffers that nothing waits in, by size."""
+    """Unused buffers, sorted by size."""
     allocated: int = 0
     """Bytes of all buffers."""
 
     def __post_init__(self) -> None:
-        self.away, self.back = Lane(self.device), Lane(self.device)
+        self.away = Lane(self.device)
+        self.back = Lane(self.device)
         self.latest: Passage | None = None
+        """The last forward that has not released its device memory yet."""
 
     def leave_before(self, passage: Passage) -> None:
-        """The backward of `passage` begins: what the last block of a later microbatch saved leaves
-        for it now, not with the next forward."""
+        """Release device memory of the latest forward before the backward of `passage` starts.
+
+        The latest forward may belong to a later microbatch. Otherwise its memory would be released
+        only by the next forward.
+        """
         if self.latest is not None and self.latest is not passage:
             self.latest.leave()
             self.latest = None
 
     def take(self, size: int) -> HostBuffer:
-        """The smallest free buffer of `size` to twice as many bytes, or a new one: rows of a run
-        differ in length.
+        """Return the smallest free buffer between `size` and twice `size`, or a new one.
+
+        Rows have different lengths, so exact sizes would seldom match.
         """
         place = bisect.bisect_left(self.free, size, key=lambda buffer: buffer.size)
         if place < len(self.free) and self.free[place].size <= 2 * size:
             return self.free.pop(place)
         on_gpu = self.device.type == "cuda"
-        size = (
-            1 << (size - 1).bit_length() if on_gpu else size
-        )  # as torch's allocator rounds pinned memory up
+        if on_gpu:
+            # torch's allocator rounds pinned memory up to a power of two anyway
+            size = 1 << (size - 1).bit_length()
         self.allocated += size
         return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take back a buffer that nothing waits in any more."""
+        """Add a buffer that is no longer used to the free ones."""
         bisect.insort(self.free, buffer, key=lambda other: other.size)
 
 
 class SavedStorage:
-    """The storage of a saved tensor: on the device, on the host, or both while a copy is under way.
-    Gone with its last `HostView`."""
+    """Storage of a saved tensor: on the device, on the host, or on both during a copy.
+
+    It is deleted, and its host buffer is freed, together with its last `HostView`.
+    """
 
     def __init__(self, memory: HostMemory, x: torch.Tensor) -> None:
         self.memory = memory
         self.size = x.untyped_storage().nbytes()
         self.host = memory.take(self.size)
+        # the whole storage as bytes, whatever view of it `x` is
         whole = x.detach().as_strided((self.size // x.itemsize,), (1,), 0)
         self.on_device: torch.Tensor | None = whole.view(torch.uint8)
+        # an earlier user of the buffer may still be copying
         self.left = memory.away.copy(self.host.content[: self.size], self.on_device, self.host.used)
+        """End of the copy to the host."""
         self.arrived: Event = None
+        """End of the copy back."""
         self.wanted = False
+        """Whether backward has asked for the storage."""
 
     def leave(self) -> None:
-        """Let go of the device's memory once it is copied, unless backward has asked for it
-        already.
-        """
+        """Release the device memory after the copy, unless backward has already asked for it."""
         if not self.wanted:
             self.memory.away.wait(self.left)
             self.on_device = None
 
     def come_back(self) -> torch.Tensor:
-        """The bytes on the device, where they arrive behind the event `arrived`."""
+        """Return the bytes on the device. They are valid after the event `arrived`."""
         self.wanted = True
         if self.on_device is None:
             self.on_device = torch.empty(self.size, dtype=torch.uint8, device=self.memory.device)
@@ -143,15 +157,14 @@ class SavedStorage:
         return self.on_device
 
     def __del__(self) -> None:
-        self.memory.back.wait(
-            self.arrived
-        )  # also where nobody used it: its memory is about to be another's
+        # Wait even if backward never used the bytes: torch is about to reuse their device memory.
+        self.memory.back.wait(self.arrived)
         self.host.used = self.left if self.arrived is None else self.arrived
         self.memory.give(self.host)
 
 
 class HostView(NamedTuple):
-    """What autograd holds instead of a tensor: a storage and where in it the tensor lies."""
+    """Replacement of a saved tensor in the autograd graph: its storage, and the view of it."""
 
     stored: SavedStorage
     dtype: torch.dtype
@@ -161,21 +174,21 @@ class HostView(NamedTuple):
 
 
 class Passage:
-    """One forward of one block: its hooks, and the storages that wait for its backward."""
+    """One forward of one block: hooks for saved tensors, and their storages until backward."""
 
     def __init__(self, memory: HostMemory, staying: Iterable[torch.Tensor]) -> None:
         self.memory = memory
         self._staying = {x.untyped_storage()._cdata for x in staying}
-        # by torch's handle of the storage; holds them until the block is done, so that no handle is
-        # met twice
+        # Storages of the current forward by torch's handle. They are kept alive until the block is
+        # done, because torch could otherwise reuse a handle.
         self._open: dict[int, SavedStorage] = {}
+        # weak, so that autograd alone decides how long a storage is needed
         self._stored: list[weakref.ref[SavedStorage]] = []
 
     def pack(self, x: torch.Tensor) -> torch.Tensor | HostView:
-        """What autograd saves of a tensor."""
-        activation = (
-            x.dtype.is_floating_point or x.dtype == torch.bool
-        )  # integers are indices and names of tokens
+        """Return the replacement to save for a tensor, or the tensor if it stays on the device."""
+        # integers are indices and token numbers, which all blocks share
+        activation = x.dtype.is_floating_point or x.dtype == torch.bool
         if not activation or type(x) not in PLAIN or x.device.type != self.memory.device.type:
             return x
         storage = x.untyped_storage()
@@ -188,7 +201,7 @@ class Passage:
         return HostView(self._open[handle], x.dtype, int(x.storage_offset()), x.shape, x.stride())
 
     def unpack(self, held: torch.Tensor | HostView) -> torch.Tensor:
-        """The tensor that was packed."""
+        """Return the tensor of `pack`, copied back to the device."""
         if isinstance(held, torch.Tensor):
             return held
         content = held.stored.come_back()
@@ -197,29 +210,35 @@ class Passage:
             return content.view(held.dtype).as_strided(held.shape, held.stride, held.offset)
 
     def close(self) -> None:
-        """The block's forward is done: from here on its storages belong only to autograd."""
+        """End the forward of the block. From now on only autograd keeps its storages alive."""
         self._open.clear()
 
     def leave(self) -> None:
-        """Let go of the device's memory."""
-        for stored in filter(None, (reference() for reference in self._stored)):
-            stored.leave()
+        """Release the device memory of all storages that autograd still needs."""
+        for reference in self._stored:
+            stored = reference()
+            if stored is not None:
+                stored.leave()
 
     def come_back(self) -> None:
-        """Begin to bring back what autograd still holds."""
-        for stored in filter(None, (reference() for reference in self._stored)):
-            stored.come_back()
+        """Start copies back to the device for all storages that autograd still needs."""
+        for reference in self._stored:
+            stored = reference()
+            if stored is not None:
+                stored.come_back()
 
 
 @dataclass(frozen=True)
 class BlockOffload:
-    """The part of one block in it."""
+    """Offload of one block. Calling it runs the block with the hooks for saved tensors."""
 
     memory: HostMemory
     travels: bool
-    """False for the first block that keeps its own: it brings back those of the one before."""
+    """Whether to offload this block. False for the first block without offload, which only starts
+    the copies back for the block before it.
+    """
     first: bool
-    """Whether the chunk begins here."""
+    """Whether this is the first block of its chunk."""
 
     def __call__(
         self,
@@ -228,22 +247,29 @@ class BlockOffload:
         inputs: Any,
         staying: Iterable[torch.Tensor],
     ) -> torch.Tensor:
-        """`run(x, inputs, hooks=...)`; the tensors `staying` are never copied."""
+        """Return `run(x, inputs, hooks=...)`. Tensors in `staying` are never offloaded."""
         if not torch.is_grad_enabled():
             return run(x, inputs)
         memory = self.memory
-        received = (
-            (x,) if x.is_leaf and x.requires_grad else ()
-        )  # a pipeline holds it until its gradient is sent
-        passage = Passage(memory, (*staying, *received)) if self.travels else None
-        out = run(x, inputs, hooks=(passage.pack, passage.unpack) if passage else None)
+        passage = None
+        hooks = None
+        if self.travels:
+            # the pipeline keeps a received input until it has sent the gradient of it
+            received = (x,) if x.is_leaf and x.requires_grad else ()
+            passage = Passage(memory, (*staying, *received))
+            hooks = (passage.pack, passage.unpack)
+        out = run(x, inputs, hooks=hooks)
         if passage:
             passage.close()
             if out.requires_grad:
                 out.register_hook(lambda grad: memory.leave_before(passage))
-        previous, memory.latest = memory.latest, passage
+        # release the device memory of the block before this one
+        previous = memory.latest
+        memory.latest = passage
         if previous:
-            previous.leave()  # its copies had the time of this block
+            # its copies had the time of this block's forward to finish
+            previous.leave()
             if not self.first and out.requires_grad:
-                out.register_hook(lambda grad: previous.come_back())  # this block's backward begins
+                # a gradient for `out` means that the backward of this block starts
+                out.register_hook(lambda grad: previous.come_back())
         return out

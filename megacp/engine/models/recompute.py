@@ -1,14 +1,13 @@
-"""Recomputation of a block, whole or selective: cheap, large activations remembered as recipes
-instead of tensors.
+"""Selective and full recomputation of a block.
 
-In the selective one, autograd stores a recipe wherever it would store a registered output (the
-input of a linear), and backward runs it: no matrix product and no message is repeated.
-`torch.utils.checkpoint` around norm and activation cannot drop an output that the next linear
-saves.
+Selective recomputation registers the outputs of cheap functions, such as norms. Wherever autograd
+would save such an output (for example as the input of a linear), it saves a recipe instead, and
+backward runs the recipe. No matrix product and no communication is repeated.
+`torch.utils.checkpoint` around a norm cannot do this: the next linear would save the output anyway.
 
-The whole one computes a block again but for its attention, whose cost grows with the length of a
-row: the node of the first forward stays in the graph with its output and log-sum-exp, and only its
-queries, keys and values are made again.
+Full recomputation repeats a block except its core attention, whose cost grows with the row length.
+The attention node of the first forward stays in the graph with its output and log-sum-exp. Only its
+queries, keys and values are recomputed.
 """
 
 from __future__ import annotations
@@ -26,45 +25,42 @@ from megacp.engine.config.training import RecomputeMode
 from megacp.engine.save import Save, keep
 
 Recipe = Callable[[], torch.Tensor]
+"""Recomputes a tensor."""
 Key = tuple[Any, ...]
+"""Identifies a tensor by its storage and view."""
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""What autograd holds instead of a tensor that is saved, and how it becomes the tensor again."""
+"""Functions that replace a saved tensor by another object, and that restore the tensor."""
 HELD: Hooks = (lambda x: x, lambda x: x)
-"""The hooks of tensors that stay where they are."""
+"""Hooks that keep saved tensors unchanged."""
 
 
 class Recomputation(Save):
-    """Registers outputs that can be made again; used as `with recomputation.active():` around a
-    block.
+    """Selective recomputation. Use `with recomputation.active():` around the forward of a block.
 
-    `hooks` hold all that is saved besides recipes, and what recipes are made from.
+    `hooks` store the inputs of recipes, and saved tensors that have no recipe.
     """
 
     def __init__(self, hooks: Hooks = HELD) -> None:
         self._hold, self._give = hooks
+        # output -> (function, inputs)
         self._registered: dict[
             Key, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
         ] = {}
+        # keeps the storages alive until the block is done, so that no two outputs have the same key
         self._outputs: list[torch.Tensor] = []
 
     def __call__(
         self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
     ) -> torch.Tensor:
-        """`function(*inputs)`, stored by autograd as a recipe wherever the result is an input of
-        something else.
-        """
+        """Return `function(*inputs)`. Wherever autograd saves the result, it saves a recipe."""
         output = function(*inputs)
         self._registered[self._key(output)] = function, tuple(x.detach() for x in inputs)
-        self._outputs.append(
-            output.detach()
-        )  # holds the storage until the block is done, so no key is met twice
+        self._outputs.append(output.detach())
         return output
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Route autograd's saved tensors through the recipes; forget the recipes at the end of the
-        block.
-        """
+        """Replace saved tensors by recipes within the context; forget the outputs at its end."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._registered.clear()
@@ -76,12 +72,15 @@ class Recomputation(Save):
 
     def _pack(self, x: torch.Tensor) -> Any:
         registered = self._registered.get(self._key(x))
-        return self._hold(x) if registered is None else self._recipe(*registered)
+        if registered is None:
+            return self._hold(x)
+        return self._recipe(*registered)
 
     def _recipe(
         self, function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]
     ) -> Recipe:
-        held, give = [self._hold(x) for x in inputs], self._give
+        held = [self._hold(x) for x in inputs]
+        give = self._give
 
         def recipe() -> torch.Tensor:
             with torch.no_grad():
@@ -90,34 +89,37 @@ class Recomputation(Save):
         return recipe
 
     def _unpack(self, stored: Any) -> torch.Tensor:
+        # hooks never return a callable, so a callable is a recipe
         return stored() if callable(stored) else self._give(stored)
 
 
 class KeptResults(Save):
-    """One forward of a block that is computed again, without a second call of what `results`
-    called.
+    """Full recomputation of one block, without a second call of the function of `results`.
 
-    Its node stays in the graph with what it saved; `inputs` alone are made again, with the block.
+    The node of this function stays in the graph with its saved tensors. Only its inputs are
+    recomputed, together with the block.
     """
 
     def __init__(self, hooks: Hooks = HELD) -> None:
         self._hold, self._give = hooks
+        # (held output, whether it requires a gradient) of the first forward
         self._given: tuple[Any, bool] | None = None
 
     def results(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """`function(*inputs)` in the forward, and what it gave when the block is computed again."""
-        marks = [Kept.apply(x, *inputs) for x in inputs]  # both times: the second fills the first
+        """Return `function(*inputs)` in the forward, and the same output in the recomputation."""
+        # These nodes save the inputs. In the forward, `checkpoint` drops the saved tensors. The
+        # recomputation fills them in again, so both passes need the same nodes.
+        marks = [Kept.apply(x, *inputs) for x in inputs]
         if self._given is not None:
             held, wanted = self._given
-            return (
-                self._give(held).detach().requires_grad_(wanted)
-            )  # so that what follows saves as much as before
+            # same requires_grad as in the forward, so that later nodes save the same tensors
+            return self._give(held).detach().requires_grad_(wanted)
         places = {x.untyped_storage()._cdata: place for place, x in enumerate(inputs)}
-        made = functools.cache(
-            lambda place: marks[place].grad_fn.saved_tensors[0].detach()
-        )  # torch gives each once
+        # cached, because `checkpoint` returns each saved tensor only once
+        made = functools.cache(lambda place: marks[place].grad_fn.saved_tensors[0].detach())
 
         def pack(x: torch.Tensor) -> Any:
+            # views of an input are recomputed, other saved tensors (such as the output) are kept
             place = places.get(x.untyped_storage()._cdata)
             if place is None:
                 return self._hold(x)
@@ -136,10 +138,10 @@ class KeptResults(Save):
 def run_block(
     body: Callable[..., torch.Tensor], mode: RecomputeMode, *inputs: Any, hooks: Hooks | None = None
 ) -> torch.Tensor:
-    """Return `body(*inputs, save)`, whose backward computes again what `mode` repeats.
+    """Return `body(*inputs, save)`, with recomputation in backward according to `mode`.
 
-    `hooks` store and return the saved tensors. Under no_grad autograd saves nothing, so nothing is
-    recomputed.
+    `hooks` store and restore saved tensors, for example on the host. Under no_grad, autograd saves
+    nothing, so nothing is recomputed.
     """
     if not torch.is_grad_enabled():
         return body(*inputs, keep)
@@ -149,8 +151,7 @@ def run_block(
             return body(*inputs, recomputation)
     with torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
         if mode.repeats_block:
-            # checkpoint sets hooks of its own inside of ours, so that ours see only the block's
-            # input
+            # `checkpoint` sets inner hooks, so these outer hooks see only the input of the block
             results = KeptResults(hooks or HELD)
             return checkpoint(body, *inputs, results, use_reentrant=False, preserve_rng_state=False)
         return body(*inputs, keep)

@@ -1,14 +1,14 @@
-"""The vision towers: ViTs (Dosovitskiy et al., 2021) that encode each crop, or each image, by
-itself.
+"""Vision towers: ViTs (Dosovitskiy et al., 2021) that encode each crop or image independently.
 
-Patches of a crop or an image see each other and nothing else, so a rank encodes any of them. Only
-tp communicates: heads and FFN are cut over it, activations between the linears are replicated.
-Sequence parallelism over patches would tie the number of crops of a rank to tp.
+Patches attend only to patches of the same crop or image, so any rank can encode any of them. Only
+tp communicates: heads and MLP are cut over it, and activations between the linears are replicated.
+Sequence parallelism over patches would restrict the number of crops per rank to multiples of tp.
 
-Molmo2: crops have learned positions, and the outputs of two blocks side by side leave the tower,
-without a final norm. Qwen3.5: images have any number of patches, which stand in blocks of 2 x 2;
-the learned positions of a square are resampled to each image, and queries and keys turn by row and
-column.
+Molmo2: crops have learned positions. The tower concatenates the outputs of two blocks, without a
+final norm.
+
+Qwen3.5: images have any number of patches, in the order of 2 x 2 blocks. The learned positions of a
+square are resampled for each image. Queries and keys have rotary embeddings by row and column.
 """
 
 from __future__ import annotations
@@ -39,13 +39,11 @@ from megacp.engine.save import Save
 from megacp.engine.tensor_parallel.linear import LinearSpec
 
 Attend = Callable[..., torch.Tensor]
-"""q, k, v `[patches, heads/tp, d]` and a `Caller` -> the same shape."""
+"""Core attention: q, k, v `[patches, heads/tp, d]` and a `Caller` -> `[patches, heads/tp, d]`."""
 
 
 class VisionBlock(nn.Module):
-    """`x[patches, h] -> [patches, h]`, replicated over tp: pre-norm attention and MLP with
-    biases.
-    """
+    """Pre-norm ViT block with biases: `x[patches, h] -> [patches, h]`, replicated over tp."""
 
     def __init__(
         self,
@@ -56,34 +54,38 @@ class VisionBlock(nn.Module):
         recompute: RecomputeMode,
     ) -> None:
         super().__init__()
-        prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
-        epsilon = 1e-6  # Molmo2's, in every LayerNorm
+        prefix = f"vision.blocks.{layer}"
+        hidden = config.vision_hidden_size
+        epsilon = 1e-6  # both families use it in every LayerNorm
         product = functools.partial(LinearSpec.of, prefix, block_linears(config, model))
-        self.head_dim, self.widths = config.vision_head_dim, [hidden // backend.tp.size] * 3
-        self.attention_norm = layer_norm(
-            NormSpec(f"{prefix}.attention_norm", hidden, epsilon), backend.options
-        )
+        self.head_dim = config.vision_head_dim
+        # widths of q, k and v in the fused output of this tp rank
+        self.widths = [hidden // backend.tp.size] * 3
+        norm = NormSpec(f"{prefix}.attention_norm", hidden, epsilon)
+        self.attention_norm = layer_norm(norm, backend.options)
         self.qkv = backend.column_linear(product("attention.q", "attention.k", "attention.v"))
         self.output = backend.row_linear(product("attention.output"))
-        self.mlp_norm = layer_norm(NormSpec(f"{prefix}.mlp_norm", hidden, epsilon), backend.options)
+        norm = NormSpec(f"{prefix}.mlp_norm", hidden, epsilon)
+        self.mlp_norm = layer_norm(norm, backend.options)
         self.up = backend.column_linear(product("mlp.up"))
         self.down = backend.row_linear(product("mlp.down"))
         self.activation = nn.GELU("tanh")
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Run the block under the recompute mode it was built with."""
+        """Run the block with its recompute mode."""
         return run_block(self._body, self.recompute, x, attend)
 
     def _body(self, x: torch.Tensor, attend: Attend, save: Save) -> torch.Tensor:
         qkv = self.qkv(save(self.attention_norm, x)).split(self.widths, -1)
+        # [patches, heads/tp * d] -> [patches, heads/tp, d]
         attended = attend(*(part.unflatten(-1, (-1, self.head_dim)) for part in qkv), save.results)
         x = x + self.output(attended.flatten(1))
         return x + self.down(save(self.activation, self.up(save(self.mlp_norm, x))))
 
 
 class Tower(nn.Module):
-    """What all towers have."""
+    """Common part of all towers: patch embedding, learned positions and blocks."""
 
     def __init__(
         self,
@@ -93,9 +95,11 @@ class Tower(nn.Module):
         recompute: RecomputeMode,
     ) -> None:
         super().__init__()
-        self.backend, self.scale = backend, config.vision_head_dim**-0.5
+        self.backend = backend
+        self.scale = config.vision_head_dim**-0.5
         tower, _ = VISION_KINDS[config.vision_family]
-        embedding = itertools.islice(tower.tensors(config, model), 3)  # blocks stand behind it
+        # the first three tensors are the embedding, and the tensors of blocks follow
+        embedding = itertools.islice(tower.tensors(config, model), 3)
         self.weight, self.bias, self.positions = map(backend.parameter, embedding)
         self.blocks = nn.ModuleList(
             VisionBlock(layer, config, model, backend, recompute)
@@ -103,13 +107,11 @@ class Tower(nn.Module):
         )
 
     def prepare(self, grids: PatchGrids | None) -> None:
-        """Work out on the host what `forward` asks of images; called from the loader's threads."""
+        """Compute the plan for images on the host, in a thread of the loader, before `forward`."""
 
 
 class VisionTower(Tower):
-    """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by
-    side.
-    """
+    """Molmo2's tower: `patches[c, N, 3 p p] -> [c * N, 2 h]`, features of two layers."""
 
     def __init__(
         self,
@@ -119,15 +121,17 @@ class VisionTower(Tower):
         recompute: RecomputeMode,
     ) -> None:
         super().__init__(config, model, backend, recompute)
-        self.feature_layers, self.patches = config.feature_layers, config.patches_per_crop
+        self.feature_layers = config.feature_layers
+        self.patches = config.patches_per_crop
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller
     ) -> torch.Tensor:
-        """All patches of a crop see each other."""
+        """Let all patches of a crop attend to each other."""
         # [c * N, heads/tp, d] -> [c, heads/tp, N, d]
         q, k, v = (x.unflatten(0, (-1, self.patches)).transpose(1, 2) for x in (q, k, v))
-        # without `call`: a tenth of what the block's products cost, less than the memory is worth
+        # `call` would keep the output instead of recomputing it. Attention takes only a tenth of
+        # the time of the block's products, so the memory is worth more.
         if q.device.type == STAND_IN:
             attended = dense_attention_of_gpu(q, k, v, self.scale)
         else:
@@ -135,28 +139,30 @@ class VisionTower(Tower):
         return attended.transpose(1, 2).flatten(0, 1)
 
     def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
-        """Encode every crop; `patches` of any float dtype are turned into the model's."""
-        x = F.linear(
-            patches.to(self.backend.dtype), self.weight, self.bias
-        )  # [c, N, 3 p p] -> [c, N, h]
-        x = (x + self.positions).flatten(0, 1)  # [c, N, h] -> [c * N, h]
+        """Encode every crop. `patches` of any float dtype are converted to the model's dtype."""
+        x = F.linear(patches.to(self.backend.dtype), self.weight, self.bias)  # [c, N, h]
+        x = (x + self.positions).flatten(0, 1)  # [c * N, h]
         outputs = []
         for block in self.blocks:
             x = block(x, self._attend)
             outputs.append(x)
-        return torch.cat(
-            [outputs[layer] for layer in self.feature_layers], -1
-        )  # 2 x [c * N, h] -> [c * N, 2 h]
+        # 2 x [c * N, h] -> [c * N, 2 h]
+        return torch.cat([outputs[layer] for layer in self.feature_layers], -1)
 
 
 def patch_places(grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Image, row and column `[N]` of each patch of images with `grids[n, 2]` rows and columns of 2
-    x 2 blocks.
+    """Return image number, row and column `[N]` of all patches.
 
-    Blocks stand row by row, and so do the patches of a block.
+    `grids[n, 2]` has the rows and columns of each image in blocks of 2 x 2 patches. The order is
+    row by row over blocks, and row by row within each block.
     """
-    image, rows, columns = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    # the empty arrays allow concatenation without any images
+    empty = np.zeros(0, np.int64)
+    image = [empty]
+    rows = [empty]
+    columns = [empty]
     for number, (h, w) in enumerate(grids.tolist()):
+        # patch numbers row by row [2 h, 2 w], then reordered block by block
         place = np.arange(4 * h * w).reshape(h, 2, w, 2).swapaxes(1, 2).reshape(-1)
         image.append(np.full(len(place), number))
         rows.append(place // (2 * w))
@@ -165,34 +171,41 @@ def patch_places(grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _taps(place: np.ndarray, length: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """The two rows of a table of `side` between which `place` of `length` lies, ends on ends, and
-    their weights.
+    """Interpolate linearly along one axis: return two table rows per patch and their weights.
+
+    Both results are `[N, 2]`. The first of `length` places corresponds to row 0 and the last one to
+    row `side - 1`.
     """
     at = place * (side - 1) / np.maximum(length - 1, 1)
     low = np.minimum(at.astype(np.int64), side - 1)
-    return np.stack([low, np.minimum(low + 1, side - 1)], 1), np.stack(
-        [1 - (at - low), at - low], 1
-    )
+    high = np.minimum(low + 1, side - 1)
+    part = at - low
+    return np.stack([low, high], 1), np.stack([1 - part, part], 1)
 
 
 def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows `[N, 4]` of a table of `side x side` positions and their weights for each patch:
-    bilinear.
+    """Interpolate learned positions bilinearly.
+
+    Return `[N, 4]` row numbers of a table of `side x side` positions for each patch, and `[N, 4]`
+    weights.
     """
     image, row, column = patch_places(grids)
-    (rows, by_row), (columns, by_column) = (
-        _taps(place, 2 * grids[image, axis], side) for place, axis in ((row, 0), (column, 1))
-    )
+    rows, by_row = _taps(row, 2 * grids[image, 0], side)
+    columns, by_column = _taps(column, 2 * grids[image, 1], side)
+    # all four combinations of two rows and two columns
     taps = rows[:, :, None] * side + columns[:, None]
-    return taps.reshape(-1, 4), (by_row[:, :, None] * by_column[:, None]).reshape(-1, 4)
+    weights = by_row[:, :, None] * by_column[:, None]
+    return taps.reshape(-1, 4), weights.reshape(-1, 4)
 
 
 @once
 def patch_plan(
     grids: PatchGrids, side: int, device: torch.device
 ) -> tuple[AttentionPlan, list[torch.Tensor]]:
-    """The plan by which the patches of each image see each other; rows and columns `[N, 2]` and
-    `resampled`, in memory that `device` copies from.
+    """Return the attention plan of images, and the tensors that depend on their sizes.
+
+    The plan lets the patches of each image attend to each other. The tensors are rows and columns
+    `[N, 2]`, and the results of `resampled`, in host memory (pinned for a GPU).
     """
     image, row, column = patch_places(grids.sizes)
     plan = AttentionPlan(np.arange(len(image))[None], Metadata.of_documents(image, span=1), 0)
@@ -201,9 +214,7 @@ def patch_plan(
 
 
 class GridTower(Tower):
-    """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with their grids -> `[c,
-    h]`.
-    """
+    """Qwen3.5's tower: `patches[c, 1, 2 * 3 p p] -> [c, h]`, for images or pairs of frames."""
 
     def __init__(
         self,
@@ -213,29 +224,29 @@ class GridTower(Tower):
         recompute: RecomputeMode,
     ) -> None:
         super().__init__(config, model, backend, recompute)
-        self.side, self.device, width = (
-            config.patches_per_side,
-            backend.options.device,
-            config.vision_head_dim,
-        )
+        self.side = config.patches_per_side
+        self.device = backend.options.device
+        width = config.vision_head_dim
+        # half of the dimensions rotate by row, half by column
         self.frequencies = inverse_frequencies(width // 2, 1e4, RotaryScaling()).to(self.device)
         heads = config.vision_num_attention_heads // backend.tp.size
         self.heads = Heads(heads, heads, width)
 
     def prepare(self, grids: PatchGrids | None) -> None:
+        """Compute the plan for images on the host, in a thread of the loader, before `forward`."""
         assert grids is not None
-        self.backend.local_transport.prepare(
-            patch_plan(grids, self.side, self.device)[0], self.heads
-        )
+        plan, _ = patch_plan(grids, self.side, self.device)
+        self.backend.local_transport.prepare(plan, self.heads)
 
     def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
-        """Encode every image; `patches` of any float dtype are turned into the model's."""
+        """Encode every image. `patches` of any float dtype are converted to the model's dtype."""
         assert grids is not None, "patches of images without their grids"
         plan, arrays = patch_plan(grids, self.side, self.device)
         assert len(plan.local) == len(patches), "grids of other images than the patches"
         places, taps, weights = (to_device(x, self.device) for x in arrays)
         dtype = self.backend.dtype
         x = F.linear(patches.to(dtype).flatten(0, 1), self.weight.flatten(1), self.bias)
+        # weighted sum of four learned positions per patch
         x = x + F.embedding_bag(
             taps, self.positions, per_sample_weights=weights.to(dtype), mode="sum"
         )
@@ -245,17 +256,15 @@ class GridTower(Tower):
         return x
 
     def attention(self, plan: AttentionPlan, places: torch.Tensor) -> Attend:
-        """All patches of an image see each other, turned by their rows and columns `[N, 2]`."""
-        # [N, d / 2]: by row, and by column
+        """Return core attention over images, with rotary embedding by rows and columns `[N, 2]`."""
+        # [N, 2] -> [N, d / 2]: first the angles by row, then by column
         turns = places.repeat_interleave(len(self.frequencies), 1)
         cos, sin = cos_sin(turns, self.frequencies.repeat(2), self.backend.dtype)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
-            q, k, v = (
-                rotate(q, cos, sin),
-                rotate(k, cos, sin),
-                v.contiguous(),
-            )  # a view would keep the whole product
+            q, k = (rotate(part, cos, sin) for part in (q, k))
+            # a view would keep the whole fused product alive for backward
+            v = v.contiguous()
             return self.backend.local_transport.attend(q, k, v, plan, self.scale, call=call)
 
         return attend

@@ -1,40 +1,48 @@
-"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+"""Mistakes that the tests of this folder detect; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/engine/config/run.py", "tests/engine/config/test_homes.py"): [
         (
             "tuple(at_home(str(part)) for part in value)",
             "value",
-            "a folder of a blend is named `~`",
+            "`~` is not expanded in the folders of a blend",
         ),
     ],
     ("megacp/engine/config/cli.py", "tests/engine/config/test_homes.py"): [
-        ('        self.register("type", Path, _path)\n', "", "results go to a folder named `~`"),
+        (
+            '        self.register("type", Path, _path)\n',
+            "",
+            "results are written to a folder named `~`",
+        ),
     ],
     ("megacp/engine/config/yaml_file.py", "tests/engine/config/test_yaml_size.py"): [
         (
-            "if (\n            len(reasons) >= _MOST_REASONS\n        ):  # a file of something else: the search for near names takes time",
-            "if False:  # a file of something else: the search for near names takes time",
+            "if len(reasons) >= _MOST_REASONS:",
+            "if False:",
             "10,000 unknown keys take four seconds",
         ),
         (
             "_brief.maxlevel = 2",
             "_brief.maxlevel = 18",
-            "a list that doubles 60 times is shown whole",
+            "a list that doubles 60 times is printed in full",
         ),
     ],
     ("megacp/engine/checks.py", "tests/engine/config/test_cli.py"): [
-        ("if in_all > MAX_EXPERTS_IN_ALL:", "if False:", "a folder may name experts without end"),
+        (
+            "if in_all > MAX_EXPERTS_IN_ALL:",
+            "if False:",
+            "the number of experts in a Hugging Face folder has no limit",
+        ),
     ],
     ("megacp/engine/config/yaml_file.py", "tests/engine/config/test_cli.py"): [
-        ("if key.value in names:", "if False:", "the last of two values of a flag wins"),
+        ("if key.value in names:", "if False:", "a repeated key silently keeps its last value"),
         (
-            "        if name in values:\n",
-            "        if False:\n",
-            "a flag stands twice, with - and with _",
+            "        if name in values:  #",
+            "        if False:  #",
+            "a flag may be set twice, once with - and once with _",
         ),
         (
-            "if value != RETIRED[name].default:",
+            "if value != retired.default:",
             "if False:",
             "a retired setting of a file is silently ignored",
         ),

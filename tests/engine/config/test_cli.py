@@ -1,5 +1,5 @@
-"""The command line and YAML: order of flags and files, an exact round trip, refusals that name
-flag, file and key.
+"""Command line and YAML: order of flags and files, exact round trips, and errors that name the flag,
+file and key.
 """
 
 from __future__ import annotations
@@ -114,13 +114,14 @@ def test_an_unknown_flag_and_a_missing_file_are_refused(argv: list[str], told: s
 
 def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() -> None:
     others = "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
-    # by no literal; the last is before several
+    # flags that are not added by a string literal
     undeclared = "config help-all fake image video no-thinking vision"
     actions = [
         *prepare_command.preprocess_parser()._actions,
         *convert_command.convert_parser()._actions,
     ]
-    for action in actions:  # which grows by those of the commands below a command
+    # the list grows during the loop by the flags of subcommands
+    for action in actions:
         if isinstance(action, argparse._SubParsersAction):
             actions += [own for command in action.choices.values() for own in command._actions]
     real = {
@@ -167,7 +168,7 @@ def test_help_shows_every_flag_and_the_values_of_the_yaml_before_it(
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
     assert [name for name in fields() if flag(name) not in text] == []
-    assert "(default: 987)" in text and "may stand anywhere" in text
+    assert "(default: 987)" in text and "more than once" in text
 
 
 def test_every_field_says_what_it_is() -> None:
@@ -217,7 +218,7 @@ BY_TYPE = {
 
 
 def values_of(hint: typing.Any) -> st.SearchStrategy:
-    """Any value of a field's type."""
+    """Return a strategy for all values of a field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return st.one_of(map(values_of, typing.get_args(hint)))
     if hint is type(None):
@@ -279,8 +280,8 @@ def test_yaml_reads_flags_exponents_truths_and_nothing() -> None:
         ("fp8: on", "fp8: got True, allowed are off, delayed"),
         ("training:\n  lr: 1", "unknown key 'training'"),
         ("- lr", "expected lines of `flag: value`, got a list"),
-        ("lr: 1\nlr: 2", "the key lr stands more than once"),
-        ("seq-length: 1\nseq_length: 2", "the key seq_length stands more than once"),
+        ("lr: 1\nlr: 2", "the key lr appears more than once"),
+        ("seq-length: 1\nseq_length: 2", "the key seq_length appears more than once"),
         ("lr: [", "not valid YAML"),
         ("seed: &a [1, 1]\nlr: [*a, *a]", "lr: expected a number, got [[1, 1], [1, 1]] (list)"),
     ],
@@ -293,8 +294,8 @@ def test_wrong_yaml_is_refused_by_name(text: str, words: str) -> None:
 
 
 def test_a_flag_of_an_older_release_is_skipped_where_it_asks_for_nothing(tmp_path: Path) -> None:
-    """A checkpoint holds the layout that it led to; a file of flags with `auto` would start another
-    run.
+    """A checkpoint contains the layout that followed from the flag. In a file of flags, however,
+    ignoring `auto` would start a different run.
     """
     assert (
         from_yaml("parallel: auto\nlr: 1")
@@ -342,9 +343,9 @@ def test_weights_are_exact_and_a_weight_of_zero_leaves_its_dataset_out() -> None
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (("a", "b"), "--data-path a b: it takes one folder, or pairs of WEIGHT FOLDER"),
-        (("0.5", "a", "b"), "--data-path 0.5 a b: it takes one folder"),
-        (("0.5", "a", "0.5"), "--data-path 0.5 a 0.5: it takes one folder"),
+        (("a", "b"), "--data-path a b: expected one folder, or pairs of WEIGHT FOLDER"),
+        (("0.5", "a", "b"), "--data-path 0.5 a b: expected one folder"),
+        (("0.5", "a", "0.5"), "--data-path 0.5 a 0.5: expected one folder"),
         (
             ("1", "a", "-2", "b", "nan", "c"),
             "--data-path: b has the weight -2, it must be at least 0",
@@ -395,7 +396,7 @@ SEES = {
     "additional_vocab_size": 8,
     "untie_embeddings_and_output_weights": True,
 }
-"""A tiny tower of crops of 16 pixels, which fits."""
+"""A valid tiny tower with crops of 16 x 16 pixels."""
 HYBRID = {"linear_attention_rule": "mamba2", "linear_attention_freq": "2"}
 GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_feature_layers": (0, 0)}
 
@@ -411,35 +412,43 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
         3,
         "--expert-model-parallel-size 3 does not divide both --num-experts 8",
     ),
-    ({**EXPERTS, EP: 4, PP: 4}, 8, "dp 2 = 2, the ranks of a stage: the largest that does is 2"),
-    ({"num_experts": 16, EP: 5, "global_batch_size": 12}, 12, "the largest that does is 4"),
+    (
+        {**EXPERTS, EP: 4, PP: 4},
+        8,
+        "2 ranks of a stage (tp 1 x cp 1 x dp 2): the largest possible size is 2",
+    ),
+    ({"num_experts": 16, EP: 5, "global_batch_size": 12}, 12, "the largest possible size is 4"),
     ({"num_experts": 3, "moe_router_topk": 4}, 1, "--moe-router-topk 4"),
     ({**EXPERTS, "moe_layer_freq": "[0,2]"}, 1, "--moe-layer-freq [0,2]"),
-    ({**EXPERTS, "moe_layer_freq": "[0,0,0,0]"}, 1, "gives none of"),
+    (
+        {**EXPERTS, "moe_layer_freq": "[0,0,0,0]"},
+        1,
+        "--moe-layer-freq [0,0,0,0] gives experts to none",
+    ),
     (
         {**EXPERTS, "moe_layer_freq": "[0,1]"},
         1,
-        "--moe-layer-freq [0,1] tells of 2 layers, --num-layers is 4",
+        "--moe-layer-freq [0,1] lists 2 layers, but --num-layers is 4",
     ),
-    ({**EXPERTS, "moe_layer_freq": "[0,1,1,1,0]"}, 1, "tells of 5 layers"),
+    ({**EXPERTS, "moe_layer_freq": "[0,1,1,1,0]"}, 1, "lists 5 layers"),
     (
         {"moe_shared_expert_intermediate_size": 64},
         1,
-        "--moe-shared-expert-intermediate-size 64 acts only with",
+        "--moe-shared-expert-intermediate-size 64 needs --num-experts",
     ),
-    ({**EXPERTS, "moe_shared_expert_gate": True}, 1, "--moe-shared-expert-gate acts only with"),
+    ({**EXPERTS, "moe_shared_expert_gate": True}, 1, "--moe-shared-expert-gate needs"),
     ({**EXPERTS, TP: 2, "moe_shared_expert_intermediate_size": 65}, 2, "64 or 66"),
     ({"moe_z_loss_coeff": 0.1}, 1, "--moe-z-loss-coeff 0.1"),
     ({**EXPERTS, "moe_aux_loss_coeff": 0.1, "lora_rank": 4}, 1, "--moe-aux-loss-coeff 0.1"),
     (
         {"moe_router_score_function": "sigmoid"},
         1,
-        "--moe-router-score-function sigmoid acts only with",
+        "--moe-router-score-function sigmoid needs --num-experts",
     ),
     (
         {**EXPERTS, **SIGMOID, "moe_router_bias_update_rate": 0.1, "lora_rank": 4},
         1,
-        "0.1: the router that it is for",
+        "--moe-router-bias-update-rate 0.1 has no effect",
     ),
     ({**EXPERTS, "moe_router_bias_update_rate": 0.1}, 1, "--moe-router-score-function sigmoid"),
     ({**EXPERTS, "moe_router_num_groups": 4}, 1, "--moe-router-score-function sigmoid"),
@@ -475,7 +484,7 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
         1,
         "--num-experts 1: the softmax over one expert",
     ),
-    ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
+    ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
     (
         {**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2},
@@ -526,7 +535,7 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"no_rope_freq": "0"}, 1, "--no-rope-freq 0"),
     ({"no_rope_freq": "[0,2]"}, 1, "--no-rope-freq [0,2]"),
     ({"window_size": 4, "window_attn_skip_freq": "0"}, 1, "--window-attn-skip-freq 0"),
-    ({"window_attn_skip_freq": "2"}, 1, "give their --window-size"),
+    ({"window_attn_skip_freq": "2"}, 1, "needs --window-size"),
     ({"lr": 0.1, "min_lr": 0.2}, 1, "--min-lr 0.2"),
     ({"lr_warmup_iters": 51, "lr_decay_iters": 50}, 1, "--lr-decay-iters 50"),
     ({"lr_wsd_decay_iters": 5}, 1, "--lr-wsd-decay-iters 5"),
@@ -558,7 +567,7 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
         "--lora-dropout 0.1",
     ),
     ({"lora_rank": 4, "lora_targets": "q,query,all"}, 1, "--lora-targets q,query,all"),
-    ({"lora_rank": 4, "lora_targets": "q,attention.z"}, 1, "(not attention.z)"),
+    ({"lora_rank": 4, "lora_targets": "q,attention.z"}, 1, "(invalid: attention.z)"),
     (
         {"lora_rank": 4, "lora_targets": "q:0:4,k:2:inf,v:2,up:2:nan,gate:2:-1"},
         1,
@@ -567,13 +576,17 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     (
         {"lora_rank": 4, "lora_targets": "q,shared.up"},
         1,
-        "--lora-targets shared.up: no layer has one of them",
+        "--lora-targets shared.up: no layer",
     ),
-    ({"lora_rank": 4, "lora_targets": "v,attention.q:257:8"}, 1, "attention.q (257 of 256)"),
+    (
+        {"lora_rank": 4, "lora_targets": "v,attention.q:257:8"},
+        1,
+        "attention.q (rank 257, width 256)",
+    ),
     (
         {**EXPERTS, "num_layers": 4096, "num_experts": 32},
         1,
-        "--num-experts 32 in 4096 layers are 131,072",
+        "--num-experts 32 x --num-layers 4096 = 131,072",
     ),
     ({**EXPERTS, "num_experts": 8193}, 1, "--num-experts: got 8193"),
     ({"lora_rank": 65, "num_query_groups": 2, "lora_targets": "all"}, 1, "--lora-rank 65"),
@@ -604,10 +617,10 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     (SEES | {"vision_feature_layers": (1, 0)}, 1, "--vision-feature-layers 1 0"),
     (SEES | {"additional_vocab_size": 0}, 1, "--additional-vocab-size"),
     (SEES | GRIDS | {"image_attention": "image"}, 1, "--image-attention image"),
-    (SEES | GRIDS | {"vision_num_attention_heads": 12}, 1, "2 wide"),
+    (SEES | GRIDS | {"vision_num_attention_heads": 12}, 1, "is 2, but"),
     (SEES | {"freeze": "vision,connector,text"}, 1, "--freeze vision,connector,text"),
     (SEES | {"freeze": "tower"}, 1, "--freeze tower"),
-    # one field by itself
+    # a single invalid field
     ({"exit_duration": 0.0}, 1, "--exit-duration"),
     ({"cp_layout": "spiral"}, 1, "--cp-layout"),
     ({SIZES: (0, 2)}, 1, flag(SIZES)),
@@ -626,9 +639,7 @@ def test_a_contradiction_is_told_once_by_its_flag(values: dict, world: int, name
 
 
 def test_a_router_without_a_gradient_may_be_frozen_or_converted() -> None:
-    """A published model with one expert for a token still takes low-rank pairs, and becomes a
-    folder again.
-    """
+    """A published model with one expert per token can still be trained by LoRA and be exported."""
     top_1 = {**EXPERTS, TOPK: 1}
     assert check(with_values(GOOD, top_1), 1, trains=False) == []
     for values in ({"lora_rank": 4}, {**SEES, "freeze": "text"}, {"moe_router_pre_softmax": True}):
@@ -705,7 +716,7 @@ def test_a_directory_with_the_checkpoints_of_another_run_is_only_gone_on_with(
     (step / "manifest.json").write_text("{}")
     (reason,) = check(with_values(GOOD, save), 1)
     assert (
-        reason.startswith(f"--save {tmp_path} holds the checkpoints of a run")
+        reason.startswith(f"--save {tmp_path} already contains the checkpoints")
         and "--load" in reason
     )
     for more in (
@@ -749,7 +760,7 @@ def test_paths_are_looked_at_except_in_a_dry_run(
         f"--data-path no_{name}" for name in "ac"
     ]
     assert any(
-        reason.startswith("--valid-data-path 1 v x w: it takes one folder") for reason in reasons
+        reason.startswith("--valid-data-path 1 v x w: expected one folder") for reason in reasons
     )
     monkeypatch.setattr("megacp.engine.checks.os.access", lambda path, mode: False)
     (reason,) = check(with_values(GOOD, {"save": str(tmp_path / "a" / "b")}), 1)

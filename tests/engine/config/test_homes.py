@@ -1,4 +1,4 @@
-"""`~` is the user's folder in every flag and file that holds a path, and nowhere else."""
+"""`~` means the home directory in all flags and files with paths, and only there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATHS |= {"tensorboard_dir"}
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder of the test's own; the current one is another."""
+    """Set a temporary home directory that is not the working directory."""
     folder, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()

@@ -1,6 +1,4 @@
-"""A file of flags that is large, or becomes so by its aliases, is refused at once and in few
-words.
-"""
+"""A file of flags that is large, or expands by aliases, is refused quickly with a short message."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from megacp.engine.config.yaml_file import LARGEST_CONFIG, from_yaml, values_of_
 LONG = "x" * 900_000
 DOUBLED = "1"
 for level in range(60):
-    DOUBLED = f"[&level_{level} {DOUBLED}, *level_{level}]"  # two references to one list
+    DOUBLED = f"[&level_{level} {DOUBLED}, *level_{level}]"  # the list twice, by reference
 FILES: dict[str, tuple[str, str]] = {
     "unknown keys": (
         "".join(f"key_{i}: 1\n" for i in range(10_000)),
@@ -33,7 +31,7 @@ FILES: dict[str, tuple[str, str]] = {
         f"lr: &a {LONG}\ndata_path: [{','.join(['*a'] * 5000)}]\n",
         "lr: expected a number, got 'xxx",
     ),
-    "keys": (f"lr: &a '{LONG}'\n" + "*a : 1\n" * 5000, "the key xxx.* stands more than once"),
+    "keys": (f"lr: &a '{LONG}'\n" + "*a : 1\n" * 5000, "the key xxx.* appears more than once"),
     "a long value": (f"lr: '{LONG}'\n", "lr: expected a number, got 'xxx.*xxx"),
     "a long anchor": (
         f"lr: &{LONG} [1]\nmin_lr: *{LONG}\n",
@@ -41,7 +39,7 @@ FILES: dict[str, tuple[str, str]] = {
     ),
     "a key that is a list": ("? [1, 2]\n: 3\n", "found unhashable key"),
     "lists that double 60 times": (f"lr: {DOUBLED}\n", r"lr: expected a number, got \[\["),
-    "one key": ("lr: 1\n" * 10_000, "the key lr stands more than once"),
+    "one key": ("lr: 1\n" * 10_000, "the key lr appears more than once"),
     "small keys": ("".join(f"{i}: 1\n" for i in range(10_000)), "unknown key 0"),
 }
 

@@ -12,8 +12,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a router that cannot learn is trained",
         ),
         (
-            'or "text" in config.frozen_parts:\n        return\n    told',
-            ":\n        return\n    told",
+            'or "text" in config.frozen_parts:\n        return\n    no_gradient',
+            ":\n        return\n    no_gradient",
             "a frozen router is refused too",
         ),
         (
@@ -153,9 +153,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/engine/layers/table.py", "tests/engine/expert_parallel"): [
         (
-            'yield Tensor(\n                f"{name}.{A}",\n                down,\n                down_cut,\n                "uniform",\n                down_std,\n                treated="matrix",\n                reduced_over=over,\n            )',
-            'yield Tensor(f"{name}.{A}", down, down_cut, "uniform", down_std, treated="matrix")',
-            "pairs of experts are summed over dp x cp",
+            'yield Tensor(\n                f"{name}.{A}",\n                (size.rank, self.inputs),\n                down_cut,\n                "uniform",\n                down_std,\n                treated="matrix",\n                reduced_over=over,\n            )',
+            'yield Tensor(\n                f"{name}.{A}",\n                (size.rank, self.inputs),\n                down_cut,\n                "uniform",\n                down_std,\n                treated="matrix",\n            )',
+            "gradients of the LoRA pairs of experts are summed over dp x cp",
         ),
     ],
     ("megacp/engine/expert_parallel/layer.py", "tests/engine/expert_parallel"): [
@@ -292,8 +292,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "experts stay whole where a rank shares nothing else",
         ),
         (
-            "{EXPERTS: grid.edp}",
-            '{EXPERTS: grid.over("dp", "cp")}',
+            "reduced[EXPERTS] = grid.edp",
+            'reduced[EXPERTS] = grid.over("dp", "cp")',
             "gradients of experts are summed over dp x cp",
         ),
     ],

@@ -1,1 +1,1 @@
-"""Tests of the table of layers."""
+"""Tests of the descriptions of layers."""

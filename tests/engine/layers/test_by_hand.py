@@ -1,8 +1,7 @@
-"""Lists of layers and of tensors, and initial draws, against lists and distributions that are
-written by hand.
+"""Layers, tensors and initial values, compared with lists and distributions written by hand.
 
-References and golden tests take the model's own layers and initial weights, so they see no mistake
-in either.
+Reference and golden tests use the layers and initial weights of the model itself, so they cannot
+detect mistakes in them.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ WINDOW: Values = {**SIX, "window_size": 9}
 MAMBA2: Values = {**SIX, "linear_attention_rule": "mamba2"}
 
 LISTS: list[tuple[Values, str]] = [
-    # a letter a layer: a attention, w with a window, n without rotary embedding, d delta rule, m
-    # Mamba-2
+    # Each word is a layer: a attention, w with a window, n without rotary embedding, d delta rule,
+    # m Mamba-2.
     (SIX, "a a a a a a"),
     ({**SIX, "no_rope_freq": "3"}, "a a n a a n"),
     ({**SIX, "no_rope_freq": "[1,0,0]"}, "n a a n a a"),
@@ -45,7 +44,7 @@ LISTS: list[tuple[Values, str]] = [
     ({**SIX, "linear_attention_freq": "1"}, "a a a a a a"),
     ({**MAMBA2, "linear_attention_freq": "2"}, "m a m a m a"),
     (MAMBA2, "a a a a a a"),
-    # x experts, s experts beside a shared one; layers without either have a dense MLP
+    # x experts, s experts with a shared expert. Layers without x or s have a dense MLP.
     (EXPERTS, "ax ax ax ax ax ax"),
     ({**EXPERTS, "moe_layer_freq": "2"}, "ax a ax a ax a"),
     ({**EXPERTS, "moe_layer_freq": "3"}, "ax a a ax a a"),
@@ -56,9 +55,10 @@ LISTS: list[tuple[Values, str]] = [
     ({**EXPERTS, **WINDOW, "moe_layer_freq": "2", "window_attn_skip_freq": "3"}, "wx w ax w wx a"),
     ({**EXPERTS, **MAMBA2, "moe_layer_freq": "2", "linear_attention_freq": "3"}, "mx m ax m mx a"),
 ]
-"""As Megatron's flags say it: of every N layers the last goes without a window, a state or the
-rotary embedding, while the first has experts. In lists 1 is a layer with experts, a window or a
-state, and one without rotary embedding."""
+"""Patterns as in Megatron: a number N skips the window, state or rotary embedding in the last of every
+N layers, but gives experts to the first. In a list, 1 means experts, a window or a state, but no
+rotary embedding.
+"""
 
 
 def letters(values: Values) -> str:
@@ -119,8 +119,10 @@ DENSE = """
     mlp.up.weight          12 8  rows     normal 0.5     matrix
     mlp.down.weight        8 12  columns  normal 0.35355 matrix
 """
-"""Name, shape, cut, and draw: 0.35355 is 0.5 / sqrt(2 x 1 layer). Then the rule of the optimizer,
-where it is not the one of vectors; those with one decay. Last the axis, where it is edp."""
+"""Name, shape, cut, and distribution with its std, for example 0.35355 = 0.5 / sqrt(2 x 1 layer).
+Then the role for the optimizer if it is not `vector`; these tensors have weight decay. Last the axis
+of the gradient sum if it is edp.
+"""
 BIASED = """
     attention_norm.weight  8     whole    ones
     attention.q.weight     24 8  rows     normal 0.5     matrix
@@ -175,8 +177,9 @@ DELTA = f"""
     linear_attention.norm.weight           5      whole    ones
 {MLP}
 """
-"""torch's Conv1d draws up to 1 / sqrt(3 taps), a deviation of 1/3. Qwen3.5 has ones for dt_bias,
-and the logarithm of a number up to 16 for A_log."""
+"""torch's Conv1d draws values up to 1 / sqrt(3 taps), with a standard deviation of 1/3. Qwen3.5
+initialises dt_bias to 1 and A_log to the logarithm of a number up to 16.
+"""
 MAMBA = f"""
     attention_norm.weight       8      whole    ones
     mamba.z.weight              20 8   rows     normal 0.5     matrix
@@ -197,14 +200,12 @@ MAMBA = f"""
     mamba.norm.weight           20     rows     ones
 {MLP}
 """
-"""Mamba-2 draws the bias of steps by their sizes, which is not how it draws A."""
+"""Mamba-2 initialises the step bias by a distribution of steps, unlike A_log."""
 ATTENDS = DENSE[: DENSE.index("    mlp_norm")]
 
 
 def of_expert(number: int) -> str:
-    """The six tensors of an expert: whole on each rank that has it, its gradients summed over
-    edp.
-    """
+    """The six tensors of an expert are not cut, and their gradients are summed over edp."""
     rows = ""
     for name, shape, width, std in (
         ("gate", "10 8", 10, 0.5),
@@ -240,8 +241,8 @@ PAIRS = """
     mlp.experts.1.down.lora_A.weight 2 10 whole  uniform 0.18257 matrix edp
     mlp.experts.1.down.lora_B.weight 8 2  whole  zeros           matrix edp
 """
-"""peft's Kaiming draw with a = sqrt(5): up to 1 / sqrt(inputs), a deviation of 1 / sqrt(3 x
-inputs).
+"""peft draws A by Kaiming initialisation with a = sqrt(5): values up to 1 / sqrt(inputs), with a
+standard deviation of 1 / sqrt(3 x inputs).
 """
 BIASES = dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), True)
 ROUTER: Values = {"num_experts": 3, "moe_ffn_hidden_size": 10}
@@ -276,7 +277,7 @@ LAYERS: dict[str, tuple[Values, str]] = {
 
 
 def described(rows: str) -> dict[str, tuple[Any, ...]]:
-    """Name -> shape, cut, draw, deviation, whether it decays, rule, axis."""
+    """Return name -> shape, cut, distribution, std, whether it decays, role, axis."""
     found = {}
     for name, *words in map(str.split, filter(str.strip, rows.splitlines())):
         axis = "edp" if words[-1] == "edp" else "dp_cp"
@@ -322,7 +323,7 @@ TOWER: Values = {
 
 
 def ends_of_a_tower(patch: str) -> str:
-    """A patch has 2 x 2 pixels of three colours, a crop 2 x 2 patches."""
+    """A patch has 2 x 2 pixels of three colours, and a crop has 2 x 2 patches."""
     return f"""
         vision.patch_embedding.weight    6 {patch} whole normal 0.5 matrix
         vision.patch_embedding.bias      6         whole zeros
@@ -340,7 +341,7 @@ def attention_of_a_tower(block: str, inputs: int, std: float) -> str:
 
 
 def block_of_a_tower(number: int) -> str:
-    """0.25 is 0.5 / sqrt(2 x 2 layers)."""
+    """The std of outputs is 0.25 = 0.5 / sqrt(2 x 2 layers)."""
     block = f"vision.blocks.{number}"
     return f"""
         {block}.attention_norm.weight 6    whole   ones
@@ -372,8 +373,8 @@ CONNECTORS: dict[str, str] = {
         connector.mlp.down.bias   8     whole   zeros
     """,
 }
-"""Molmo2 pools the features of two layers, 6 wide each, by attention; Qwen3.5 joins four patches of
-two frames.
+"""Molmo2 pools features of two layers, each of width 6, by attention. Qwen3.5 concatenates four
+patches of two frames.
 """
 
 
@@ -409,7 +410,7 @@ def test_norms_after_a_part_replace_those_before_it() -> None:
 
 
 def test_outputs_of_deep_models_are_drawn_smaller() -> None:
-    """By sqrt(2 x layers), in every layer."""
+    """The std of outputs is divided by sqrt(2 x layers) in every layer."""
     found = made(with_values(RunConfig(), {**SIZES, "num_layers": 8}))
     smaller = {name for name, row in found.items() if row[3] == 0.125}
     names = ("attention.output.weight", "mlp.down.weight")
@@ -422,7 +423,7 @@ MANY = 4096
 
 
 def drawn(init: str, std: float) -> torch.Tensor:
-    """Numbers as a parameter with this draw begins with, sorted; by way of slabs and dtype."""
+    """Return the sorted initial values of a parameter with this distribution."""
     options = LinearOptions(single_axis("tp"), False, torch.float64, torch.device("cpu"))
     parameter = row_parameter("by_hand", [Tensor("x", (MANY,), init=init, std=std)], options)
     initialise([unsharded(parameter)], torch.float64, seed=1)
@@ -431,19 +432,18 @@ def drawn(init: str, std: float) -> torch.Tensor:
 
 QUANTILES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": torch.special.ndtri,
-    "uniform": lambda p: (2 * p - 1) * 3**0.5,  # of deviation 1
-    "log_rate": lambda p: torch.log(0.01 + (16 - 0.01) * p),  # A is even up to 16, without 0
-    # steps are even in their logarithm from 0.001 to 0.1, and the bias is the inverse of softplus
-    # of the step
+    "uniform": lambda p: (2 * p - 1) * 3**0.5,  # standard deviation 1
+    "log_rate": lambda p: torch.log(0.01 + (16 - 0.01) * p),  # A is uniform up to 16, without 0
+    # steps are log-uniform from 0.001 to 0.1, and the bias is the inverse softplus of a step
     "step": lambda p: torch.log(torch.expm1(0.001 * 100**p)),
 }
-"""Values below which a part p of the numbers is."""
+"""Quantile functions: a fraction p of the numbers is below the value."""
 
 
 @pytest.mark.parametrize("name", QUANTILES)
 def test_numbers_are_drawn_from_the_distribution_that_is_written_by_hand(name: str) -> None:
-    """By the greatest distance of the two cumulative distributions (Kolmogorov): 1.95 / sqrt(n)
-    once in 1,000 draws.
+    """Kolmogorov-Smirnov test: the largest distance of the two cumulative distributions exceeds
+    1.95 / sqrt(n) only once in 1,000 draws.
     """
     values = drawn(name, 1.0)
     p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The described tensors are those that are built: names, shapes, cuts and draws, on every grid."""
+"""A model builds exactly the described tensors (names, shapes, cuts, distributions) on every grid."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ STATE_PAIRS = {
 }
 CUT = {"rows": 0, "columns": 1, "whole": None}
 TABLES = ("embedding.weight", "head.weight")
-"""Cut after padding, so not evenly."""
+"""Tables that are cut after padding, so ranks may have different numbers of true rows."""
 
 
 def _pairs(name: str) -> dict[str, object]:
-    """Flags of pairs of a model, if its name asks for them; two ranks in one product."""
+    """Return LoRA flags if the name asks for them; linears of one product have two ranks."""
     if "pairs" not in name:
         return {}
     return STATE_PAIRS if "qwen3_5" in name else PAIRS
 
 
 def alone(shape: GridShape, rank: int) -> ProcessGrid:
-    """The grid of a rank that sends nothing, whose parameters have no values."""
+    """Return the grid of one rank without communication; parameters are meta tensors."""
     one = build_grid(GridShape(), 0, "meta")
     members = {names: shape.members(rank, names) for names in one.axes} | {
         ("world",): tuple(range(shape.world_size))
@@ -59,7 +59,7 @@ def alone(shape: GridShape, rank: int) -> ProcessGrid:
 
 
 def held(config: RunConfig, shape: GridShape, rank: int) -> set[tuple[object, ...]]:
-    """What a rank holds: name and shape, draw and treatment, offsets and shape of the piece."""
+    """Return the pieces of a rank: name, shape, distribution, role, offsets, shape of the piece."""
     with mock.patch.object(build, "initialise"):
         chunks = build.build_chunks(config, alone(shape, rank))
     found = set()
@@ -76,8 +76,8 @@ def held(config: RunConfig, shape: GridShape, rank: int) -> set[tuple[object, ..
 def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(
     name: str, grids: list[Sizes]
 ) -> None:
-    """A cut tensor is on the tp ranks part by part, a whole one on each of them; stages hold
-    nothing else.
+    """Cut tensors are divided over tp ranks, whole ones are on each of them, and stages have no
+    other tensors.
     """
     for grid in grids:
         given = dict(zip(FLAGS, grid, strict=True)) | _pairs(name)
@@ -87,7 +87,7 @@ def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(
             stages = (held(config, shape, first + rank) for first in range(0, 8, 8 // shape.pp))
             for *tensor, offsets, sizes in set().union(
                 *stages
-            ):  # both ends of a pipeline hold a tied table
+            ):  # the first and the last stage have a copy of a tied table
                 parts[tuple(tensor)].append(list(zip(offsets, sizes, strict=True)))
         tensors = (*model_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
         expected = {

@@ -1,4 +1,4 @@
-"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+"""Mistakes that the tests of this folder detect; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/engine/expert_parallel/router.py", "tests/engine/models/test_language.py"): [
@@ -74,21 +74,25 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/engine/models/mamba2.py", "tests/engine/models/test_language.py"): [
-        ("F.silu(z)).unflatten", "z).unflatten", "Mamba-2's gate is no SiLU"),
-        ("read + x * self.skip.unsqueeze(-1)", "read", "nothing passes a state by"),
+        ("F.silu(z)).unflatten", "z).unflatten", "Mamba-2's gate lacks its SiLU"),
+        ("read + x * self.skip.unsqueeze(-1)", "read", "the skip path of Mamba-2 is lost"),
         (
             "unflatten(-1, (self.groups, -1)).to",
             "unflatten(-1, (1, -1)).to",
-            "all groups are normed together",
+            "the norm covers all groups together",
         ),
-        ("dt.to(wide) + self.dt_bias.to(wide)", "dt.to(wide)", "steps have no bias"),
+        ("dt.to(wide) + self.dt_bias.to(wide)", "dt.to(wide)", "the step size lacks its bias"),
     ],
     ("megacp/engine/layers/stack.py", "tests/engine/models/test_language.py tests/engine/layers"): [
-        ('("", "_output") if both else ("",)', '("",)', "a block has two norms at most"),
+        (
+            '("", "_output") if both else ("",)',
+            '("",)',
+            "a block with both kinds of norms gets only one kind",
+        ),
         (
             "0 if open_to_all[i % len(open_to_all)] else model",
             "model",
-            "all layers have the window",
+            "all layers have the sliding window",
         ),
     ],
     ("megacp/engine/models/delta_net.py", "tests/engine/models/test_language.py"): [
@@ -100,53 +104,53 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "save(self._gated, out, z)",
             "save(self._gated, out, torch.ones_like(z))",
-            "the output has no gate",
+            "the output gate is ignored",
         ),
     ],
     ("megacp/engine/models/attention.py", "tests/engine/models/test_language.py"): [
-        ("self.scale, self.sinks, save", "self.scale, None, save", "sinks are not asked"),
+        ("self.scale, self.sinks, save", "self.scale, None, save", "attention sinks are ignored"),
         (
-            "config.attention_scale, Reach",
-            "config.hidden_size**-0.5, Reach",
+            "config.attention_scale",
+            "config.hidden_size**-0.5",
             "scores are scaled by the hidden size",
         ),
-        ("plan.within(self.reach)", "plan", "layers have no window"),
+        ("plan.within(self.reach)", "plan", "sliding windows are ignored"),
         (
-            "(part, *rotary) if self.rotates",
-            "(part, *rotary) if True",
-            "layers without rotary embedding have one",
+            "if self.rotates:",
+            "if True:",
+            "layers without a rotary embedding have one",
         ),
     ],
     ("megacp/engine/models/block.py", "tests/engine/models/test_language.py"): [
         (
             "inputs, 2 * self.layer + 1)",
             "inputs, 2 * self.layer)",
-            "attention and MLP share dropout bits",
+            "attention and MLP share dropout masks",
         ),
         ("x = x + self._drop(attended", "x = self._drop(attended", "the first residual is lost"),
         ("return x + self._drop(self", "return self._drop(self", "the second residual is lost"),
         (
             "inputs.key + site * 0x9E",
             "inputs.key + 0 * site * 0x9E",
-            "all layers share dropout bits",
+            "all layers share dropout masks",
         ),
     ],
     ("megacp/engine/models/language.py", "tests/engine/models/test_language.py"): [
-        ("x = x * x.new_full", "x + x * x.new_full", "the embedding is not multiplied"),
+        ("x = x * x.new_full", "x + x * x.new_full", "the embedding multiplier is ignored"),
         (
             "(far, near), names",
             "(far, far), names",
-            "layers with a window have the angles of the others",
+            "layers with a window use the angles of layers without one",
         ),
         (
             "frequencies = inverse_frequencies(\n                config.rotary_dim, config.window_rotary_base, RotaryScaling()\n            )",
             "frequencies = inverse_frequencies(config.rotary_dim, config.window_rotary_base, scaling)",
-            "a window's own base is stretched",
+            "the rotary base of windows is scaled for long contexts",
         ),
         (
             "self.backend.dtype)",
             "self.backend.dtype, self.rotary_factor)",
-            "a window's own angles have YaRN's factor",
+            "the angles of windows have YaRN's factor",
         ),
     ],
     (
@@ -156,34 +160,34 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             '"_output_norm" if config.has_input_norms else',
             '"_norm" if config.has_input_norms else',
-            "a norm after attention has the tensor of the one before",
+            "input and output norms of a block have the same name",
         ),
         (
             "inputs.rotary[self.has_window]",
             "inputs.rotary[0]",
-            "every layer has the angles of one without a window",
+            "every layer uses the angles of layers without a window",
         ),
     ],
     ("megacp/engine/models/recompute.py", "tests/engine/models/test_language.py"): [
         (
             "results = KeptResults(hooks or HELD)",
             "results = body.__self__.__dict__.setdefault('kept', KeptResults(hooks or HELD))",
-            "a microbatch is handed what another's attention gave",
+            "a microbatch gets the attention output of a different microbatch",
         ),
-        ("if self._given is not None:", "if False:", "attention of a block is computed again"),
+        ("if self._given is not None:", "if False:", "full recomputation repeats attention"),
     ],
     ("megacp/engine/models/offload.py", "tests/engine/models/test_language.py"): [
         (
             "int(x.storage_offset()), x.shape",
             "0, x.shape",
-            "parts of a tensor come back as its beginning",
+            "views of a storage are restored at offset 0",
         ),
         (
             "if handle not in self._open:",
             "if True:",
-            "each part of a tensor is copied with the whole of it",
+            "each view copies the whole storage again",
         ),
-        (" or handle in self._staying", "", "weights are copied to the host"),
+        (" or handle in self._staying", "", "weights are offloaded to the host"),
     ],
     ("megacp/attention/ops/rotary.py", "tests/engine/models/test_language.py"): [
         ("    if scaling.rounds:", "    if True:", "every yarn rounds"),
@@ -192,22 +196,22 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             'kind.endswith(f".{name}")]',
             'kind == f"attention.{name}"]',
-            "words mean linears of attention alone",
+            "words of --lora-targets mean only linears of attention",
         ),
     ],
     ("megacp/engine/models/pair_words.py", "tests/engine/models/test_pair_words.py"): [
         (
             "elif not any(kind.startswith(",
             "elif False and any(kind.startswith(",
-            "a mixer without pairs is not told",
+            "a mixer without LoRA pairs is not reported",
         ),
     ],
     ("megacp/engine/models/multimodal.py", "tests/engine/models/test_multimodal.py"): [
-        ("* valid[..., None]", "", "patches outside of the image count in the mean"),
+        ("* valid[..., None]", "", "positions outside the image count in the mean"),
         (
             "scores.masked_fill(~valid[:, None], -torch.inf)",
             "scores",
-            "patches outside of the image get weight",
+            "positions outside the image get attention weight",
         ),
         (
             "/ valid.sum(1, keepdim=True)",
@@ -223,9 +227,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("(x + self.positions).flatten", "x.flatten", "patches have no position"),
         (
-            "self.backend, self.scale = backend, config.vision_head_dim**-0.5",
-            "self.backend, self.scale = backend, config.vision_head_dim**-1",
-            "scale",
+            "self.scale = config.vision_head_dim**-0.5",
+            "self.scale = config.vision_head_dim**-1",
+            "the tower scales its scores by 1 / d instead of 1 / sqrt(d)",
         ),
         ("x = x + self.output(attend", "x = self.output(attend", "the tower's residual is lost"),
     ],

@@ -1,5 +1,5 @@
-"""One process equals a naive decoder in plain torch; initial weights, recomputation and dropout
-keep their promises.
+"""The model on one process equals a naive decoder in plain torch. Initial weights, recomputation,
+offload and dropout are tested as well.
 """
 
 from __future__ import annotations
@@ -119,8 +119,9 @@ def initial_weights(values: Values) -> dict[str, torch.Tensor]:
     ],
 )
 def test_one_process_equals_the_naive_decoder_over_two_steps(name: str, kernel: str) -> None:
-    """Loss, gradient norm, every gradient and every weight; float64 through 4 layers, so 1e-10
-    relative is generous.
+    """Compare loss, gradient norm, all gradients and all weights in float64.
+
+    After 4 layers, a relative tolerance of 1e-10 is generous.
     """
     values = {**MODELS[name], "attention_kernel": kernel}
     config, steps = config_of(values, {}), [step_batches(3, 1), step_batches(3, 2)]
@@ -211,8 +212,8 @@ def test_every_layer_and_sublayer_draws_its_own_dropout_bits(
 def test_attention_of_a_block_that_is_computed_again_runs_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A forward of the kernel for each layer and microbatch, and the bits of a run that keeps
-    everything.
+    """The kernel runs forward once per layer and microbatch. Results have the same bits as without
+    recomputation.
     """
     calls, attend = [], FlashKernel.attend
     monkeypatch.setattr(FlashKernel, "attend", lambda *given: calls.append(1) or attend(*given))
@@ -230,22 +231,22 @@ RECOMPUTE = pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 
 
 class Late:
-    """A copy that has not happened yet."""
+    """A pending copy."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run: Callable[[], None] | None = run
 
 
 class LateLane:
-    """Copies that happen when they are waited for, and not at all once their source is gone."""
+    """Copies as late as possible: on waiting, and with NaN if the source no longer exists."""
 
     def __init__(self, device: torch.device) -> None:
         self.sizes: list[int] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Late | None) -> Late:
         self.sizes.append(len(source))
-        # a storage on its way out is held by nobody but its owner; a part of a host buffer is a
-        # view that dies at once
+        # Do not keep a device storage alive. A view of a host buffer would be deleted at once, so
+        # keep it.
         held = (lambda: source) if source._is_view() else weakref.ref(source)
         target.fill_(255)  # NaN in every dtype
 
@@ -265,7 +266,7 @@ class LateLane:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "Lane", LateLane)
-    monkeypatch.setattr(offload, "SMALLEST", 1)  # so that tiny rows travel whole
+    monkeypatch.setattr(offload, "SMALLEST", 1)  # offload even tiny tensors
 
 
 def small(**values: Any) -> RunConfig:
@@ -273,7 +274,7 @@ def small(**values: Any) -> RunConfig:
 
 
 def packs(seed: int = 1, tokens: int = TOKENS) -> list[Any]:
-    """Microbatches of equal length."""
+    """Return microbatches of equal length."""
     rng = np.random.default_rng(seed)
     return [random_batch(rng, tokens, 53, documents=3, number=i) for i in range(MICROBATCHES)]
 
@@ -289,7 +290,7 @@ def road(model: ParallelModel) -> HostMemory:
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:
-    """Of what `train` returns: losses and norms, gradients, weights, the validation loss."""
+    """Compare two results of `train`: losses, norms, gradients, weights and validation loss."""
     assert found[0] == expected[0] and found[3] == expected[3]
     for mine, other in zip((*found[1], found[2]), (*expected[1], expected[2]), strict=True):
         for name, (_, values) in mine.items():
@@ -304,7 +305,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 def test_the_bytes_are_those_that_the_planner_counts(
     late: None, recompute: str, values: dict[str, Any]
 ) -> None:
-    # the kernels of a GPU fill up rows to 128 tokens, and heads to 16 columns
+    # GPU kernels pad rows to 128 tokens and heads to 16 columns
     sizes = {"seq_length": 128, "kv_channels": 16}
     config = small(recompute_granularity=recompute, activation_offload=0.5, **sizes, **values)
     model = ParallelModel(config, grid())
@@ -314,7 +315,7 @@ def test_the_bytes_are_those_that_the_planner_counts(
     assert sorted(sent) == sorted(came)
     assert (
         recompute != "full" or len(sent) == MICROBATCHES * 2 * 3
-    )  # input of the block, output and sums of attention
+    )  # input of the block, output and log-sum-exp of attention
     planned = memory.stage_memory(config, 0, [range(4)], 1)
     assert road(model).allocated == planned.host == 2 * block_memory(config, 0).kept
 
@@ -369,7 +370,7 @@ def test_a_buffer_serves_rows_of_other_lengths() -> None:
 def moved_and_plain(
     rank: int, world: int, shape: dict[str, int], values: dict[str, Any], images: bool
 ) -> None:
-    """Two steps with and without offload have the same bits on this rank."""
+    """Assert that two steps have the same bits on this rank with and without offload."""
     steps = [step_batches(4, seed) for seed in (1, 2)]
     if images:
         steps = [

@@ -1,4 +1,4 @@
-"""Vision tower and connector equal transformers' Molmo2, in values and all gradients, on one rank
+"""Vision tower and connector equal Molmo2 in transformers, in values and all gradients, on one rank
 and over tp.
 """
 
@@ -82,7 +82,7 @@ def encode(
     state: dict[str, torch.Tensor],
     kind: str,
 ) -> tuple[np.ndarray, Pieces]:
-    """Features of some crops, and the gradients of a random projection of them."""
+    """Return features of some crops, and the gradients of a random projection of them."""
     chunk = chunk_of(values, state, shape)
     patches, pooling = (
         torch.from_numpy(x) for x in random_units(np.random.default_rng(1), *WINDOWS[kind])
@@ -99,7 +99,7 @@ def direction(features: torch.Tensor) -> torch.Tensor:
 
 
 def theirs(model: Any, kind: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The same of transformers' float64 model, gradients by their names."""
+    """Return the same from the float64 model of transformers, with its parameter names."""
     patches, pooling = (
         torch.from_numpy(x) for x in random_units(np.random.default_rng(1), *WINDOWS[kind])
     )
@@ -111,7 +111,7 @@ def theirs(model: Any, kind: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def assert_equal(found: tuple[np.ndarray, dict[str, np.ndarray]], expected: Any) -> None:
-    """float64 through 3 + 1 layers, every tensor against its own largest element."""
+    """In float64 after 3 + 1 layers, errors are relative to the largest element of a tensor."""
     values, gradients = expected
     assert (
         np.abs(found[0] - values).max() <= 1e-10 * np.abs(values).max()
@@ -121,7 +121,7 @@ def assert_equal(found: tuple[np.ndarray, dict[str, np.ndarray]], expected: Any)
     largest = max(np.abs(gradient).max() for gradient in gradients.values())
     for name, gradient in found[
         1
-    ].items():  # a key's bias moves no softmax: its gradient is 0 up to rounding
+    ].items():  # the bias of a key does not change the softmax: its gradient is 0 up to rounding
         twin = gradients[THEIRS[name]]
         assert np.abs(gradient - twin).max() <= 1e-10 * max(np.abs(twin).max(), 1e-3 * largest), (
             name
@@ -169,7 +169,7 @@ def test_a_rank_without_images_gives_every_parameter_the_gradient_zero(
 def test_crops_of_another_size_are_refused_with_both_sizes() -> None:
     chunk = chunk_of({}, state_of(their_model().double()), {})
     with pytest.raises(
-        ValueError, match=r"\(2, 9, 48\) came in, --vision-image-size 16 .*\(crops, 16, 48\)"
+        ValueError, match=r"\(2, 9, 48\), but --vision-image-size 16 .*\(crops, 16, 48\)"
     ):
         chunk.vision(torch.zeros(2, 9, PATCH_DIM), torch.zeros(1, 4, dtype=torch.int64))
 
@@ -235,7 +235,7 @@ def test_logits_of_a_document_equal_those_of_transformers(kind: str, tp: int) ->
     found = np.concatenate(parts, 1)
     true = batch.document >= 0
     assert found.shape == expected.shape and np.abs(expected).max() > 1
-    # fp32 through 8 layers: sums in another order, 2^-24 of the largest logit times a few dozen
+    # fp32 after 8 layers: sums in a different order give a few dozen times 2^-24 of the largest logit
     assert np.abs(found - expected)[true].max() <= 1e-5 * np.abs(expected).max()
 
 
@@ -245,7 +245,7 @@ def test_a_row_with_images_is_refused_by_a_model_without_a_tower() -> None:
     }
     (chunk,) = build_chunks(config_of(text, {}), grid())
     local = shard_batch(document_with_images(), grid().cp, LAYOUTS["contiguous"])
-    with pytest.raises(ValueError, match="a row holds 9 image tokens, .* --vision-num-layers is 0"):
+    with pytest.raises(ValueError, match="a row has 9 image tokens, .* --vision-num-layers is 0"):
         chunk.hidden(None, local)
 
 
@@ -268,7 +268,7 @@ def test_the_weights_of_the_language_model_do_not_depend_on_the_tower() -> None:
 
 
 def microbatches() -> list[PackedBatch]:
-    """Images, text alone, a video: the second makes every rank starve."""
+    """Return batches with images, only text, and a video. The second one has no image on any rank."""
     text = random_batch(np.random.default_rng(5), 40, VOCAB, documents=3, number=1)
     return [
         document_with_images(),
@@ -280,7 +280,7 @@ def microbatches() -> list[PackedBatch]:
 def trained(
     rank: int, world_size: int, shape: dict[str, int], values: Values, steps: int = 2
 ) -> tuple[list[float], Pieces, Pieces]:
-    """Losses and norms of some steps, the first step's gradients, and the final weights."""
+    """Return losses and norms of some steps, gradients of the first step, and final weights."""
     config = config_of({**TINY, **values}, shape)
     model = ParallelModel(config, grid(**shape))
     batches = microbatches()
@@ -308,8 +308,9 @@ def frozen_names(names: set[str], towers: tuple[str, ...]) -> set[str]:
 def trained_frozen(
     rank: int, world_size: int, shape: dict[str, int], towers: tuple[str, ...]
 ) -> tuple[list[float], Pieces, Pieces, tuple[set[str], int]]:
-    """Loss and norm of one step, gradients, new weights, and what the optimizer holds: names,
-    elements of gradients.
+    """Return loss and norm of one step, gradients, new weights, and optimizer contents.
+
+    The optimizer contents are parameter names and the number of gradient elements.
     """
     values = {**TINY, **PLAIN, "cross_entropy_chunk_tokens": 9, "freeze": ",".join(towers) or None}
     model = ParallelModel(config_of(values, shape), grid(**shape))
@@ -362,7 +363,7 @@ def test_a_frozen_tower_stays_and_the_others_get_their_gradients(
     after = assemble(result[2] for result in results)
     for name, value in after.items():
         assert np.array_equal(value, weights[name]) == (name in frozen), name
-    if ranks == 1:  # 64-element alignment of every parameter
+    if ranks == 1:  # each parameter is aligned to 64 elements
         assert (
             results[0][3][1]
             < sum(value.size + 64 for name, value in weights.items() if name not in frozen) + 640
@@ -370,7 +371,7 @@ def test_a_frozen_tower_stays_and_the_others_get_their_gradients(
 
 
 def test_a_tower_has_its_own_learning_rate_at_every_update() -> None:
-    """The first update of AdamW, decay included, is proportional to the rate."""
+    """The first update of AdamW, including weight decay, is proportional to the learning rate."""
     _, _, before = trained(0, 1, {}, PLAIN, steps=0)
     _, _, plain = trained(0, 1, {}, PLAIN, steps=1)
     rates = {"vision_lr_multiplier": 0.25, "connector_lr_multiplier": 3.0}
@@ -378,7 +379,7 @@ def test_a_tower_has_its_own_learning_rate_at_every_update() -> None:
     old, one, other = assemble([before]), assemble([plain]), assemble([scaled])
     for name, start in old.items():
         factor = {"vision": 0.25, "connector": 3.0}.get(name.split(".")[0], 1.0)
-        # a difference of weights near 1: 2^-52 absolute
+        # a difference of weights near 1 has an absolute error of 2^-52
         np.testing.assert_allclose(
             other[name] - start, factor * (one[name] - start), rtol=1e-9, atol=1e-14
         )

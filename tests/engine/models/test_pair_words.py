@@ -1,4 +1,4 @@
-"""Which linears have low-rank pairs, and what is said of those that have none."""
+"""Linears with LoRA pairs, and messages about layers without them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_run_says_which_layers_of_a_hybrid_have_no_pairs() -> None:
 
 
 def test_a_run_says_that_experts_are_not_trained_and_what_trains_them() -> None:
-    count = 3 * 64 * 20 * 8 * 3  # matrices of experts in three layers
+    count = 3 * 64 * 20 * 8 * 3  # weights of all experts in three layers
     assert count == 92_160
     flags = "--lora-targets q,v,experts.gate,experts.up,experts.down"
     told = (

@@ -241,7 +241,7 @@ def test_a_folder_whose_router_cannot_learn_takes_only_low_rank_pairs(
     )
     flags = ["--load-hf", str(copy), "--data-path", str(data), "--dry-run"]
     told = refused(flags, capsys)
-    assert "--moe-router-topk 1" in told and "; freeze the router: --lora-rank" in told
+    assert "--moe-router-topk 1" in told and "; freeze the router (--lora-rank" in told
     assert main([*flags, "--lora-rank", "2"]) == 0
     out = [
         "--from",
@@ -263,9 +263,9 @@ def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
     told = refused([*start, "--hidden-size", "64", "--qk-layernorm", "off"], capsys)
     assert f"{folder} has --hidden-size 48, this run 64" in told
     assert "has --qk-layernorm head, this run off" in told
-    assert "are two starts: give one of them" in refused([*start, "--load", str(data)], capsys)
+    assert "are two different starts" in refused([*start, "--load", str(data)], capsys)
     assert f"--load-hf {data}: " in refused(["--load-hf", str(data)], capsys)
-    assert "a Hugging Face folder: start from it by --load-hf" in refused(
+    assert "a Hugging Face folder, not a checkpoint: use --load-hf" in refused(
         ["--load", str(folder)], capsys
     )
     assert "was packed for rows of 128 tokens" in refused([*start, "--seq-length", "64"], capsys)
@@ -556,4 +556,4 @@ def test_a_tower_that_does_not_fit_is_refused(
     assert "has one: leave the flag out" in refused(
         ["--load-hf", str(tower), "--vision-from-hf", "none"], capsys
     )
-    assert "acts only with --load-hf" in refused(["--vision-from-hf", "none"], capsys)
+    assert "needs --load-hf" in refused(["--vision-from-hf", "none"], capsys)
