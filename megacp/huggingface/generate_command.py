@@ -258,10 +258,7 @@ class Session:
             )
         tokenizer = self.tokenizer = load_tokenizer(name)
         if progress.tokenizer_sha256 not in ("", tokenizer.sha256):
-            raise ValueError(
-                f"--tokenizer {name} differs from the tokenizer that {generator.path} was trained "
-                "with"
-            )
+            raise ValueError(f"--tokenizer {name} differs from the tokenizer of the run with")
         if tokenizer.vocab_size > rows:
             raise ValueError(
                 f"--tokenizer {name} has {tokenizer.vocab_size} ids, the model has {rows}"

@@ -35,7 +35,7 @@ def _both(theirs: str, ours: str) -> dict[str, str]:
 
 
 def _attention_rows(theirs: str, ours: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the rows of an attention block; `names` are those of q, k, v and output in the file."""
+    """Return the rows of an attention block; `names` are the names of q, k, v, output."""
     rows: dict[str, str] = {}
     for their, our in zip(names, ("q", "k", "v", "output"), strict=True):
         rows |= _both(f"{theirs}.{their}", f"{ours}.{our}")
