@@ -254,9 +254,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a model is not compared",
         ),
         (
-            'f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name\n            for name in ADAPTER_FILES',
-            'f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name for name in ()',
-            "an adapter is not compared",
+            'f"--load-adapter {name}": Path(applied) / name for name in ADAPTER_FILES',
+            'f"--load-adapter {name}": Path(applied) / name for name in ()',
+            "the files of an adapter are not compared",
         ),
     ],
     ("megacp/huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
