@@ -162,7 +162,7 @@ def test_a_terminal_that_is_closed_or_a_reader_that_goes_ends_it_in_silence(
 def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for more, named in [
         ("", "one of --prompt, --chat and --input"),
-        ("--chat --raw", "--raw goes with --prompt"),
+        ("--chat --raw", "--raw requires --prompt"),
         ("--input b --image c", "--input and --output go together; --image"),
         ("--prompt a --temperature nan", "--temperature nan"),
         (f"--input {__file__} --output {__file__}", f"--output {__file__}"),

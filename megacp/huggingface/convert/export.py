@@ -432,10 +432,10 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
         if not length:
             length = loaded.config.data.seq_length
             print(f"max_position_embeddings is {length}, the run's --seq-length")
+        expected = loaded.checkpoint.extra.get("tokenizer_sha256", "")
         config = with_values(loaded.config, {"max_position_embeddings": length})
         loaded = dataclasses.replace(loaded, config=config)
         if request.tokenizer is None:
-            expected = loaded.checkpoint.extra.get("tokenizer_sha256", "")
             data_path = loaded.config.data.data_path
             own = own_tokenizer(loaded.folder.parent, expected, data_path)
             if own is not None:

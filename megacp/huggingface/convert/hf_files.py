@@ -141,8 +141,9 @@ class SafetensorsFolder:
         if single:
             return {}
         listed = read_object(self.folder / INDEX).get("weight_map")
-        is_filled = isinstance(listed, dict) and listed
-        if not is_filled or not all(isinstance(name, str) for name in listed.values()):
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError(f"{self.folder / INDEX} has no weight_map from tensors to files")
+        if not all(isinstance(name, str) for name in listed.values()):
             raise ValueError(f"{self.folder / INDEX} has no weight_map from tensors to files")
         for name in set(listed.values()):
             # A path to another folder must not be read.

@@ -31,6 +31,7 @@ from megacp.huggingface.convert.tensors import (
     Info,
     Link,
     Mapped,
+    Named,
     Source,
     dtypes,
     is_finite,
@@ -79,7 +80,7 @@ def require_all(
 
     `infos` has the library's names if `to_ours`, else our names.
     """
-    wanted = []
+    wanted: list[Named] = []
     for link in links:
         wanted += link.theirs if to_ours else link.ours
     found = tensor_problems(infos, wanted, IGNORED_TENSORS if to_ours else ())

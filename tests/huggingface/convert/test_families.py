@@ -493,7 +493,7 @@ def test_a_flag_that_the_library_has_no_word_for_is_refused_by_its_name(
     wanted: str, changes: dict[str, Any], flag: str
 ) -> None:
     values = values_of(changes)
-    with pytest.raises(ValueError, match="this model is no ") as refused:
+    with pytest.raises(ValueError, match="this model cannot be exported as ") as refused:
         (of_values(values) if wanted == "auto" else FAMILIES[wanted]).config(values)
     assert flag in str(refused.value)
 
@@ -519,7 +519,7 @@ def test_a_model_of_no_family_is_told_the_nearest_and_what_misfits(
     changes: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(
-        ValueError, match="^this model is no architecture .* the nearest is "
+        ValueError, match="^this model cannot be exported: .* nearest is "
     ) as refused:
         of_values(values_of(changes))
     assert f"the nearest is {told}" in str(refused.value)
@@ -547,13 +547,13 @@ def test_a_vision_model_whose_text_part_its_class_cannot_compute_is_refused(
 ) -> None:
     """The class would load such a folder and compute something else."""
     values = values_of({**OURS["molmo2"], **changes})
-    with pytest.raises(ValueError, match=f"this model is no molmo2: {told} is "):
+    with pytest.raises(ValueError, match=f"this model cannot be exported as molmo2: {told} is "):
         FAMILIES["molmo2"].config(values)
 
 
 def test_a_dense_model_that_is_named_as_one_with_experts_is_refused_by_its_flag() -> None:
     with pytest.raises(
-        ValueError, match="this model is no glm4_moe: .*--moe-router-score-function is 'softmax'"
+        ValueError, match="this model cannot be exported as glm4_moe: .*--moe-router-score-function is 'softmax'"
     ):
         FAMILIES["glm4_moe"].config(values_of({}))
 

@@ -461,7 +461,7 @@ UNUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         "llama 2",
         {"temperature": 0.5, "do_sample": True, "top_p": None},
         [
-            "config.json: temperature 0.5, do_sample True not used: generation takes the flags of its command"
+            "config.json: temperature 0.5, do_sample True not used: generation is controlled by the flags of its command"
         ],
     ),
     "further tokens": (
@@ -539,7 +539,7 @@ def test_tensors_that_predict_further_tokens_are_left_out_and_told(
     safetensors.torch.save_file(safetensors.torch.load_file(file) | further, file, {"format": "pt"})
     told = "\n".join(read_hf(tmp_path / "a").notes(False))
     assert (
-        "tensors of layers that predict further tokens left out, as in the library: "
+        "tensors of layers for multi-token prediction ignored, as in the library: "
         f"{', '.join(tensors)}" in told
     )
     # a layer that nobody announced is no such tensor

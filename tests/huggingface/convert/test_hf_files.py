@@ -99,7 +99,7 @@ def test_a_new_folder_appears_when_it_is_whole_and_leaves_nothing_when_it_fails(
     assert (tmp_path / "deep" / "a" / "file").read_text() == "x"
     with pytest.raises(KeyError), hf_files.new_folder(tmp_path / "b", ONE):
         raise KeyError
-    with pytest.raises(ValueError, match="a exists; nothing is ever written over"):
+    with pytest.raises(ValueError, match="a exists and is never overwritten"):
         with hf_files.new_folder(tmp_path / "deep" / "a", ONE):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]

@@ -465,7 +465,7 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     capsys.readouterr()
     flags = ["--from", "megacp", "--to", "peft", "--output", str(tmp_path / "z"), "--input"]
     assert convert([*flags, base]) == 2
-    assert "has no low-rank pairs" in capsys.readouterr().err
+    assert "has no LoRA adapters" in capsys.readouterr().err
     assert convert([*flags, run]) == 0
     content = json.loads((tmp_path / "z" / "adapter_config.json").read_text())
     assert content["base_model_name_or_path"] == str(

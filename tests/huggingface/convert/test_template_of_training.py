@@ -75,7 +75,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     assert convert.main([*command, "--output", str(tmp_path / "hf")]) == 0
     said = capsys.readouterr().out
     assert (
-        "chat template: that of the training data" in said
+        "chat template: from the training data" in said
         and "without a thought: ask with enable_thinking=False\n" in said
     )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -262,12 +262,12 @@ def test_training_and_export_say_in_which_form_answers_were_learned(
         assert f"\nanswers were learned {words}\n" in said
         if form == "chat_template" and choice == "auto":
             assert (
-                "chat template: that of the training data, not the tokenizer's own, which differs"
+                "chat template: from the training data; the tokenizer's template differs"
                 in said
             )
         else:
             assert (
-                "the tokenizer's own, which differs from the form that the model knows: answers "
+                "from the tokenizer, which differs from the format of training: answers "
                 f"were learned {words}" in said
             )
             assert ("--chat-template messages writes" in said) == (

@@ -161,7 +161,7 @@ def test_an_export_says_what_the_library_made_of_the_folder(
         assert (f"{HEAD} differs from {folder.table}: both are kept" in told) is (
             what == "different"
         )
-        assert (f"{HEAD} is also the embedding" in told) is (what == "no embedding")
+        assert (f"{HEAD} is also used as the embedding" in told) is (what == "no embedding")
         flags = ["--from", "megacp", "--to", "hf", "--tokenizer", "none"]
         assert main([*flags, "--input", str(middle), "--output", str(out)]) == 0
         expected, found = folder.of_library(), folder.of_library(out)
