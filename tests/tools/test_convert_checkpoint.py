@@ -255,7 +255,7 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
     captured = capsys.readouterr()
     assert (
         "would differ from the model in --input" in captured.err
-        and "--rotary-base is 500.0 in what was read" in captured.out
+        and "--rotary-base is 500.0 in the input" in captured.out
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
@@ -376,11 +376,11 @@ def test_a_folder_of_two_dtypes_takes_that_of_its_config_as_the_library_does(
     )
     told = capsys.readouterr().out
     assert (
-        told.count("_model_name_or_path") == told.count("become bfloat16") == 2
+        told.count("_model_name_or_path") == told.count("converted to bfloat16") == 2
         and ", bfloat16\n" in told
     )
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "c", "--dtype", "float32") == 0
-    assert "become" not in capsys.readouterr().out
+    assert "converted" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -423,8 +423,8 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
         stream.write("\n")  # another file than the run's
     for flags, message in (
         ((), "was trained with a tokenizer: name it with --tokenizer"),
-        (("--chat-template", "messages"), "none lies beside the checkpoints of --input"),
-        (("--tokenizer", "byte"), "--tokenizer byte is not the one"),
+        (("--chat-template", "messages"), "--chat-template messages requires --tokenizer"),
+        (("--tokenizer", "byte"), "--tokenizer byte differs from"),
     ):
         assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", *flags) == 2
         assert message in capsys.readouterr().err

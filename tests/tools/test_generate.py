@@ -163,7 +163,7 @@ def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixt
     for more, named in [
         ("", "one of --prompt, --chat and --input"),
         ("--chat --raw", "--raw requires --prompt"),
-        ("--input b --image c", "--input and --output go together; --image"),
+        ("--input b --image c", "--input and --output must be used together; --image"),
         ("--prompt a --temperature nan", "--temperature nan"),
         (f"--input {__file__} --output {__file__}", f"--output {__file__}"),
         ("--prompt a --max-new-tokens 0", "--max-new-tokens 0"),

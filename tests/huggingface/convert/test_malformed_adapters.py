@@ -1,4 +1,4 @@
-"""Adapters as other programs, editors and attackers may leave them: each is read, or refused by one
+"""Adapters damaged by other programs, editors and attackers: each is read, or refused with one
 message.
 """
 
@@ -62,14 +62,14 @@ Described = tuple[Any, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def described() -> Described:
-    """The family of a tiny model, and our flags for it."""
+    """Return the family of a tiny model and our flags for it."""
     content = MODELS["qwen3"]().config.to_dict()
     return of_config(content), of_config(content).values(content)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, described: Described) -> Iterator[Path]:
-    """A sound adapter with pairs on q and v of three layers."""
+    """Write a valid adapter with pairs on q and v of three layers."""
     family, values = described
     tensors = {}
     for link in family.links(values):
@@ -89,10 +89,8 @@ def write(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def refusal(folder: Path, described: Described) -> str:
-    """The one message with which an adapter is refused: of a terminal's width some times, without
-    control characters.
-
-    Any other exception fails the test.
+    """Return the message that refuses an adapter. It must have a bounded length and no control
+    characters; any other exception fails the test.
     """
     with pytest.raises(ValueError) as caught:
         Adapter(folder, *described)
@@ -140,7 +138,10 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
         {"target_modules": "("},
         "target_modules '(' is not a valid regular expression: 'missing ), unterminated subpattern",
     ),
-    ({"target_modules": "*"}, "target_modules '*' is not a valid regular expression: 'nothing to repeat"),
+    (
+        {"target_modules": "*"},
+        "target_modules '*' is not a valid regular expression: 'nothing to repeat",
+    ),
     (
         {"target_modules": "a{99999999999}"},
         "is not a valid regular expression: 'the repetition number is too large'",
@@ -206,10 +207,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     *(({"bias": value}, "has bias") for value in ("all", "lora_only", 1, True, [])),
     *(({"lora_bias": value}, "has lora_bias") for value in (True, 1, "none")),
     *(({"fan_in_fan_out": value}, "has fan_in_fan_out") for value in (True, 1)),
-    *(
-        ({"modules_to_save": value}, "has modules_to_save")
-        for value in (["lm_head"], "lm_head", 1)
-    ),
+    *(({"modules_to_save": value}, "has modules_to_save") for value in (["lm_head"], "lm_head", 1)),
     ({"layer_replication": [[0, 2], [1, 3]]}, "has layer_replication"),
     ({"megatron_config": {"tp": 2}}, "has megatron_config"),
     ({"trainable_token_indices": [3]}, "has trainable_token_indices"),
@@ -259,8 +257,8 @@ def test_a_config_that_is_no_object_of_json_is_refused(
     refusal(folder, described)
 
 
+# An expression whose matching time grows exponentially with the length of a name without a match.
 SLOW = r"(([a-z.0-9_]+)+)+X"
-"""An expression whose time grows exponentially with the length of a name that it does not match."""
 
 
 @pytest.mark.parametrize(
@@ -336,8 +334,8 @@ ODD: tuple[Any, ...] = (
 def test_a_config_with_random_fields_is_read_or_refused(
     seed: int, folder: Path, described: Described
 ) -> None:
-    """Fields by chance are odd values, missing or new; a refusal is one message that a terminal can
-    show.
+    """Random fields have odd values, are missing or new. A refusal is one message that a terminal
+    can show.
     """
     draw = random.Random(seed)
     names = [*GOOD, "from_tomorrow", "\x1b[2J", "eva_config", "auto_mapping", "use_qalora"]
@@ -395,7 +393,7 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "truths": ({f"{QUERY}B.weight": torch.ones(64, 4, dtype=torch.bool)}, "has dtype torch.bool"),
     "not a number": (
         {f"{QUERY}A.weight": torch.full((4, 48), math.nan)},
-        "lora_A.weight has values that are not fin",
+        "lora_A.weight has values that are inf or NaN",
     ),
     "infinity": (
         {f"{QUERY}B.weight": torch.full((64, 4), math.inf)},
@@ -421,7 +419,10 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
         {"model.norm.weight": torch.ones(48)},
         "peft's prefix base_model.model. is",
     ),
-    "a name of escapes": ({f"{PREFIX}\x1b[2J": torch.ones(1)}, r"'\x1b[2J': the model has no linear"),
+    "a name of escapes": (
+        {f"{PREFIX}\x1b[2J": torch.ones(1)},
+        r"'\x1b[2J': the model has no linear",
+    ),
     "a long name": ({f"{PREFIX}{'x' * 100_000}": torch.ones(1)}, "xxx...: the model has no linear"),
 }
 

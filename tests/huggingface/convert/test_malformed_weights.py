@@ -1,6 +1,4 @@
-"""Weights that are damaged in any way: one message and status 2, never a traceback, never another
-model.
-"""
+"""Damaged weights of any kind: one message and status 2, never a traceback or a different model."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def converted(folder: Path, output: Path, *flags: str) -> int:
 
 
 def refusal(folder: Path, output: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What a conversion says that is refused."""
+    """Return the error message of a refused conversion."""
     assert converted(folder, output, *flags) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 4000
