@@ -42,8 +42,8 @@ from megacp.training.monitor.console import to_nowhere, warn
 from megacp.training.start.launch import World, join, rendezvous, stop, world_from_environment
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+# Minutes that ranks wait for a rank that compares or copies while they are idle.
 _MINUTES = 24 * 60.0
-"""Minutes that ranks wait for a rank that compares or copies while they are idle."""
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -121,6 +121,7 @@ def convert_parser() -> argparse.ArgumentParser:
 
 def flag_reasons(a: argparse.Namespace) -> list[str]:
     """Return an error for each invalid combination of flags and each missing package."""
+    # All faults are collected, so that one message lists them.
     way = (a.source, a.target)
     reasons = []
     if way == ("megacp", "megacp"):
@@ -143,6 +144,7 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
         reasons.append("--base-model requires --to peft")
     if a.max_shard_mib < 1:
         reasons.append(f"--max-shard-size {a.max_shard_mib}: must be at least 1")
+    # Packages of the extra `hf`, which the core of megacp does not need.
     needed = ["safetensors", "jinja2"]
     if a.verify:
         needed.append("transformers")
@@ -162,6 +164,7 @@ class _Lasting(io.TextIOBase):
         try:
             print(for_terminal(text), end="", file=self._stream, flush=True)
         except (OSError, ValueError):
+            # Later output is dropped, and no error at exit is reported.
             to_nowhere(1, self._stream)
         return len(text)
 
@@ -172,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if reasons := flag_reasons(arguments):
         parser.error("; ".join(reasons))
+    # The remaining fields of the request have the names of the flags.
     given = vars(arguments)
     given["dtype"] = _DTYPES[arguments.dtype] if arguments.dtype else None
     request = Request(**{**given, "layout": arguments.layout or NAMINGS[0]})
@@ -185,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status, words = _converted(request, place)
     finally:
         signal.signal(signal.SIGTERM, before)
+    # Ranks fail together with the same message.
     if words and place.rank == 0:
         warn(f"error: {words}")
     return status
@@ -196,6 +201,7 @@ def _converted(request: Request, place: World) -> tuple[int, str]:
     Return the exit status and the error message ("" if there is none).
     """
     try:
+        # Without torchrun, the process is the only rank.
         world = single_axis("world")
         if place.size > 1:
             store = rendezvous(place, 60.0 * _MINUTES)

@@ -128,6 +128,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def _flag_reasons(arguments: argparse.Namespace) -> list[str]:
     """Return an error for each invalid flag."""
     reasons = []
+    # All faults are collected, so that one message lists them.
     modes = [bool(arguments.prompt), arguments.chat, arguments.input is not None]
     if modes.count(True) != 1:
         reasons.append("use exactly one of --prompt, --chat and --input")
@@ -141,6 +142,7 @@ def _flag_reasons(arguments: argparse.Namespace) -> list[str]:
         )
     if not 0 <= arguments.temperature < math.inf:
         reasons.append(f"--temperature {arguments.temperature}: must be a finite number, 0 or more")
+    # Both flags may name the same file by different paths.
     paths = (arguments.input, arguments.output)
     existing = [path for path in paths if path is not None and path.exists()]
     if len(existing) == 2 and existing[0].samefile(existing[1]):
@@ -180,6 +182,7 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
     prompts: list[Prompt] = []
     ids: list[str] = []
     places: list[str] = []
+    # Check the file first: `read_extent` reads it lazily.
     with _named("--input", path):
         open_regular(path).close()
     for item in read_extent(Extent(0, str(path), 0, path.stat().st_size)):
@@ -214,10 +217,13 @@ def asked_by(kept: dict[str, Any], thinking: bool | None) -> dict[str, Any]:
     _, real, none = (kept.get(name, 0) for name in THOUGHTS)
     # An earlier version stored no counts; there all answers followed `before_answers`.
     empty = kept.get("empty_thoughts", "before_answers" in kept)
+    # Some answers had thoughts, or most had no empty one: the template's prompt is unchanged.
     if thinking is None and (real or empty <= none):
         return {}
+    # The template has a variable for this.
     if has_switch and (thinking is not None or not before):
         return {"variables": {THINKS: bool(thinking)}}
+    # Without a variable, only the empty thought of training can be added to prompts.
     if thinking or (thinking is False and not before):
         flag = "--thinking" if thinking else "--no-thinking"
         raise ValueError(f"{flag}: the chat template has no variable `{THINKS}`")
@@ -244,6 +250,7 @@ class Session:
                     f"--from hf --to megacp --input {folder} --output DIR, or train with --load-hf"
                 )
             raise ValueError(message) from error
+        # Find the tokenizer of training: next to the checkpoints, or in a dataset.
         progress = generator.progress
         rows = generator.config.model.embedding_rows
         name = arguments.tokenizer
@@ -263,6 +270,7 @@ class Session:
             raise ValueError(
                 f"--tokenizer {name} has {tokenizer.vocab_size} ids, the model has {rows}"
             )
+        # Begin and end texts as in training.
         tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
         tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
         kept = progress.chat_template
@@ -279,6 +287,7 @@ class Session:
                     "chat template; an answer may use all of --max-new-tokens "
                     f"{arguments.max_new_tokens}"
                 )
+        # A plain text ends with the tokenizer's end token, an answer with its template's.
         self.ends = ends if tokenizer.eos_id is None else (*ends, tokenizer.eos_id)
         self.by_template = kept is not None and not arguments.raw
         template = None
@@ -294,6 +303,7 @@ class Session:
             raise ValueError(
                 "--thinking and --no-thinking require a chat template, and these prompts use none"
             )
+        # Without a template, prompts use megacp's format or Alpaca's prompt, as in training.
         forms = progress.answer_forms or {}
         self.form = ""
         if template is None and not arguments.raw:
@@ -398,6 +408,7 @@ def converse(session: Session, arguments: argparse.Namespace) -> None:
                 say(f"error: {error}")
                 continue
             say(answer)
+            # The whole conversation is the context of the next question.
             said = [*session.questions(text, said), {"role": "assistant", "content": answer}]
 
 
@@ -430,6 +441,7 @@ def answer_records(session: Session, arguments: argparse.Namespace) -> None:
     right = 0
     with _named("--output", arguments.output):
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        # O_EXCL: another process may have created the file since the flags were checked.
         new = os.O_TRUNC if arguments.overwrite else os.O_EXCL
         stream = os.fdopen(open_own(arguments.output, os.O_WRONLY | new), "w", encoding="utf-8")
     with stream:
@@ -442,6 +454,7 @@ def answer_records(session: Session, arguments: argparse.Namespace) -> None:
                 "expected": prompt.expected,
                 "answer": answer,
             }
+            # Exact matches of the text, without partial credit.
             right += answer == prompt.expected
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
     with ends_with_its_reader():

@@ -91,6 +91,7 @@ class Adapter:
             raise ValueError(
                 f"{WEIGHTS}: {names}: the model has no linear with this name that supports LoRA"
             )
+        # From here on, each pair has one linear of ours.
         apart = list(_split(list(_without_empty(pairs))))
         self._require_all_layers(apart, family, values)
         self._sizes = _size_by_kind(apart)
@@ -123,6 +124,7 @@ class Adapter:
         Raise ValueError if config and file disagree.
         """
         links = [link for link in family.links_of_modules(values) if _can_have_pairs(link)]
+        # The file's names may differ from the model's by a prefix.
         prefix = _prefix_in_file(tensors, links[0].theirs[0].name)
         modules = {name.rpartition(".lora_")[0] for name in tensors}
         names = {link.theirs[0].name for link in links}
@@ -135,11 +137,13 @@ class Adapter:
         # Single experts are considered only if the file has pairs for them.
         if not any(prefix.of(link).removesuffix(".weight") in modules for link in single):
             single = []
+        # Match all names at once, within one time limit.
         about = self._config.about(_names_of([*links, *single], prefix))
         self._require_parameters(prefix.of(link) for link in links)
         pairs = list[_Pair]()
         for place in self._places([*links, *single], prefix, about):
             if self._has(place, about[place.target], modules):
+                # Used tensors are removed from `tensors`.
                 down = tensors.pop(f"{place.module}.{A}", None)
                 up = tensors.pop(f"{place.module}.{B}", None)
                 if down is None or up is None:
@@ -149,6 +153,7 @@ class Adapter:
 
     def _require_parameters(self, names: Iterable[str]) -> None:
         """Raise ValueError for a target parameter that the model does not have."""
+        # A target matches the end of a name, at a dot.
         ends = set[str]()
         for name in names:
             parts = name.split(".")
@@ -167,6 +172,7 @@ class Adapter:
         for link in links:
             name = prefix.of(link)
             if name.endswith(STACKS):
+                # The place of a stack's pair depends on whether both stacks of the layer have one.
                 both = all(about[other].is_parameter for other in stacks_beside(name))
                 module = modules_of_stacks(name, both)
                 experts = tuple(experts_in_link(link))
@@ -184,6 +190,7 @@ class Adapter:
 
     def _has(self, place: _PairPlace, said: TargetSaid, modules: frozenset[str] | set[str]) -> bool:
         """Return whether the file has a pair. Raise ValueError if the config disagrees."""
+        # Without such a target, the file's name of a stack's pair is unknown.
         if place.is_stack and not said.is_parameter:
             return False
         has = place.module in modules
@@ -204,6 +211,7 @@ class Adapter:
         rows = sum(named.shape[0] for named in links)
         inputs = links[0].shape[1]
         rank = said.size.rank
+        # A wrong rank has a clearer message than a wrong shape.
         if down.dim() == 2 and down.shape[0] != rank * count:
             found: int | str = f"{down.shape[0]} / {count}"
             if down.shape[0] % count == 0:
@@ -238,6 +246,7 @@ class Adapter:
 
     def _require_all_layers(self, pairs: Sequence[_Pair], family: Family, values: Values) -> None:
         """Raise ValueError if a kind of linear has pairs only in some layers or experts."""
+        # A run adds pairs by kind of linear, so a kind must have them everywhere.
         found = {_stem(pair.ours[0]) for pair in pairs}
         if not found:
             raise ValueError(f"{WEIGHTS} has no pair for a linear of the model")
@@ -264,6 +273,7 @@ class Adapter:
 
     def _keep(self, pair: _Pair) -> None:
         """Store a pair with the scale of its kind; `rows` pads it to the kind's rank."""
+        # A kind has one scale, so B is multiplied by the ratio of the scales.
         stem = _stem(pair.ours[0])
         size = self._sizes[lora_kind(stem)]
         up = pair.up
@@ -281,12 +291,14 @@ class Adapter:
     def _flags(self) -> dict[str, Value]:
         """Return the flags of a run that trains these pairs."""
         sizes = list(self._sizes.values())
+        # --lora-rank and --lora-alpha are the usual size; --lora-targets has all other sizes.
         usual = self._config.usual
         if usual not in sizes:
             # No pair has the config's usual size, so take the most frequent one.
             usual = replace(max(sizes, key=sizes.count), shares="")
         words = []
         for word, size in joined_words(self._sizes).items():
+            # Write whole numbers without a fraction.
             alpha = str(size.alpha).removesuffix(".0")
             if size != usual:
                 word = f"{word}:{size.rank}:{alpha}"
@@ -341,6 +353,7 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    # Pickled files can run code when they are loaded.
     if not path.exists() and path.with_suffix(".bin").exists():
         raise ValueError(
             f"{path.with_suffix('.bin').name} is refused, because loading it would run its code: "
@@ -365,6 +378,7 @@ def _prefix_in_file(names: Iterable[str], example: str) -> _Prefix:
     """
     table = example.partition("layers.")[0]
     plain = table.replace(_TOWER_PART, "")
+    # Versions of the library and of peft put the text model at different places.
     allowed = (table, plain, f"{plain}{_TOWER_PART}", f"{_TOWER_PART}{plain}")
     begins = (re.match(r"(.*?)layers\.\d+\.", name) for name in names)
     found = list(dict.fromkeys(match[1] for match in begins if match))
@@ -396,6 +410,7 @@ def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
         used[kinds] |= {i for i, block in enumerate(blocks) if block.any()}
     for pair in pairs:
         kinds = tuple(lora_kind(_stem(named)) for named in pair.ours)
+        # If no linear was trained, keep all of them.
         kept = sorted(used[kinds]) or range(len(kinds))
         blocks = pair.up.split([named.shape[0] for named in pair.ours])
         ours = tuple(pair.ours[i] for i in kept)
@@ -408,6 +423,7 @@ def _split(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
     If B is block-diagonal in all layers, the pair was joined from one pair per linear: each gets
     its part of A and B. Otherwise all share the A of the first, and each has its rows of B.
     """
+    # Pairs of the same joined kinds are split alike in all layers.
     groups = defaultdict[tuple[str, ...], list[_Pair]](list)
     for pair in pairs:
         groups[tuple(lora_kind(_stem(named)) for named in pair.ours)].append(pair)
@@ -448,6 +464,7 @@ def _in_blocks(pairs: Sequence[_Pair]) -> bool:
         if count == 1 or pair.size.rank % count:
             return False
         blocks = _blocks(pair)
+        # A number outside the blocks means that the linears share A.
         if not torch.equal(torch.block_diag(*blocks), pair.up):
             return False
         used = [before or bool(block.any()) for before, block in zip(used, blocks, strict=True)]
@@ -460,6 +477,7 @@ def _size_by_kind(pairs: Iterable[_Pair]) -> dict[str, PairSize]:
     Linears share A only if they do so in all layers.
     """
     found = dict[str, PairSize]()
+    # Kind -> the linears whose A its pairs share; "" for a pair with its own A.
     shares = defaultdict[str, set[str]](set)
     for pair in pairs:
         kind = lora_kind(_stem(pair.ours[0]))

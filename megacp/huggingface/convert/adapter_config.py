@@ -73,6 +73,7 @@ _PLAIN = re.compile(r"\w{1,60}", re.ASCII)
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 
+# Checks of types, for the table below.
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -158,6 +159,7 @@ class AdapterConfig:
         Raise ValueError with all faults: wrong types, numbers out of range, and settings that only
         peft supports.
         """
+        # Other methods of peft have other fields, so their configs are not checked further.
         content = read_object(path)
         kind = content.get("peft_type")
         if kind != "LORA":
@@ -172,6 +174,7 @@ class AdapterConfig:
                 f"{NAME} has {listed(strange, 10)}, which megacp does not support: only plain "
                 "LoRA adapters"
             )
+        # Numbers first, with the defaults of peft.
         fields = ConfigJson(content)
         self.rank: int = fields.number("r", 8, high=MOST_RANK)
         self.alpha: float = fields.number("lora_alpha", 8.0, float, LEAST_ALPHA, MOST_ALPHA)
@@ -181,6 +184,7 @@ class AdapterConfig:
             value = content.get(name)
             if value is not None and not is_sound(value):
                 faults.append(f"{name} is {shown(value)}, expected {words}")
+        # Some initialisations change the base model, which the adapter then depends on.
         start = content.get("init_lora_weights", True)
         if not _is_switch_or_text(start):
             faults.append(f"init_lora_weights is {shown(start)}, expected true, false or a string")
@@ -194,6 +198,7 @@ class AdapterConfig:
                 "base model: save a plain adapter with peft's "
                 "path_initial_model_for_weight_conversion"
             )
+        # All fields are valid here.
         self._is_root = bool(content.get("use_rslora"))
         self.target_modules: str | list[str] | None = content.get("target_modules")
         self.target_parameters: list[str] = content.get("target_parameters") or []
@@ -216,6 +221,7 @@ class AdapterConfig:
         if not isinstance(value, dict):
             return {}
         for key, number in value.items():
+            # `checked` adds a fault for an invalid number; its result is not needed.
             place = f"{name}[{shown(key)}]"
             if name == "rank_pattern":
                 fields.checked(place, number, 1, int, 1, MOST_RANK)
@@ -251,6 +257,7 @@ class AdapterConfig:
         Raise ValueError for an invalid regular expression, or if matching takes too long.
         """
         try:
+            # A malicious expression may need exponential time, so all of them share a limit.
             with _ends_after(MATCHING_SECONDS):
                 matcher = _Matcher(self)
                 return {name: matcher.said(name) for name in names}
@@ -271,6 +278,7 @@ class _Matcher:
         self._excluded = _names_or_expression("exclude_modules", config._excluded)
         self._parameters = frozenset(config.target_parameters)
         self._layers = None if config.layers is None else frozenset(config.layers)
+        # By default, the first number in a name is the layer; layers_pattern overrides this.
         self._layer_of = [_LAYER]
         if config._layer_names:
             self._layer_of = [
@@ -289,6 +297,7 @@ class _Matcher:
 
     def _is_module(self, name: str) -> bool:
         """Return whether peft adds a pair to a module of this name."""
+        # peft checks exclusions first, then targets, then layers.
         if self._excluded(name) or not self._targets(name):
             return False
         if self._layers is None:
@@ -328,6 +337,7 @@ def _is_nothing(name: str, value: Any) -> bool:
 def _names_or_expression(field: str, said: str | Sequence[str]) -> Callable[[str], bool]:
     """Return a function that matches names with a field: a regular expression, or ends of names."""
     if isinstance(said, str):
+        # Names are only asked for linears, so this word matches all of them.
         if field == "target_modules" and said.lower() == "all-linear":
             return lambda name: True
         pattern = _compiled(field, said, said)
@@ -346,6 +356,7 @@ def _compiled(field: str, said: str, whole: str) -> re.Pattern[str]:
     """Compile `whole`, which contains the expression `said` of a field."""
     try:
         with warnings.catch_warnings():
+            # Odd expressions cause warnings, which would be printed before the error.
             warnings.simplefilter("ignore")
             return re.compile(whole)
     except (re.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
@@ -363,6 +374,7 @@ def _ends_after(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # The timer counts CPU time of the process, so a loaded machine does not matter.
     before = signal.signal(signal.SIGVTALRM, _end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:

@@ -28,9 +28,11 @@ def model_card(
     config = stored_config(loaded)
     state = stored_state(loaded)
     run = loaded.manifest
+    # The folder of --load-hf; empty for a model trained from random weights.
     folder = state.base or ""
     hub_name = _hub_name(named, folder)
     base = hub_name or _shown(named or folder)
+    # The YAML header, which a hub reads.
     head = [f"library_name: {library}", "tags: [megacp]"]
     if hub_name:
         head.append(f"base_model: {base}")
@@ -48,6 +50,7 @@ def model_card(
     by_template = ""
     if template:
         by_template = f", chat template {hashlib.sha256(template.encode()).hexdigest()[:12]}"
+    # The device grid of the run, such as "tp 2 x dp 4".
     grid = " x ".join(f"{axis} {size}" for axis, size in run.grid.items())
     title = f"Finetuned from {base}" if base else family
     beginning = "\n".join(["---", *head, "---", "", f"# {title}"])
@@ -69,6 +72,7 @@ def _hub_name(named: str | None, folder: str) -> str:
 
     --base-model may be such a name, or `folder` may be in the cache of a hub.
     """
+    # An existing path is a local folder, even if it looks like a name on a hub.
     name = named if named and not Path(named).exists() else ""
     hub = re.fullmatch(r"(\w[\w.-]*)/(\w[\w.-]*)", name)
     if hub is None:
@@ -78,6 +82,7 @@ def _hub_name(named: str | None, folder: str) -> str:
 
 def _license_of(folder: str) -> list[str]:
     """Return the lines about the license in the card of a base model's folder."""
+    # Only the header of the card counts, not its text.
     card = Path(folder, CARD)
     if not folder or not card.is_file():
         return []

@@ -76,6 +76,7 @@ def write_template(
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
 
+    # Compare with the exported file, which the library will use.
     known = Fast.from_file(str(folder / "tokenizer.json"))
     eos_token = None if tokenizer.eos_id is None else known.id_to_token(tokenizer.eos_id)
     begin = ""
@@ -135,6 +136,7 @@ def probe(tokenizer: Tokenizer, media: list[int]) -> list[Conversation]:
     more turns, and each content of `_CONTENTS` follows and precedes another one.
     """
     answered = {"role": "assistant", "content": "x"}
+    # Number of ids after an answer's header: its content and its end token.
     end = len(tokenizer.encode_reference("x")) + (tokenizer.eos_id is not None)
     talks: list[list[dict[str, Any]]] = []
     for content, other in zip(_CONTENTS, (*_CONTENTS[1:], _CONTENTS[0]), strict=True):
@@ -210,6 +212,7 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
         if templates.get("default") in (None, texts["default"]):
             return "from the training data"
         return "from the training data; the tokenizer's template differs and is not exported"
+    # A converted checkpoint has made no updates.
     trained = "updates" in loaded.checkpoint.extra
     kept = f"from the tokenizer{other_form(state, templates)}" if templates else "none"
     if choice == "none":

@@ -174,9 +174,11 @@ def library_source(model_type: str) -> str:
     spec = importlib.util.find_spec("transformers")
     if spec is not None:
         root = Path(spec.origin or "").parent
+    # Text models of vision-language models have no folder of their own.
     own = [*root.glob(f"models/{model_type.removesuffix('_text')}/*.py")]
     if not own:
         return ""
+    # Masks and attention read fields of any config.
     shared = [*root.glob("*.py"), *root.glob("integrations/*attention*.py")]
     return "\n".join(path.read_text(encoding="utf-8") for path in (*own, *shared))
 
@@ -215,6 +217,7 @@ class ConfigJson:
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value of a field, or `default` if the config does not have it."""
+        # Remember the field: `refuse_unknown` accepts only fields that were read.
         self._seen.add(path)
         value: Any = self._content
         for key in path.split("."):
@@ -316,6 +319,7 @@ class ConfigJson:
 
     def _note_unused(self, path: str, key: str, value: Any) -> None:
         """Note a known field that is not used, if its value would have an effect."""
+        # The dtype has its own message, see `Loaded.notes`.
         if not value or same(value, _USUAL.get(key)) or key in ("dtype", "torch_dtype"):
             return
         for names, instead in ROLES:

@@ -106,8 +106,10 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
     layout = request.layout
     if layout != NATIVE and not family.sections:
         raise ValueError(f"--layout {layout}: {family.name} has only one layout; remove the flag")
+    # Raises ValueError for a model that the family cannot express.
     content = family.config(loaded.values, layout)
     links = family.links(loaded.values, layout)
+    # Views only: tensors are read and cast one at a time while they are written.
     mapped = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
     source = family.closed(mapped, loaded.values)
     dtype = str(one_dtype(source)).removeprefix("torch.")
@@ -122,6 +124,7 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
         fields = {field: ids[name] for field, name in family.token_fields.items() if name in ids}
         content |= fields
         content |= {key: loaded.content[key] for key in fields if key in loaded.content}
+    # The first rank writes the small files, then all ranks share the weights.
     special = on_first(world, lambda: _files_beside(loaded, folder, request))
     hf_files.write_tensors(source, folder, int(request.max_shard_mib * hf_files.MIB), world)
 
@@ -160,6 +163,7 @@ def _copy_files(loaded: Loaded, folder: Path) -> dict[str, Any]:
         if path.is_file() and is_copied:
             shutil.copyfile(path, folder / path.name)
     copy_companions(loaded.folder, folder)
+    # Fields of the original config that conversion does not derive from flags.
     kept = (*SPECIAL, "use_cache", "pretraining_tp")
     return {key: loaded.content[key] for key in kept if key in loaded.content}
 
@@ -170,6 +174,7 @@ def _write_files_of_run(
     """Write a run's processor, tokenizer and generation settings; return its special ids."""
     if loaded.rules is not None:
         processor.write_processor(loaded.rules, folder)
+    # Refuse a wrong tokenizer before anything about it is written.
     tokenizer = given_tokenizer(loaded, checkpoint, request)
     progress = stored_state(checkpoint)
     _print_answer_forms(progress)
@@ -215,6 +220,7 @@ def _print_first_token(tokenizer: Tokenizer) -> None:
     by_files = tokenizer.surroundings.first(tokenizer.bos_id)
     if tokenizer.kind != "huggingface" or tokenizer.begins_with == by_files:
         return
+    # A difference matters to callers that build prompts with the library.
     begins = [
         f"with token {i}" if i is not None else "without a first token"
         for i in (tokenizer.begins_with, by_files)
@@ -227,6 +233,7 @@ def _print_first_token(tokenizer: Tokenizer) -> None:
 def _print_ends(tokenizer: Tokenizer, ends: Sequence[int]) -> None:
     """Print the tokens that end an answer."""
     told = ", ".join(f"{tokenizer.decode([i])!r} (id {i})" for i in ends)
+    # Without an end token, generation cannot stop by itself.
     if not told:
         told = (
             "unknown: the chat template learns no special token after an answer; set eos_token_id "
@@ -246,6 +253,7 @@ def _print_thoughts(template: dict[str, Any]) -> None:
     elif before:
         first = " for the first kind" if counts else ""
         advice = f": end prompts with {before!r}{first}"
+    # Nothing to print for data without thoughts.
     if before or counts:
         print(f"{counts or 'answers are learned without a thought'}{advice}")
 
@@ -266,13 +274,16 @@ def _write_generation(
         # Ids of the file have priority; nulls are written only if there is no file.
         if found.get(key) is None and (i is not None or not found):
             generation[key] = i
+    # config.json gets the run's ids, or else those of the file.
     special = {key: generation.get(key) if i is None else i for key, i in ids.items()}
+    # Generation must stop at every token that ends an answer.
     before = generation.get("eos_token_id")
     if before is None:
         before = []
     elif not isinstance(before, list):
         before = [before]
     if not set(ends) <= set(before):
+        # The run's tokens come first; some programs read only the first.
         all_ends = list(dict.fromkeys([*ends, *before]))
         generation["eos_token_id"] = all_ends[0] if len(all_ends) == 1 else all_ends
     if ends:
@@ -304,6 +315,7 @@ def given_tokenizer(
             f"--tokenizer {given} differs from the tokenizer of the run {checkpoint.path}"
         )
     rows = loaded.config.model.embedding_rows
+    # Ids without a row of the embedding would fail in training and generation.
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows"
@@ -334,9 +346,12 @@ def write_checkpoint(
 
     Collective over `world`.
     """
+    # Reads nothing yet.
     source = in_dtype(loaded.source, request.dtype)
+    # A run that loads this checkpoint takes its model from this config.
     config = to_yaml(with_values(loaded.config, {"dtype": model_dtype(source)}))
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
+    # Step 0: the weights of a run before its first update.
     step = folder / "step_0000000"
 
     def begin() -> str:
@@ -364,9 +379,11 @@ def write_checkpoint(
             hf_files.write_file(source, own, step / name, index.header(name))
         return {name: FileRecord(*sha256_of(step / name)) for name in names}
 
+    # The hashes of all ranks' files go into one manifest.
     of_ranks = gather_objects(on_each(world, write), world)
 
     def complete() -> None:
+        # On a shared file system, files of other machines may appear late.
         hf_files.require_seen([step / name for name in index.files])
         written: dict[str, FileRecord] = {}
         for of_rank in of_ranks:
@@ -406,15 +423,19 @@ def convert(request: Request, world: Axis) -> None:
         if request.source == "megacp":
             message = f"--input {path}: {message}"
         raise ValueError(message) from error
+    # An adapter is small, so only the first rank writes it.
     if request.target == "peft":
         on_first(world, lambda: _export_pairs(loaded, request))
         return
+    # All ranks resolve the same values; the command shows only the output of rank 0.
     loaded, request = on_each(world, lambda: _resolved(loaded, request))
+    # The output appears only if writing and verification succeed.
     with hf_files.new_folder(request.output, world) as folder:
         write = write_hf if request.target == "hf" else write_checkpoint
         written = write(loaded, folder, request, world)
         if request.verify and not on_first(world, lambda: _verified(loaded, folder, request)):
             raise OtherModelError
+    # Counted without a tied head.
     size = sum(math.prod(info.shape) for info in written.values())
     print(f"{request.output}: {loaded.family.name}, {len(written)} tensors, {size:,} parameters")
 
@@ -425,6 +446,7 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
         print(f"merged into the weights: {loaded.pairs}")
     for note in loaded.notes(request.dtype is not None):
         print(note)
+    # Mixed weights take the dtype of config.json unless --dtype is set.
     if request.dtype is None and loaded.settled_dtype is not None:
         request = dataclasses.replace(request, dtype=DTYPES[loaded.settled_dtype])
     if request.target == "hf" and loaded.checkpoint is not None:
@@ -473,6 +495,7 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
         )
     assert loaded.checkpoint is not None
     state = stored_state(loaded.checkpoint)
+    # peft finds the base model by this name, a path or a name on a hub.
     base = request.base_model or state.base
     _print_answer_forms(state)
     if base is not None and Path(base).is_dir():

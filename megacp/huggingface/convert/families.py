@@ -22,6 +22,7 @@ IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 
 def of_config(content: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raise ValueError if it is unknown."""
+    # Shown up to 80 characters: the value may be anything.
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join([*FAMILIES, *TEXT_PARTS])
@@ -36,6 +37,7 @@ def of_values(values: Values) -> Family:
 
     Raise ValueError with the nearest family and the settings that it cannot express.
     """
+    # A model that was converted from a folder is exported as its family.
     named = values["hf_model_type"]
     if named is not None:
         if named not in FAMILIES:
@@ -43,6 +45,7 @@ def of_values(values: Values) -> Family:
                 f"--hf-model-type {named} is not supported; supported are {', '.join(FAMILIES)}"
             )
         return FAMILIES[named]
+    # Otherwise compare the model with each family's usual settings.
     distances = {family.name: family.distance(values) for family in _ALL}
     known = {name: distance for name, distance in distances.items() if distance is not None}
     nearest = FAMILIES[min(known, key=known.__getitem__)]

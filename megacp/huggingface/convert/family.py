@@ -111,6 +111,7 @@ class Family:
         whose effect comes from elsewhere is appended to `unused`. Raise ValueError with all invalid
         and unknown fields.
         """
+        # Faults are collected while fields are read, and raised together.
         config = ConfigJson(self.native(content), self.sections)
         values = self.from_hf(config)
         config.refuse_unknown(self.harmless, self.name)
@@ -146,6 +147,7 @@ class Family:
         """Return the config.json of our flags. Raise ValueError with the flags that it cannot
         express.
         """
+        # A config that reads back differently would be a different model.
         content = self.to_hf(values)
         faults = self._unexpressed(values, content)
         if faults:
@@ -186,6 +188,7 @@ class Family:
         The library skips them, too.
         """
         fields = self.native(content).items()
+        # An invalid number is a fault elsewhere, so it is only skipped here.
         counts = [value for name, value in fields if FURTHER_LAYERS.search(name)]
         known = [count for count in counts if type(count) is int and count >= 0]
         return max([*known, self.usual_further_layers])
@@ -214,6 +217,7 @@ class Family:
 
 def _has(value: Any, wanted: Any) -> bool:
     """Return whether a setting matches; True and False match any set or unset value."""
+    # Any number other than 0 and any text counts as set.
     if isinstance(wanted, bool):
         return bool(value) == wanted
     return value == wanted

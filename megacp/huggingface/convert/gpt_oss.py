@@ -60,6 +60,7 @@ def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """
     # [..., n / 32, 16, 2]
     pairs = torch.stack([_NUMBERS[(blocks & 15).long()], _NUMBERS[(blocks >> 4).long()]], -1)
+    # E8M0: a power of two with a bias of 127.
     powers = torch.exp2(scales.float() - 127)
     return (pairs.flatten(-2) * powers.unsqueeze(-1)).flatten(-2).bfloat16()
 
@@ -76,6 +77,7 @@ def packed_problems(infos: Mapping[str, Info]) -> list[str]:
     for end in PACKED:
         stacks |= {name.removesuffix(end) for name in infos if name.endswith(end)}
     for stack in sorted(stacks):
+        # blocks, scales
         names = [stack + end for end in PACKED]
         missing = [name for name in names if name not in infos]
         if missing:
@@ -185,6 +187,7 @@ class Stacked:
         """Return rows [start, stop) of a tensor, or these experts of a stack."""
         if not name.endswith((*STACKS, *BIASES)):
             return self._source.rows(name, start, stop)
+        # `start` and `stop` count experts.
         rows = self._source.infos[name].shape[0] // self._experts
         joined = self._source.rows(name, start * rows, stop * rows)
         found = joined.unflatten(0, (stop - start, rows))  # [E, rows, columns]

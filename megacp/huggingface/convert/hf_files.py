@@ -82,6 +82,7 @@ def files_of(infos: Mapping[str, Info], max_bytes: int) -> list[list[str]]:
 
     A file has at most `max_bytes`, or a single larger tensor.
     """
+    # Fill files in order, so a file's tensors are neighbours in the model.
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():
@@ -119,6 +120,7 @@ class SafetensorsFolder:
         self.files: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         self._infos: dict[str, Info] = {}
+        # Open every file that the index names, and compare the tensors.
         listed = self._listed()
         names = sorted(set(listed.values())) if listed else [SINGLE]
         for name in names:
@@ -159,12 +161,14 @@ class SafetensorsFolder:
         import safetensors
 
         try:
+            # The library would fail later, when it reads a missing tensor.
             require_complete(self.folder / name)
             file = safetensors.safe_open(self.folder / name, "pt")
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
         self.files[name] = file
         for tensor in file.keys():
+            # Tensors of a vision tower may have any dtype if only the text model is read.
             self._places[tensor] = name
             if tensor.startswith(self._without):
                 self.left_out.append(tensor)
@@ -191,6 +195,7 @@ class SafetensorsFolder:
 
         Raise ValueError for inf or NaN, with all such tensors of the file.
         """
+        # Checked on every read: weights that are inf or NaN must not spread.
         place = self._places[name]
         found: torch.Tensor = self.files[place].get_slice(name)[start:stop]
         if not is_finite(found):
@@ -202,6 +207,7 @@ class SafetensorsFolder:
     def _not_finite(self, place: str) -> str:
         """Return the tensors of a file with inf or NaN, each with a count."""
         file = self.files[place]
+        # The slow count is only for the message.
         counts = [not_finite(name, file.get_tensor(name)) for name in file.keys()]
         return wording.listed([count for count in counts if count], _TOLD)
 
@@ -213,6 +219,7 @@ def require_complete(path: Path) -> None:
     Only regular files are opened: the library would wait for the writer of a pipe. An invalid
     header is left to the library, which explains it.
     """
+    # A pointer is a small text file that Git LFS leaves in place of a large one.
     files.refuse_pointer(path)
     with files.open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -228,6 +235,7 @@ def _expected_size(stream: BinaryIO) -> int:
     """Return the size of a safetensors file with this beginning, or a lower bound if its header is
     incomplete.
     """
+    # A file cut inside its beginning or header gives the size read so far as the minimum.
     beginning = stream.read(_LENGTH)
     if len(beginning) < _LENGTH:
         return _LENGTH
@@ -279,6 +287,7 @@ def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axi
     on_first(world, lambda: require_seen(paths))
     if count == 1:
         return paths
+    # Only several files need an index.
     total = {"total_size": sum(num_bytes(info) for info in infos.values())}
     where: dict[str, str] = {}
     for path, in_file in zip(paths, shards, strict=True):
@@ -312,6 +321,7 @@ def new_folder(output: Path, world: Axis) -> Iterator[Path]:
     If the block raises, the folder is removed. Folders of killed conversions to the same output are
     removed first. Raise ValueError if `output` exists.
     """
+    # In the same parent folder, so the final rename is atomic.
     folder = on_first(world, lambda: _made_beside(output))
 
     def place() -> None:

@@ -81,6 +81,7 @@ class PromptMaker:
         `as_messages`: whether Alpaca records are written in megacp's own format, too.
         """
         self._template = template
+        # Without a template, Alpaca records get the format that answers had in training.
         self._rules = replace(FOR_PROMPTS, form=AS_MESSAGES if as_messages else "")
         self._maker = DocumentMaker(
             tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {}, template
@@ -100,6 +101,7 @@ class PromptMaker:
             return [
                 self._prompt(sample.prefix, *_without_answer(branch)) for branch in sample.branches
             ]
+        # Remove the learned text at the end, which is the expected answer.
         rest, answer = _without_answer(sample.prefix)
         if not rest:
             # All of the text is learned: a plain text, which the model continues.
@@ -138,6 +140,7 @@ class PromptMaker:
         whole = list(itertools.chain.from_iterable(texts))
         media = [piece.media for piece in whole if piece.media is not None]
         items: list[bytes] = []  # the encoded files
+        # Images and videos become units with their tokens, as in a build.
         parts: list[Sequence[RecordPart]] = [*texts]
         if self._media is not None:
             parts = [self._media.expand(pieces, {}, items) for pieces in texts]
@@ -147,6 +150,7 @@ class PromptMaker:
                 "images: it has no image rules"
             )
         document = next(self._maker.encode([parts]))
+        # A text without tokens is an error only if the whole prompt is empty.
         if document.problem not in (None, NO_TOKEN):
             raise RecordError(document.problem)
         if not len(document.tokens):
@@ -169,6 +173,7 @@ def _without_answer(pieces: Sequence[SamplePart]) -> tuple[list[SamplePart], str
     """Split off the learned texts at the end: return the pieces before them, and their text (None
     without any).
     """
+    # Walk back over the end token and the learned texts.
     rest = list(pieces)
     if rest and rest[-1].is_end:
         rest.pop()
@@ -219,10 +224,12 @@ def prompt_row(
     feature_ids: tuple[int, ...] = ()
     if any(prompt.units for prompt in prompts):
         feature_ids = tuple(token_ids[name] for name in FEATURE_TOKENS if name in token_ids)
+    # Each prompt is a pack of one document; the row is collated as in training.
     packs = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         tokens = np.concatenate((prompt.tokens, np.array(answer, np.int64)))
         packs.append(_pack(number, prompt, tokens, feature_ids))
+    # Documents are in order in the row, so the last token of each follows from the lengths.
     ends = np.cumsum([len(pack.tokens) for pack in packs]) - 1
     return collate(packs, image_attention=image_attention), ends
 
@@ -234,12 +241,14 @@ def _pack(number: int, prompt: Prompt, tokens: np.ndarray, feature_ids: tuple[in
     branches = np.array([], BRANCH_DTYPE)
     if start < len(tokens):
         branches = np.array([(start, len(tokens) - start, len(tokens))], BRANCH_DTYPE)
+    # The tables of a stored pack with one document.
     segment = np.zeros(1, SEGMENT_DTYPE)
     segment["true_length"] = segment["padded_length"] = len(tokens)
     segment["prefix_length"] = start
     segment["num_branches"] = len(branches)
     images = None
     if feature_ids:
+        # One entry per image or frame, with offsets into crops and pooled tokens.
         units = np.zeros(len(prompt.units), UNIT_DTYPE)
         units["item"] = np.arange(len(units))
         for name in ("start", "num_tokens", "frame"):

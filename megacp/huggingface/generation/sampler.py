@@ -33,6 +33,7 @@ from megacp.training.data.vision.rules import VisionRules
 from megacp.training.loop.state import stored_state
 from megacp.training.loop.stored import stored_config
 
+# Flags that depend on the grid or the device, reset for one process.
 _ONE_PROCESS: dict[str, Value] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -68,6 +69,7 @@ class Generator:
 
         Raise ValueError if there is none, or if its tensors do not match its config.
         """
+        # One rank, whatever grid wrote the checkpoint.
         self.grid = build_grid(GridShape(), 0)
         loaded = load_checkpoint(checkpoint, self.grid.world)
         self.path = loaded.path
@@ -86,6 +88,7 @@ class Generator:
         for parameter in (*self.model.parameters(), *self.model.buffers()):
             for piece in spec_of(parameter).pieces:
                 places[piece.name] = piece.of(parameter.detach())
+        # Every tensor of the checkpoint must have its place, and every place its tensor.
         for name, tensor in loaded.whole_tensors():
             if name not in places or places[name].shape != tensor.shape:
                 raise ValueError(
@@ -102,6 +105,7 @@ class Generator:
 
         `features`: the row's encoded images; None encodes the images of the batch.
         """
+        # With one rank the shard is the whole row.
         local = shard_batch(batch, self.grid.cp, CONTIGUOUS)
         logits = self.model.row_logits(local, features)
         return logits if logits.dtype == torch.float64 else logits.float()
@@ -114,6 +118,7 @@ class Generator:
         Raise ValueError for a prompt that leaves no room for an answer in a row, with its name from
         `names` or its number.
         """
+        # A row may not exceed the length of training rows.
         limit = self.config.data.seq_length
         for number, prompt in enumerate(prompts):
             if len(prompt.tokens) >= limit:
@@ -122,6 +127,7 @@ class Generator:
                     f"{name}: {len(prompt.tokens)} tokens leave no room for an answer: the run has "
                     f"--seq-length {limit}"
                 )
+        # Seeds follow the number of the prompt, so groups do not change the answers.
         seed = sampling.seed
         for group in _groups(prompts, limit, sampling.count):
             yield from self._answer_row(group, sampling, seed)
@@ -140,6 +146,7 @@ class Generator:
             grids = prompt_grids(prompts)
             patch_grids = None if grids is None else PatchGrids(grids)
             features = self.model.vision(*pixels, patch_grids)  # [pooled tokens, hidden]
+        # One generator per prompt: an answer does not depend on its neighbours in the row.
         answers: list[list[int]] = [[] for _ in prompts]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
         unfinished = set(range(len(prompts)))
@@ -152,8 +159,10 @@ class Generator:
             logits = self.logits(batch, features)[torch.from_numpy(last)]  # [prompts, vocab]
             logits[:, never] = -torch.inf
             for i in sorted(unfinished):
+                # Greedy by default.
                 chosen = logits[i].argmax()
                 if sampling.temperature > 0.0:
+                    # Otherwise sample from the softmax of the scaled logits.
                     shares = torch.softmax(logits[i] / sampling.temperature, -1)
                     chosen = torch.multinomial(shares, 1, generator=generators[i])
                 answers[i].append(int(chosen))
@@ -170,6 +179,7 @@ def _groups(prompts: Sequence[Prompt], limit: int, count: int) -> Iterator[list[
     A group has at least one prompt, even if it does not fit.
     """
     group: list[Prompt] = []
+    # Reserved tokens of the group: prompts with answers of maximum length.
     filled = 0
     for prompt in prompts:
         size = len(prompt.tokens) + count
