@@ -190,7 +190,7 @@ class Adapter:
 
     def _has(self, place: _PairPlace, said: TargetSaid, modules: frozenset[str] | set[str]) -> bool:
         """Return whether the file has a pair. Raise ValueError if the config disagrees."""
-        # Without such a target, the file's name of a stack's pair is unknown.
+        # Only target_parameters can select a stack.
         if place.is_stack and not said.is_parameter:
             return False
         has = place.module in modules

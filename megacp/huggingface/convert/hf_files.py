@@ -122,6 +122,7 @@ class SafetensorsFolder:
         self._infos: dict[str, Info] = {}
         # Open every file that the index names, and compare the tensors.
         listed = self._listed()
+        # Sorted, so messages do not depend on the index.
         names = sorted(set(listed.values())) if listed else [SINGLE]
         for name in names:
             self._add(name)
@@ -239,6 +240,7 @@ def _expected_size(stream: BinaryIO) -> int:
     beginning = stream.read(_LENGTH)
     if len(beginning) < _LENGTH:
         return _LENGTH
+    # A safetensors file is: length of the header, header as JSON, then values.
     length = int.from_bytes(beginning, "little")
     if length > _LONGEST_HEADER:
         return _LENGTH

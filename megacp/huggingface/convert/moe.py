@@ -40,6 +40,7 @@ _STACKED = "stacked"
 
 def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[str, ...]]:
     """Return the rows of the router and of each expert; `words` name gate, up and down."""
+    # The library calls the router a gate.
     rows = {"gate.weight": "router.weight"}
     for word, name in zip(words, ("gate", "up", "down"), strict=True):
         rows[f"experts.{{e}}.{word}.weight"] = f"experts.{{e}}.{name}.weight"
@@ -66,10 +67,12 @@ def _shared(word: str) -> dict[str, str | tuple[str, ...]]:
     }
 
 
+# The gate of the shared expert.
 _GATE = {"model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.mlp.shared_gate.weight"}
 QWEN3_5_MOE: Table = QWEN3_5 | _EACH | _shared("shared_expert") | _GATE
 
 
+# The correction of the choice of experts.
 _CORRECTION = {
     "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.correction"
 }
@@ -82,10 +85,12 @@ def stacked(table: Table, experts: int) -> Table:
     The stacks, joined along dim 0, are gate and up of each expert, `[E, 2 I, h]`, and down,
     `[E, h, I]`. The router has the same name in all families.
     """
+    # Keep all rows that are not of single experts.
     found = {
         theirs.replace(_BLOCK, "mlp"): ours for theirs, ours in table.items() if "{e}" not in theirs
     }
     layer = next(theirs for theirs in found if "{i}" in theirs).partition("{i}")[0]
+    # `links_of` skips biases that a model does not have.
     for ends, kind in ((STACKS, "weight"), (BIASES, "bias")):
         for end, names in zip(ends, (("gate", "up"), ("down",)), strict=True):
             # Experts are the outer dimension: gate and up of an expert are next to each other.
@@ -137,6 +142,7 @@ class ExpertWords(Words):
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
+        # Configs use either name of the number of experts.
         name = next((name for name in _COUNTS if c.get(name) is not None), self.experts[0])
         count = c.number(name, self.experts[1], high=MAX_EXPERTS)
         v["num_experts"] = count
@@ -215,6 +221,7 @@ class Glm4MoeWords(ExpertWords):
         v = super().from_hf(c)
         first = c.number("first_k_dense_replace", 1, low=0)
         width = c.number("moe_intermediate_size", 1408)
+        # All layers after the first dense ones have experts.
         routed = [i >= first for i in range(v["num_layers"])]
         if not any(routed):
             c.faults.append(f"first_k_dense_replace {first}: no layer has experts")
@@ -234,6 +241,7 @@ class Glm4MoeWords(ExpertWords):
         width = resolved(v)["moe_ffn_hidden_size"]
         content = super().to_hf(v) | {theirs: v[ours] for theirs, ours in _GROUPS.items()}
         content |= {"intermediate_size": v["ffn_hidden_size"], "moe_intermediate_size": width}
+        # A model whose dense layers are not first reads back differently and is refused.
         first = routed.index(True) if any(routed) else len(routed)
         content |= {"first_k_dense_replace": first, "num_nextn_predict_layers": 0}
         shared = v["moe_shared_expert_intermediate_size"] or 0
@@ -267,6 +275,7 @@ _QWEN3_SIZES = QWEN2_SIZES | {
     "intermediate_size": 6144,
     "num_key_value_heads": 4,
 }
+# Mixtral normalises the weights of the chosen experts.
 _MIXTRAL_WORDS = ExpertWords(
     _MIXTRAL_SIZES,
     1e6,
@@ -288,6 +297,7 @@ QWEN3_5_MOE_SIZES |= {
     "num_key_value_heads": 2,
     "moe_intermediate_size": 512,
 }
+# The widths of the shared expert and of other experts are separate fields.
 QWEN3_5_MOE_WORDS = Qwen35MoeWords(
     QWEN3_5_MOE_SIZES,
     head_dim=True,
@@ -306,6 +316,7 @@ _GLM_SIZES = OLMO2_SIZES | {
     "vocab_size": 151552,
     "max_position_embeddings": 131072,
 }
+# GLM-4.5 chooses experts by sigmoids.
 _GLM_WORDS = Glm4MoeWords(
     _GLM_SIZES,
     rotary_part=0.5,

@@ -42,8 +42,10 @@ def _attention_rows(theirs: str, ours: str, names: tuple[str, ...]) -> dict[str,
     return rows
 
 
+# Names of q, k, v and output in both layouts.
 _PROJ = ("q_proj", "k_proj", "v_proj", "o_proj")
 _W = ("wq", "wk", "wv", "wo")
+# The library's names.
 NATIVE_TABLE = {
     **{
         theirs.replace("model.", "model.language_model.", 1): ours
@@ -63,8 +65,11 @@ NATIVE_TABLE = {
     "model.multi_modal_projector.image_projector.up_proj.weight": "connector.mlp.up.weight",
     "model.multi_modal_projector.image_projector.down_proj.weight": "connector.mlp.down.weight",
 }
+# The released names.
 _BLOCK = "model.transformer.blocks.{i}"
+# A layer of the tower.
 _RESBLOCK = "model.vision_backbone.image_vit.transformer.resblocks.{v}"
+# Fused: q, k and v in `att_proj`; up, then gate, in `ff_proj`.
 RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
     f"{_BLOCK}.attn_norm.weight": "layers.{i}.attention_norm.weight",
     f"{_BLOCK}.self_attn.att_proj.weight": tuple(
@@ -131,6 +136,7 @@ def _from_hf(c: ConfigJson) -> Values:
     c.switch("tie_word_embeddings")
     c.switch("text_config.tie_word_embeddings")
     # Settings with only one supported value.
+    # Each of these fields selects one of several implementations in the library.
     c.only("text_config.", qk_norm_type="qwen3", norm_after=False)
     c.only("text_config.", use_qk_norm=True, embedding_dropout=0.0, residual_dropout=0.0)
     c.only("vision_config.", layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
@@ -156,6 +162,7 @@ def _from_hf(c: ConfigJson) -> Values:
     )
     c.full_attention(v["num_layers"], "text_config.")
     scaled = c.get("text_config.rope_scaling_layers")
+    # Without scaling the field has no effect.
     is_scaled = scaled is not None and v.get("rope_scaling") != "none"
     if is_scaled and scaled != list(range(v["num_layers"])):
         c.faults.append(
@@ -163,6 +170,7 @@ def _from_hf(c: ConfigJson) -> Values:
         )
     _read_image_size(c, v)
     for path, (default, one) in _twins(v).items():
+        # The connector's sizes must match those of the tower and the text model.
         found = c.get(path, default)
         if found != one:
             c.faults.append(
@@ -183,6 +191,7 @@ def _read_image_size(c: ConfigJson, v: Values) -> None:
         )
         return
     v["vision_image_size"] = size[0]
+    # A crop is cut into square patches, each with a learned position.
     patches = (size[0] // v["vision_patch_size"]) ** 2
     count = c.get("vision_config.num_position_embeddings")
     if count not in (None, patches):
@@ -196,12 +205,14 @@ def _read_feature_layers(c: ConfigJson, v: Values) -> None:
     """Read which layers of the tower the connector uses; the last must be one of them."""
     path = "adapter_config.vision_feature_layer"
     count = v["vision_num_layers"]
+    # The default of the library; negative numbers count from the last layer.
     chosen = c.get(path) or [24, 18]
     is_pair = isinstance(chosen, list) and len(chosen) == 2
     if not is_pair or not all(type(i) is int and -count <= i < count for i in chosen):
         c.faults.append(
             f"{path} is {shown(chosen)}, megacp can only express two of the {count} layers"
         )
+    # Layers after the last one that is used would be trained without effect.
     elif max(layer % count for layer in chosen) != count - 1:
         c.faults.append(
             f"{path} is {chosen}, which does not use the last layers of "
@@ -232,6 +243,7 @@ def _to_hf(v: Values) -> Values:
         path: v["ffn_hidden_size"] if v[ours] is None else v[ours]
         for path, (ours, _) in _TOWER.items()
     }
+    # Sizes that the library repeats in several places.
     sizes |= {path: one for path, (_, one) in _twins(v).items()}
     content: Values = {"text_config": {"model_type": "molmo2_text"} | sizes_to_hf(v)}
     content["text_config"] |= {
@@ -254,6 +266,7 @@ def _to_hf(v: Values) -> Values:
             "initializer_range": v["init_method_std"],
         }
         content[section] = inside
+    # Fixed settings of the tower and the connector.
     size = v["vision_image_size"]
     content["vision_config"] |= {
         "image_size": [size, size],
@@ -299,6 +312,7 @@ class Molmo2(Family):
         their outputs. They are left out, as in the library.
         """
         found = _copied(content)
+        # Only released configs have this section.
         legacy = found.pop("vit_config", None)
         trimmed = legacy is not None and found.get("vision_config") is None
         if trimmed:
@@ -323,6 +337,7 @@ class Molmo2(Family):
         found = _copied(content)
         for (section, name), released in _SPELLINGS.items():
             found[section][released] = found[section].pop(name)
+        # The released section has another name.
         vision = found.pop("vision_config")
         adapter = found["adapter_config"]
         adapter["vit_layers"] = [
@@ -342,6 +357,7 @@ class Molmo2(Family):
         layers = (values["num_layers"], values["vision_num_layers"])
         if layout == NATIVE:
             return links_of(NATIVE_TABLE, shapes, *layers)
+        # Our embedding has the vocabulary and the image tokens in one tensor.
         total, hidden = shapes["embedding.weight"]
         first = values["vocab_size"]
         info = (infos or {}).get(_SPLIT_EMBEDDING[0])
@@ -353,6 +369,7 @@ class Molmo2(Family):
         return [Link(halves, (embedding,)), *links_of(RELEASED_TABLE, shapes, *layers)]
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
+        # The released layout has another name for the decoder.
         is_released = any(name.startswith("model.transformer.") for name in infos)
         return RELEASED if is_released else NATIVE
 

@@ -84,6 +84,7 @@ def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
         "image_attention": "causal",
         "connector_ffn_hidden_size": None,
     }
+    # Angles per axis (time, rows, columns); the default of the class.
     v["mrope_section"] = v.get("mrope_section") or (11, 11, 10)
     for name, (ours, default) in _TOWER.items():
         high = 4096 if ours == "vision_num_layers" else 2**31 - 1
@@ -92,6 +93,7 @@ def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
     c.only(
         "vision_config.", spatial_merge_size=2, temporal_patch_size=2, deepstack_visual_indexes=[]
     )
+    # Positions are interpolated for other sizes of images.
     count = c.number("vision_config.num_position_embeddings", 2304)
     # The table of positions is a square grid of patches.
     v["vision_image_size"] = math.isqrt(count) * v["vision_patch_size"]
@@ -102,6 +104,7 @@ def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
         found = c.get(path, default)
         if found != one:
             c.faults.append(f"{path} is {shown(found)}, megacp can only express {one}")
+    # The tower rotates patches by their row and column.
     rope = c.get("vision_config.rope_parameters") or {}
     if rope not in ({}, {"rope_type": "axial", "rope_theta": 10000.0}):
         c.faults.append(
@@ -114,6 +117,7 @@ def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
 def _to_hf(words: Qwen35Words, v: Values) -> Values:
     """Return the config of our flags, the inverse of `_from_hf`."""
     vision = {name: v[ours] for name, (ours, _) in _TOWER.items()}
+    # The tower itself, without the fields of its processor.
     side = v["vision_image_size"] // v["vision_patch_size"]
     vision |= {
         "out_hidden_size": v["hidden_size"],
@@ -143,6 +147,7 @@ class Qwen35(Family):
         probe = ConfigJson({}, self.sections)
         self.from_hf(probe)
         of_text = probe.names - {"tie_word_embeddings"}
+        # Old configs repeat text fields at the top, which is harmless if they agree.
         for name in of_text & content.keys() - GENERAL:
             if not same(inside.get(name), content[name]):
                 raise ValueError(
@@ -151,11 +156,13 @@ class Qwen35(Family):
                     "outer field, or move it inside"
                 )
         skipped = of_text | {"text_config"}
+        # Fields of the whole model have priority, such as token ids.
         outside = {name: value for name, value in content.items() if name not in skipped}
         return {**inside, "tie_word_embeddings": False, **outside}
 
     def spelled(self, content: Values, layout: str) -> Values:
         """Move the text fields into `text_config`."""
+        # Both sections have their own model_type, which the library uses to build them.
         text = {name: value for name, value in content.items() if name != "vision_config"}
         return {
             "text_config": {"model_type": f"{self.name}_text", **text},

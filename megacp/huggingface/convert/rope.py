@@ -66,6 +66,7 @@ class _Rope:
         plain = {"rope_scaling": "none", "rotary_base": self._theta}
         if not self._find():
             return plain
+        # `type` is the older name.
         kind = self._params.get("rope_type", self._params.get("type", "default"))
         if not isinstance(kind, str) or kind not in kinds:
             self._fault(
@@ -81,6 +82,7 @@ class _Rope:
         }
         values |= self._read_part(part)
         values |= self._read_numbers(kind, positions)
+        # Parameters of the scaling with only one supported value.
         fixed = _FIXED.get(kind, {})
         if kind == "yarn":
             factor = values["rope_scaling_factor"] or 1.0
@@ -108,10 +110,12 @@ class _Rope:
         They have one of two names, and there is one set for all layers or one per kind of layer.
         """
         names = ("rope_scaling", "rope_parameters")  # the older name, and the current one
+        # The first set that is not empty counts; without any, there is no scaling.
         given = {name: self._c.get(self._section + name) for name in names}
         name = next((name for name, params in given.items() if params), "rope_parameters")
         self._path = self._section + name
         params: Any = {} if given[name] is None else given[name]
+        # One set of parameters per kind of layer.
         by_kind = given["rope_parameters"]
         if isinstance(by_kind, Mapping) and by_kind.keys() == {*LAYER_TYPES}:
             self._near, params = (by_kind[kind] for kind in LAYER_TYPES)
@@ -147,6 +151,7 @@ class _Rope:
             return {}
         values: Values = {}
         self._known |= {"mrope_section", "mrope_interleaved"}
+        # Only for models that rotate by the position in an image.
         sections = self._params.get("mrope_section")
         if sections is not None:
             if isinstance(sections, list) and [type(size) for size in sections] == [int] * 3:
@@ -232,9 +237,11 @@ def rope_fields(values: Values) -> Values:
     would use its default base without it.
     """
     kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
+    # Each type of scaling has its own parameters.
     params = {"rope_type": kind}
     for key in _TYPES[kind]:
         params[key] = values[_NUMBERS[key][0]]
+    # The library requires these two, even at their default.
     if kind == "llama3":
         params |= _FIXED["llama3"]
     if not values.get("yarn_correction_range_round_to_int", True):

@@ -112,6 +112,7 @@ class CheckpointSource:
         """Return rows [start, stop) of a tensor. Raise ValueError for inf or NaN."""
         info = self.infos[name]
         tensor = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        # A box of rows, which may be spread over the files of several ranks.
         offsets = (start, *[0] * (len(info.shape) - 1))
         with self._loaded.reading():
             self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
@@ -190,6 +191,7 @@ class Loaded:
                 f"weights in float32 and bfloat16 are converted to {self.settled_dtype}, the dtype "
                 "of config.json"
             )
+        # The weights decide, not the config.
         kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes(self.source)]
         stated = self.stated_dtype
         if len(kinds) == 1 and stated not in (None, "auto", kinds[0]):
@@ -218,6 +220,7 @@ def _described(loaded: LoadedCheckpoint) -> Loaded:
     family = of_values(values)
     family.config(values)  # raises ValueError for a model that the family cannot express
     require_all(source.infos, family.links(values), False, folder)
+    # Rules by which the run's dataset was built.
     given = stored_state(loaded).image_rules
     rules = rules_from_dict(given) if given is not None else None
     return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
@@ -230,6 +233,7 @@ def read_hf(path: Path, flag: str = "--input", adapter: Path | None = None) -> L
     flag and the invalid field, file or tensor.
     """
     try:
+        # Checks that need no parsing come first.
         refuse_other_input(path, "hf")
         refuse_embedded_adapter(path, adapter)
         return _of_folder(path)
@@ -241,11 +245,13 @@ def _of_folder(path: Path) -> Loaded:
     """Read config and headers of a folder, and match its tensors with ours."""
     whole = read_object(path / CONFIG)
     kind = whole.get("model_type")
+    # A vision-language model of which only the text model is supported.
     part = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     content = whole if part is None else text_content(whole, part)
     family = of_config(content)
     fields: list[str] = []
     unused: list[str] = []
+    # Read the config, and check that a run could have this model.
     values = family.values(content, fields, unused)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
     reasons = check(config, 1, trains=False)
@@ -254,6 +260,7 @@ def _of_folder(path: Path) -> Loaded:
             f"{path / CONFIG} describes a model that megacp cannot run: {'; '.join(reasons)}"
         )
     unused += _unused_ties(whole, values)
+    # Special tokens may be in either place.
     for section in (content, content.get("text_config")):
         if isinstance(section, dict):
             require_ids(path / CONFIG, section)
@@ -267,6 +274,7 @@ def _of_folder(path: Path) -> Loaded:
         weights = TextTensors(files)
         unused.append(left_out(whole, files.left_out))
     weights = family.opened(weights, values)
+    # Some models store layers for multi-token prediction, which training does not use.
     further = further_tensors(weights.infos, values["num_layers"], family.further_layers(content))
     if further:
         names = wording.listed([*further], 3)
@@ -274,6 +282,7 @@ def _of_folder(path: Path) -> Loaded:
             f"tensors of layers for multi-token prediction ignored, as in the library: {names}"
         )
     infos = {name: info for name, info in weights.infos.items() if name not in further}
+    # The file decides whether embedding and head are really tied.
     found = _links_of_file(family, values, weights, infos)
     if found.untied:
         config = with_values(config, {"untie_embeddings_and_output_weights": True})
@@ -351,6 +360,7 @@ def _links_of_file(
     If the config ties embedding and head, one of them may be missing. If the file has both and they
     differ, the library keeps both.
     """
+    # Names of the file, and of our tensors.
     layout = family.layout_of(infos)
     links = family.links(values, layout, infos)
     if values["untie_embeddings_and_output_weights"]:
@@ -394,6 +404,7 @@ def further_tensors(names: Iterable[str], layers: int, further: int) -> dict[str
     """
     found = dict[str, None]()
     for name in names:
+        # The further layers follow the model's last layer, or have a module with its own name.
         numbered = _OF_LAYER.match(name)
         is_further = numbered is not None and layers <= int(numbered[1]) < layers + further
         if is_further or _FURTHER_TENSOR.search(name):
@@ -432,6 +443,7 @@ def generation_notes(folder: Path) -> list[str]:
     Raise ValueError for an invalid file. Zeros and ones have no effect: they mean no beams, no
     penalty, a temperature of 1.
     """
+    # A dangling link exists too, and is reported when it is read.
     if not os.path.lexists(folder / GENERATION):
         return []
     content = read_generation(folder / GENERATION)
@@ -459,6 +471,7 @@ def rules_of(
     """
     ids: dict[str, int] = {}
     vision = config.vision
+    # The tokenizer knows the texts of image tokens; the config has only some of the ids.
     texts = RULES[vision.vision_family].token_texts
     if (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
@@ -474,6 +487,7 @@ def rules_of(
     if processor is None:
         return None, None
     ids = {**stated, **ids}
+    # Check the rules against the tower: patch size, image size.
     rules = processor.with_ids(ids)
     misfit = rules.misfit(vision)
     if misfit:
@@ -552,6 +566,7 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
     tokenizer = load_tokenizer(paths, engine="reference")
     # If the library had to convert the tokenizer, its file is in another folder.
     source = tokenizer.files[0].parent
+    # A run's folder gets the same files, so an export finds them there.
     for name in (*(path.name for path in tokenizer.files), "tokenizer_config.json"):
         if (source / name).is_file():
             hf_files.copy_file(source / name, folder / name)
@@ -572,6 +587,7 @@ def refuse_embedded_adapter(path: Path, applied: Path | None = None) -> None:
     """
     if not os.path.lexists(path / ADAPTER_CONFIG):
         return
+    # --load-adapter names this folder: the adapter is applied.
     if applied is not None and applied.exists() and applied.samefile(path):
         return
     raise ValueError(
@@ -588,6 +604,7 @@ def refuse_other_input(path: Path, kind: str) -> None:
         raise ValueError("the folder does not exist")
     if not path.is_dir():
         raise ValueError("this is a file, expected a folder")
+    # Recognise the other kinds of folders, for a helpful message.
     names = {entry.name for entry in path.iterdir()}
     is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
     if kind == "hf" and CONFIG not in names:

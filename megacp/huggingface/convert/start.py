@@ -70,6 +70,7 @@ def with_tower(
     remaining rows are new), and a message. Raise ValueError if the model has a tower, if no tower
     is given, or if the given tower cannot be combined with another text model.
     """
+    # One family has a tower that fits any text model.
     (giver,) = (family for family in FAMILIES.values() if family.gives_tower)
     if text.config.vision.vision_num_layers:
         raise ValueError(
@@ -89,17 +90,20 @@ def with_tower(
             f"--vision-from-hf none creates a tower of {giver.name}, but --vision-family is "
             f"{config.vision.vision_family}"
         )
+    # Take all flags of the tower from its folder, or from the command line.
     values = flatten(config if tower is None else tower.config)
     changes = {name: values[name] for name, info in fields().items() if info.room == "vision"}
     token_rows = VISION_FAMILIES[giver.name].token_rows
     if "additional_vocab_size" in given:
         token_rows = config.model.additional_vocab_size
+    # Rows of the embedding for image tokens, and a head that is separate from it.
     changes |= {
         "additional_vocab_size": token_rows,
         "untie_embeddings_and_output_weights": True,
         "hf_model_type": None,
     }
     whole = with_values(text.config, changes)
+    # Where each tensor of the new model is read.
     places = {name: (text.source, name) for name in text.source.infos}
     places.setdefault(HEAD, (text.source, EMBEDDING))  # a tied head becomes a copy
     wanted = shapes_of(flatten(whole))
@@ -109,6 +113,7 @@ def with_tower(
             is_vision = name.startswith(("vision.", "connector."))
             if is_vision and info.shape == wanted[name]:
                 places[name] = (tower.source, name)
+    # Tensors in no source are initialised; of the embedding only the image tokens' rows.
     new = [name for name in wanted if name not in places]
     known = {EMBEDDING: text.config.model.vocab_size, **dict.fromkeys(new, 0)}
     parts = ["tower and connector"]
@@ -154,6 +159,7 @@ class FolderStart:
         if processor is None or image_rules.get("family", next(iter(RULES))) != processor.family:
             # Another vision family is refused elsewhere, by its name.
             return []
+        # Compare every rule, so the message can list all differences.
         found = processor.differences(image_rules)
         if self.tower is None and loaded.rules is not None:
             # With a tower of another folder, image tokens have other ids.
@@ -219,6 +225,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     applied = config.checkpoint.load_adapter
     loaded = read_hf(folder, "--load-hf", None if applied is None else Path(applied))
     try:
+        # The dtype of a flag has priority, then config.json's for mixed weights, then the weights'.
         chosen = config.training.dtype if "dtype" in given else loaded.settled_dtype
         dtype = chosen or model_dtype(loaded.source)
         sha256 = ""
@@ -245,11 +252,13 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
         adapter = _adapter(config, loaded, given)
         notes += adapter.notes
         files |= {f"--load-adapter {name}": Path(applied) / name for name in ADAPTER_FILES}
+        # The adapter's flags become flags of the run and of the folder's model.
         config = with_values(config, adapter.flags)
         stored = with_values(stored, adapter.flags)
         places = {name: (source, name) for name in source.infos}
         places |= {name: (adapter, name) for name in adapter.infos}
         source = Together(places)
+    # Flags that the user gave must agree with the folder's model.
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
     # Pairs that are in no source are initialised, so no row of them is read.
     new_pairs = (pair.name for pair in pair_tensors(config.model) if pair.name not in source.infos)

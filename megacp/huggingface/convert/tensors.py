@@ -59,6 +59,7 @@ class Link:
     ours: tuple[Named, ...]
 
     def __post_init__(self) -> None:
+        # Both sides must have the same rows of the same shape.
         tails = {named.shape[1:] for named in (*self.theirs, *self.ours)}
         their_rows = sum(named.shape[0] for named in self.theirs)
         our_rows = sum(named.shape[0] for named in self.ours)
@@ -108,6 +109,7 @@ def same_values(source: Source, first: str, second: str) -> bool:
     if info.shape != source.infos[second].shape or not info.shape:
         return False
     rows = info.shape[0]
+    # Compare blocks of rows in the wider of both dtypes.
     step = max(1, _COMPARED // max(1, math.prod(info.shape[1:])))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -126,6 +128,7 @@ def tensor_problems(
 
     Unexpected tensors are accepted if their name ends with one of `ignored`.
     """
+    # Missing tensors first, then unexpected ones and wrong shapes.
     shapes = {named.name: named.shape for named in wanted}
     found = [f"{name} is missing" for name in shapes if name not in infos]
     for name, info in infos.items():
@@ -211,6 +214,7 @@ class Joined:
                 count, self._rows[name], *columns = info.shape
                 if experts and count != experts:
                     wrong.append(f"{name} has {count} experts, the config requires {experts}")
+                # Matrices of all experts below each other.
                 self.infos[name] = Info((count * self._rows[name], *columns), info.dtype)
             elif name.endswith(WIDE):
                 self.infos[name] = Info(info.shape, torch.float32)
@@ -249,6 +253,7 @@ class Cast:
         if name.endswith(WIDE):
             return found
         cast = found.to(self._dtype)
+        # A large number becomes inf in float16.
         if not is_finite(cast):
             dtype = str(self._dtype).removeprefix("torch.")
             raise ValueError(f"{not_finite(name, cast)} has numbers too large for {dtype}")

@@ -75,6 +75,7 @@ def _byte_level() -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+    # In sorted order, printable bytes come first, each as its own character.
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     shown = [ord(character) for character in characters if ord(character) < 256]
     order = [*shown, *sorted(set(range(256)).difference(shown))]
@@ -160,6 +161,7 @@ def _model_of_pieces(proto: Any, path: Path, has_symbols: bool) -> Any:
 
     trainer = proto.trainer_spec
     pieces = proto.pieces
+    # BPE: the merges follow from the scores of the pieces.
     if trainer.model_type == 2:
         vocabulary = {piece.piece: i for i, piece in enumerate(pieces)}
         scores_of_pieces = {piece.piece: piece.score for piece in pieces}
@@ -216,6 +218,7 @@ def _add(content: dict[str, Any], special: Mapping[str, int]) -> bool:
     own = set(known)
     added = content.setdefault("added_tokens", [])
     known |= {token["content"]: token["id"] for token in added}
+    # Neither a text nor an id may have two meanings.
     taken = {i: text for text, i in known.items()}
     for text, i in special.items():
         if known.get(text, i) != i or taken.get(i, text) != text:
@@ -314,6 +317,7 @@ def write_tokenizer(
     copied = run.kind == "huggingface"
     names = {"eos": run.eos_id, "bos": run.bos_id, "pad": run.pad_id}
     path = folder / "tokenizer.json"
+    # An unchanged tokenizer.json is copied as it is.
     if _add(content, special) or not copied:
         tokenizer = Tokenizer.from_str(json.dumps(content))
         if run.begins_with is not None and not copied:

@@ -58,6 +58,7 @@ def rows_for(config: RunConfig, rules: VisionRules | None) -> dict[str, PackedBa
 
     They have text and, for a model with a tower and known `rules`, the images and videos of _MEDIA.
     """
+    # A short row, since a random model gives different logits at every position.
     count = min(64, config.model.max_position_embeddings or config.data.seq_length)
     rows = {"random text": _row(config, rules, count, ())}
     if config.vision.vision_num_layers and rules is not None:
@@ -72,6 +73,7 @@ def _row(
     """Return a document of noise: `media`, with `count` random tokens between and around them."""
     rng = np.random.default_rng(0)
     images = list(rules.token_ids.values()) if rules is not None else []
+    # Random text must not contain tokens of images.
     words = np.setdiff1d(np.arange(config.model.vocab_size), images)
     tokens = [rng.choice(words, count)]
     span = [np.zeros(count, np.int32)]  # 1 for tokens of an image that see each other
@@ -166,6 +168,7 @@ def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None
         output_loading_info=True,
         attn_implementation="eager",
     )
+    # The library would initialise missing tensors silently.
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = [
         f"{kind}: {in_brief(sorted(map(str, info[kind])))}" for kind in kinds if info.get(kind)
@@ -235,6 +238,7 @@ def compare_logits(
 
     `rounded` returns the rounding error; it is called only if the result depends on it.
     """
+    # [T, vocab]
     expected = first(row).double()
     other = second(row).double()
     largest = float(expected.abs().max())
@@ -271,6 +275,7 @@ def verify_conversion(
         print("verify: all fields of the model are identical to the input")
     if wrong or fields:
         return False
+    # Only equal tensors and fields are worth running.
     rows = rows_for(before.config, before.rules)
     if before.config.vision.vision_num_layers and before.rules is None:
         print("verify: images are not compared: the folder has no processor with image rules")
@@ -286,6 +291,7 @@ def verify_conversion(
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
+        # A large limit avoids a warning about long texts.
         library = AutoTokenizer.from_pretrained(
             after.folder, local_files_only=True, model_max_length=1 << 30
         )

@@ -102,6 +102,7 @@ def sizes_from_hf(
         f"{section}num_key_value_heads", groups or heads, null=null_heads
     )
     values["kv_channels"] = c.number(f"{section}head_dim", width or even, null=null_width)
+    # Training takes the model's maximum as its default length.
     positions = size("max_position_embeddings")
     values["max_position_embeddings"] = positions
     values["seq_length"] = positions
@@ -136,6 +137,7 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
         "attention_dropout": 0.0,
         **rope_fields(v),
     }
+    # Classes without the field compute the same width.
     if not has_head_dim and content["head_dim"] == v["hidden_size"] // v["num_attention_heads"]:
         del content["head_dim"]
     return content
@@ -169,6 +171,7 @@ class Words:
     def from_hf(self, c: ConfigJson) -> Values:
         """Return our flags for a config."""
         sizes = sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds, self.rotary_part)
+        # First what all models have, then the config's sizes, then what the class fixes.
         v = UNWRITTEN | sizes | self.fixed
         v |= self.windows_of(
             c, v["num_layers"], v["max_position_embeddings"], v["window_rotary_base"]
@@ -194,6 +197,7 @@ class Words:
         if width is None:
             c.full_attention(layers)
             return {}
+        # Which layers have the window depends on the family's field.
         width = c.checked("sliding_window", width, positions, int, 1, 2**31 - 1)
         types = self._layer_types(c, layers)
         is_list = isinstance(types, list) and len(types) == layers
@@ -204,6 +208,7 @@ class Words:
             )
             return {}
         full = [kind == _FULL for kind in types]
+        # Such a window hides nothing, so the model is expressed without it.
         if all(full) or (width >= positions and own_rotary is None):
             return {}
         return {"window_size": width, "window_attn_skip_freq": layer_pattern(full, "01")}
@@ -224,6 +229,7 @@ class Words:
 
     def to_hf(self, v: Values) -> Values:
         """Return the config of our flags, the inverse of `from_hf`."""
+        # Each setting is written only if the class has a field for it.
         content = sizes_to_hf(v, self.head_dim)
         content["tie_word_embeddings"] = not v["untie_embeddings_and_output_weights"]
         if self.rotary_part is not None:
@@ -258,6 +264,7 @@ def layer_pattern(without: list[bool], digits: str = "10") -> str | None:
     """
     if not any(without):
         return None
+    # The layers before the first one without give N, if the pattern repeats.
     every = without.index(True) + 1
     if without == [(layer + 1) % every == 0 for layer in range(len(without))]:
         return str(every)
@@ -283,6 +290,7 @@ def resolved(values: Values) -> Values:
     """
     found = dict(values)
     if "num_query_groups" in values:
+        # Numbers of heads and widths have defaults that depend on other flags.
         model = model_of(values)
         found |= {"num_query_groups": model.query_groups, "kv_channels": model.head_dim}
         found["softmax_scale"] = model.attention_scale
@@ -301,6 +309,7 @@ def resolved(values: Values) -> Values:
             without = [pattern[i % len(pattern)] for i in range(values["num_layers"])]
             found[name] = layer_pattern(without, digits)
     if values.get("num_experts"):
+        # A width of experts may default to the width of the dense MLP.
         routed = routed_layers(values)
         width = model_of(values).expert_hidden_size
         found |= {"moe_layer_freq": expert_pattern(routed), "moe_ffn_hidden_size": width}
