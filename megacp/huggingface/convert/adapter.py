@@ -181,7 +181,7 @@ class Adapter:
             module = name.removesuffix(".weight")
             if about[name].is_parameter and about[module].is_module:
                 raise ValueError(
-                    f"{NAME} names {module} in target_modules and in target_parameters"
+                    f"{NAME} names {module} in both target_modules and target_parameters"
                 )
             if about[name].is_parameter:
                 yield _PairPlace(name, "target_parameters", module, (link.ours,))

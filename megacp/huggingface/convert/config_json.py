@@ -280,7 +280,8 @@ class ConfigJson:
         found = self.get(path)
         if found is not None and found != [LAYER_TYPES[1]] * count:
             self.faults.append(
-                f"{path} is {shown(found)}, megacp can only express {count} times full_attention"
+                f"{path} is {shown(found)}, megacp can only express full_attention for all "
+                f"{count} layers"
             )
 
     def unused_lines(self) -> list[str]:

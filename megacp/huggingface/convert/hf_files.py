@@ -236,7 +236,7 @@ def _expected_size(stream: BinaryIO) -> int:
     """Return the size of a safetensors file with this beginning, or a lower bound if its header is
     incomplete.
     """
-    # A file cut inside its beginning or header gives the size read so far as the minimum.
+    # A file that is cut inside its header must at least have the size of the header.
     beginning = stream.read(_LENGTH)
     if len(beginning) < _LENGTH:
         return _LENGTH

@@ -50,7 +50,7 @@ def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[s
     }
 
 
-# Mixtral's name of the block; with stacked experts, its name is that of other families.
+# Mixtral's name of the block. Folders with stacked experts use the name of other families.
 _BLOCK = "block_sparse_moe"
 _WORDS = ("gate_proj", "up_proj", "down_proj")
 _EACH = DECODER | _experts("mlp", _WORDS)

@@ -57,6 +57,7 @@ _DELTA = {
     "norm.weight": "norm.weight",
     "out_proj.weight": "output.weight",
 }
+# Qwen3.5 joins q, k and v of the gated delta rule, and their convolutions.
 QWEN3_5: dict[str, str | tuple[str, ...]] = {
     **DECODER,
     **{
@@ -92,6 +93,7 @@ PHI3 = {
 
 # The library's defaults for sizes that a config omits.
 
+# For classes without the field `head_dim`.
 _NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
 _MISTRAL_SIZES = SIZES | {
     "intermediate_size": 14336,
@@ -162,6 +164,7 @@ class LlamaWords(Words):
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
+        # The library refuses such a config, even with an explicit head_dim.
         if v["hidden_size"] % v["num_attention_heads"]:
             c.faults.append(
                 f"hidden_size {v['hidden_size']} must be a multiple of num_attention_heads "
@@ -179,6 +182,7 @@ class Olmo3Words(Words):
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
+        # An older config: layers with a window keep the unscaled embedding.
         if v["rope_scaling"] != "none" and not isinstance(c.get("rope_parameters"), dict):
             v["window_rotary_base"] = v["rotary_base"]
         return v
@@ -203,11 +207,14 @@ class Gemma3Words(Olmo3Words):
             v["window_rotary_base"] = c.number("rope_local_base_freq", 1e4, float, 1.0, 1e12)
         c.only(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
         c.only(final_logit_softcapping=None, attn_logit_softcapping=None)
+        # Scores are divided by the root of this field.
+        # Embeddings are multiplied by the root of the hidden size.
         scale = c.number("query_pre_attn_scalar", 256) ** -0.5
         return v | {"softmax_scale": scale, "embedding_multiplier": v["hidden_size"] ** 0.5}
 
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v) | {"hidden_activation": "gelu_pytorch_tanh"}
+        # The class has another field for its activation.
         del content["hidden_act"]
         content["rope_local_base_freq"] = v["window_rotary_base"] or v["rotary_base"]
         return content | {"query_pre_attn_scalar": round(resolved(v)["softmax_scale"] ** -2)}
@@ -246,6 +253,7 @@ class Qwen35Words(Words):
         return {}
 
     def to_hf(self, v: Values) -> Values:
+        # The class reads the kind of each layer.
         kinds = [_STATE if layer.has_state else _FULL for layer in layers_of(model_of(v))]
         return super().to_hf(v) | {"layer_types": kinds} | {name: v[name] for name in _DELTA_SIZES}
 
@@ -271,6 +279,7 @@ class SmolLM3Words(Words):
         return v
 
     def to_hf(self, v: Values) -> Values:
+        # In the library 1 means that a layer has a rotary embedding.
         without = [not layer.rotates for layer in layers_of(model_of(v))]
         content = super().to_hf(v) | {"no_rope_layers": [int(not one) for one in without]}
         every = layer_pattern(without)
@@ -305,6 +314,7 @@ _LLAMA = _text(
         PLAIN_DECODER | {"add_qkv_bias": True, "add_attention_output_bias": True},
     ),
 )
+# Mistral is Llama with a sliding window in all layers.
 _MISTRAL = _text(
     "mistral",
     "Mistral",
@@ -341,6 +351,7 @@ _OLMO3 = _text(
     fits=(PLAIN_DECODER | _OLMO_NORMS | {"window_size": True},),
     table=OLMO2,
 )
+# Gemma 3 alternates layers with a sliding window and full layers, each with its rotary base.
 _GEMMA3 = _text(
     "gemma3_text",
     "Gemma3",
@@ -363,6 +374,7 @@ _GEMMA3 = _text(
     table=GEMMA3,
     harmless=frozenset({"_sliding_window_pattern", "rope_local_base_freq"}),
 )
+# Some layers of SmolLM3 have no rotary embedding.
 _SMOLLM3 = _text(
     "smollm3",
     "SmolLM3",
@@ -387,6 +399,7 @@ _QWEN3_5 = _text(
     table=QWEN3_5,
     harmless=QWEN3_5_SILENT,
 )
+# Qwen2 always has biases of q, k and v, and none of the output.
 _QWEN2 = _text(
     "qwen2",
     "Qwen2",
@@ -394,6 +407,7 @@ _QWEN2 = _text(
     fits=(WITH_WINDOWS | {"add_qkv_bias": True, "add_attention_output_bias": False},),
     harmless=NO_WINDOW,
 )
+# Qwen3 normalises each head of q and k.
 _QWEN3 = _text(
     "qwen3",
     "Qwen3",

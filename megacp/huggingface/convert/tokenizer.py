@@ -338,7 +338,7 @@ def write_tokenizer(
         copy_companions(given.file.parent, folder, without=(OLDER_NAME,))
     for name, i in names.items():
         text = _text_of(tokenizer, i, name)
-        # The end token is that of the run, even none; other tokens may come from the settings.
+        # The end token is always the run's, even none; other tokens may come from the settings.
         if text is not None or name == "eos":
             config[f"{name}_token"] = text
     write_json(folder / "tokenizer_config.json", config)

@@ -42,7 +42,7 @@ _TOLERANCE = 1e-4
 # A difference up to this multiple of our float32 rounding error is accepted, too: the library's
 # error is similar.
 _ROUNDINGS = 8
-# Return the logits `[T, vocab]` of a row.
+# A function that returns the logits `[T, vocab]` of a row.
 Logits = Callable[[PackedBatch], torch.Tensor]
 # Marks a frame of a video; an image has its width and height in crops instead.
 _FRAME = (0, 0)
@@ -58,7 +58,7 @@ def rows_for(config: RunConfig, rules: VisionRules | None) -> dict[str, PackedBa
 
     They have text and, for a model with a tower and known `rules`, the images and videos of _MEDIA.
     """
-    # A short row, since a random model gives different logits at every position.
+    # A few tokens are enough to find a difference, and fast on a CPU.
     count = min(64, config.model.max_position_embeddings or config.data.seq_length)
     rows = {"random text": _row(config, rules, count, ())}
     if config.vision.vision_num_layers and rules is not None:
