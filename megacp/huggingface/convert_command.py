@@ -121,7 +121,7 @@ def convert_parser() -> argparse.ArgumentParser:
 
 def flag_reasons(a: argparse.Namespace) -> list[str]:
     """Return an error for each invalid combination of flags and each missing package."""
-    # All faults are collected, so that one message lists them.
+    # Collect all faults; one message lists them.
     way = (a.source, a.target)
     reasons = []
     if way == ("megacp", "megacp"):

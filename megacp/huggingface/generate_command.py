@@ -128,7 +128,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def _flag_reasons(arguments: argparse.Namespace) -> list[str]:
     """Return an error for each invalid flag."""
     reasons = []
-    # All faults are collected, so that one message lists them.
+    # Collect all faults; one message lists them.
     modes = [bool(arguments.prompt), arguments.chat, arguments.input is not None]
     if modes.count(True) != 1:
         reasons.append("use exactly one of --prompt, --chat and --input")
@@ -334,7 +334,7 @@ class Session:
         return f"{self.generator.path} after step {self.generator.step}"
 
     def questions(self, text: str, said: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """Return the messages `said` before and then the user's `text`.
+        """Return the earlier messages `said`, followed by the user's `text`.
 
         Images and videos are part of the first message.
         """
@@ -345,7 +345,7 @@ class Session:
         return [*said, {"role": "user", "content": content}]
 
     def ask(self, text: str, said: Sequence[dict[str, Any]] = ()) -> str:
-        """Return the answer to the user's `text` after the messages `said` before.
+        """Return the answer to the user's `text` after the earlier messages `said`.
 
         Alpaca's prompt cannot express earlier messages and leaves them out.
         """

@@ -1,5 +1,5 @@
-"""The chat template of an exported model: the one of training, or one for megacp's own format of
-records with `messages`.
+"""The chat template of an exported model: the template of training, or one for megacp's own format
+of records with `messages`.
 
 A build tokenizes each header and content separately, but a chat template renders one string. So the
 template of megacp's format is written only if it reproduces the ids of a build on a set of test

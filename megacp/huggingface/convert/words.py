@@ -78,7 +78,7 @@ def sizes_from_hf(
     kinds: Collection[str] = (),
     part: float | None = None,
 ) -> Values:
-    """Return the flags whose fields every decoder's config has.
+    """Return the flags for the fields that the configs of all decoders share.
 
     `section` is the prefix of the fields' names; `theta`, `kinds` and `part` are as in `read_rope`.
     """
@@ -284,7 +284,7 @@ def expert_pattern(routed: list[bool]) -> str:
 
 
 def resolved(values: Values) -> Values:
-    """Return flags with their effective values, so that equal models have equal flags.
+    """Return flags with their effective values: equal models have equal flags.
 
     None becomes the number it means, and layers of a vision tower are counted from the front.
     """
