@@ -265,7 +265,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     known |= dict.fromkeys(new_pairs, 0)
     tensors = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
-    # A resumed run compares this with its first start.
+    # Ranks compare this, to find machines with different copies of the folder.
     described = [tensors, flatten(stored), sorted(files), rules]
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     start = FolderStart(
