@@ -1,6 +1,6 @@
-"""Conversion to and from Hugging Face folders, and generation.
+"""Conversion to and from Hugging Face folders, and text generation.
 
-`convert` carries out a `Request`; `open_session` answers prompts.
+`convert` runs a `Request`; `open_session` loads a checkpoint that answers prompts.
 """
 
 from megacp.public import exports

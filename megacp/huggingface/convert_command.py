@@ -1,19 +1,21 @@
-"""Checkpoints of megacp to Hugging Face folders and back, tensor by tensor, on one CPU process or
-on several ranks.
+r"""Convert megacp checkpoints to Hugging Face folders and back, tensor by tensor, on one CPU
+process or on several ranks.
 
-    python tools/convert_checkpoint.py --from megacp --to hf --input run/checkpoints --output model
-    --tokenizer byte \\
-        --verify
-    python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B --output start
-    --verify python tools/convert_checkpoint.py --from megacp --to peft --input run/checkpoints
-    --output adapter python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output
-    native --layout native torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to
-    megacp --input Llama-3-70B --output start
+    python tools/convert_checkpoint.py --from megacp --to hf --input run/checkpoints \
+        --output model --tokenizer byte --verify
+    python tools/convert_checkpoint.py --from hf --to megacp --input Qwen3-0.6B \
+        --output start --verify
+    python tools/convert_checkpoint.py --from megacp --to peft --input run/checkpoints \
+        --output adapter
+    python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B \
+        --output native --layout native
+    torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to megacp \
+        --input Llama-3-70B --output start
 
-Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3.5, Qwen3-MoE, Qwen3.5-MoE, GLM-4.5, gpt-oss,
-OLMo2, OLMo3, OLMoE, Gemma 3, SmolLM3 and Molmo2. Everything is written to a folder beside --output,
-which is renamed when all is well. Exit status: 0 done, 1 --verify found a difference, 2 refused
-with one message.
+Supported families: Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3.5, Qwen3-MoE, Qwen3.5-MoE,
+GLM-4.5, gpt-oss, OLMo2, OLMo3, OLMoE, Gemma 3, SmolLM3 and Molmo2. The result is written to a
+temporary folder next to --output, which is renamed once the conversion succeeds. Exit status: 0 for
+success, 1 if --verify finds a difference, 2 if the request is refused (with one message).
 """
 
 from __future__ import annotations
@@ -40,105 +42,120 @@ from megacp.training.monitor.console import to_nowhere, warn
 from megacp.training.start.launch import World, join, rendezvous, stop, world_from_environment
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+# Minutes that ranks wait for a rank that compares or copies while they are idle.
 _MINUTES = 24 * 60.0
-"""Minutes that ranks wait for one that compares or copies alone."""
 
 
 def convert_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the parser of the command's flags."""
     parser = OneLineParser(
         description="Convert checkpoints between megacp and Hugging Face folders."
     )
-    parser.add_argument(
-        "--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is"
+    add = parser.add_argument
+    add(
+        "--from",
+        required=True,
+        choices=("hf", "megacp"),
+        dest="source",
+        help="format of --input",
     )
-    parser.add_argument(
+    add(
         "--to",
         required=True,
         choices=("hf", "megacp", "peft"),
         dest="target",
-        help="what --output becomes; of a run with --lora-rank: its pairs folded into the model (hf), or alone (peft)",
+        help="format of --output; for a run with --lora-rank, hf merges the adapters into the "
+        "model and peft exports only the adapters",
     )
-    parser.add_argument(
+    add(
         "--input",
         required=True,
         type=Path,
         metavar="DIR",
-        help="folder; --save of a run or one of its steps",
+        help="Hugging Face folder, or the --save directory of a run or one of its steps",
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="new folder")
-    parser.add_argument(
+    add("--output", required=True, type=Path, metavar="DIR", help="folder to create")
+    add(
         "--verify",
         action="store_true",
-        help="compare logits with those of the transformers library",
+        help="compare tensors, and logits with the transformers library",
     )
-    parser.add_argument(
+    add(
         "--tokenizer",
         metavar="KIND_OR_PATH",
         type=path_texts,
-        help="the run's tokenizer, as given to preprocess_data.py build; `none` leaves it out",
+        help="the run's tokenizer, as given to preprocess_data.py build; `none` exports none",
     )
-    parser.add_argument(
+    add(
         "--chat-template",
         choices=CHOICES,
         default="auto",
-        help="messages: that of records with `messages`; auto: the tokenizer's own, else messages for a vision model "
-        "that was trained here (default)",
+        help="chat template to export. messages: megacp's format for `messages` records; auto: the "
+        "tokenizer's template, or messages for a vision model trained here without one (default)",
     )
-    parser.add_argument(
+    add(
         "--layout",
         choices=NAMINGS,
-        help="names of tensors in --output, for a family that has two (default: native)",
+        help="tensor names in --output, for a family that has two naming schemes (default: native)",
     )
-    parser.add_argument(
+    add(
         "--max-shard-size",
         type=int,
         default=5000,
         dest="max_shard_mib",
         metavar="MIB",
-        help="of a weight file (5000)",
+        help="maximum size of a weight file (default: 5000)",
     )
-    parser.add_argument(
+    add(
         "--base-model",
         metavar="NAME",
-        help="model that an adapter is for (--to peft; default: the run's --load-hf)",
+        help="base model named in the adapter, for --to peft (default: the run's --load-hf)",
     )
-    parser.add_argument(
-        "--dtype", choices=tuple(_DTYPES), help="of the weights (default: as they are)"
+    add(
+        "--dtype",
+        choices=tuple(_DTYPES),
+        help="dtype of the written weights (default: unchanged)",
     )
     return parser
 
 
 def flag_reasons(a: argparse.Namespace) -> list[str]:
-    """All faults of the flags by themselves."""
+    """Return an error for each invalid combination of flags and each missing package."""
+    # Collect all faults; one message lists them.
     way = (a.source, a.target)
-    faults = {
-        "--from megacp --to megacp: a checkpoint is read by any grid as it is": way
-        == ("megacp", "megacp"),
-        "--dtype float16: runs of megacp have float32, bfloat16 or float64": a.target == "megacp"
-        and a.dtype == "float16",
-        "--layout is for --to hf": a.target == "megacp" and a.layout is not None,
-        "--chat-template messages goes with a tokenizer": a.chat_template == "messages"
-        and a.tokenizer == "none",
-        "--tokenizer is for --from megacp --to hf": a.tokenizer is not None
-        and way != ("megacp", "hf"),
-        "--to peft is for --from megacp": way == ("hf", "peft"),
-        "--verify compares whole models: give it with --to hf": a.target == "peft" and a.verify,
-        "--base-model is for --to peft": a.target != "peft" and a.base_model is not None,
-        "--max-shard-size: must be at least 1": a.max_shard_mib < 1,
-    }
-    needed = ["safetensors", "jinja2", *(["transformers"] if a.verify else [])]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    reasons = [fault for fault, is_so in faults.items() if is_so]
-    return reasons + [
-        f"the package {name} is not installed: pip install 'megacp[hf]'" for name in missing
-    ]
+    reasons = []
+    if way == ("megacp", "megacp"):
+        reasons.append(
+            "--from megacp --to megacp: not needed, any device grid can load a megacp checkpoint"
+        )
+    if a.target == "megacp" and a.dtype == "float16":
+        reasons.append("--dtype float16: megacp supports float32, bfloat16 and float64")
+    if a.target == "megacp" and a.layout is not None:
+        reasons.append("--layout requires --to hf")
+    if a.chat_template == "messages" and a.tokenizer == "none":
+        reasons.append("--chat-template messages requires a tokenizer; remove --tokenizer none")
+    if a.tokenizer is not None and way != ("megacp", "hf"):
+        reasons.append("--tokenizer requires --from megacp --to hf")
+    if way == ("hf", "peft"):
+        reasons.append("--to peft requires --from megacp")
+    if a.target == "peft" and a.verify:
+        reasons.append("--verify compares whole models and cannot check --to peft; use --to hf")
+    if a.target != "peft" and a.base_model is not None:
+        reasons.append("--base-model requires --to peft")
+    if a.max_shard_mib < 1:
+        reasons.append(f"--max-shard-size {a.max_shard_mib}: must be at least 1")
+    # Packages of the extra `hf`, which the core of megacp does not need.
+    needed = ["safetensors", "jinja2"]
+    if a.verify:
+        needed.append("transformers")
+    for name in needed:
+        if importlib.util.find_spec(name) is None:
+            reasons.append(f"the package {name} is not installed: pip install 'megacp[hf]'")
+    return reasons
 
 
 class _Lasting(io.TextIOBase):
-    """Standard output, whose reader may go away (`| head`): what is written is whole all the
-    same.
-    """
+    """Standard output that survives a closed reader (`| head`): the conversion completes anyway."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout
@@ -147,53 +164,58 @@ class _Lasting(io.TextIOBase):
         try:
             print(for_terminal(text), end="", file=self._stream, flush=True)
         except (OSError, ValueError):
+            # Later output is dropped, and no error at exit is reported.
             to_nowhere(1, self._stream)
         return len(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and convert; returns the exit status."""
+    """Parse the flags, convert, and return the exit status."""
     parser = convert_parser()
     arguments = parser.parse_args(argv)
     if reasons := flag_reasons(arguments):
         parser.error("; ".join(reasons))
+    # The remaining fields of the request have the names of the flags.
     given = vars(arguments)
     given["dtype"] = _DTYPES[arguments.dtype] if arguments.dtype else None
     request = Request(**{**given, "layout": arguments.layout or NAMINGS[0]})
     place = world_from_environment()
-    before = signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # the half-written folder goes
+    # Exit by an exception, which removes the partly written folder.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        heard = sys.stdout is not None and place.rank == 0  # other ranks say the same
-        with contextlib.redirect_stdout(_Lasting() if heard else io.StringIO()):
+        # All ranks print the same lines, so only the output of rank 0 is shown.
+        prints = sys.stdout is not None and place.rank == 0
+        with contextlib.redirect_stdout(_Lasting() if prints else io.StringIO()):
             status, words = _converted(request, place)
     finally:
         signal.signal(signal.SIGTERM, before)
+    # Ranks fail together with the same message.
     if words and place.rank == 0:
         warn(f"error: {words}")
     return status
 
 
 def _converted(request: Request, place: World) -> tuple[int, str]:
-    """Convert on this process, or with the other ranks that torchrun has started; status, and what
-    went wrong.
+    """Convert on this process, or together with the ranks that torchrun started.
+
+    Return the exit status and the error message ("" if there is none).
     """
     try:
+        # Without torchrun, the process is the only rank.
         world = single_axis("world")
         if place.size > 1:
-            world = join(
-                rendezvous(place, 60.0 * _MINUTES), GridShape(dp=place.size), _MINUTES
-            ).world
+            store = rendezvous(place, 60.0 * _MINUTES)
+            world = join(store, GridShape(dp=place.size), _MINUTES).world
         convert(request, world)
     except (ValueError, OSError) as error:
-        # a full disk names no file; what is read has been named before
-        begin = (
-            f"--output {request.output} cannot be written: " if isinstance(error, OSError) else ""
-        )
-        return 2, " ".join(f"{begin}{error}".split())
+        message = str(error)
+        if isinstance(error, OSError):
+            # Errors of reading are ValueErrors that name their file. A full disk names no file.
+            message = f"--output {request.output} cannot be written: {error}"
+        return 2, " ".join(message.split())
     except OtherModelError:
-        return 1, f"{request.output} was not written: it would be another model"
+        message = f"{request.output} was not written: it would differ from the model in --input"
+        return 1, message
     finally:
         stop()
     return 0, ""

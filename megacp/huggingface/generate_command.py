@@ -1,16 +1,17 @@
-"""Answers of a megacp checkpoint on one process: to texts, to texts with images and videos, or to a
-file of records.
+r"""Generate text from a megacp checkpoint on one process: for text prompts, for prompts with images
+and videos, or for a file of records.
 
-    python tools/generate.py --checkpoint runs/chat --chat python tools/generate.py --checkpoint
-    runs/chat --prompt "Why is the sky blue?" python tools/generate.py --checkpoint out/checkpoints
-    --image a.png --prompt 'Which?' python tools/generate.py --checkpoint out/checkpoints --input
-    records.jsonl --output answers.jsonl
+    python tools/generate.py --checkpoint runs/chat --chat
+    python tools/generate.py --checkpoint runs/chat --prompt "Why is the sky blue?"
+    python tools/generate.py --checkpoint out/checkpoints --image a.png --prompt 'Which?'
+    python tools/generate.py --checkpoint out/checkpoints --input records.jsonl \
+        --output answers.jsonl
 
-A model is asked in the form in which it learned answers: by its chat template, as messages in
-megacp's own form, or by Alpaca's prompt. If it learned plain texts, and with --raw, a prompt stands
-as it is written. It comes after all images and videos in the order of their flags. Records are
-those of preprocess_data.py: the model answers in place of an assistant's last message, which stands
-as `expected` beside it.
+Prompts use the format of the training data: the chat template of training, messages in megacp's own
+format, or Alpaca's prompt. A model trained on plain text continues the prompt unchanged, and so
+does any model with --raw. Images and videos come before the prompt, in the order of their flags.
+Records have the format of preprocess_data.py: the model answers in place of the last assistant
+message, which is written next to the answer as `expected`.
 """
 
 from __future__ import annotations
@@ -48,90 +49,104 @@ from megacp.training.monitor.console import ends_with_its_reader, say, warn
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; ends with one message that holds all their faults."""
-    parser = OneLineParser(description="Sample from a checkpoint that any grid wrote.")
+    """Parse the flags. Exit with one message that lists every invalid flag."""
+    parser = OneLineParser(description="Generate text from a checkpoint of any device grid.")
     add = parser.add_argument
     add(
         "--checkpoint",
         required=True,
         metavar="DIR",
         type=path_text,
-        help="--save directory of a run, or one step of it",
+        help="--save directory of a run, or one of its steps",
     )
     add(
         "--tokenizer",
         metavar="KIND_OR_PATH",
         type=path_texts,
-        help="as given to preprocess_data.py build (default: the run's own)",
+        help="as given to preprocess_data.py build (default: the run's tokenizer)",
     )
     add(
         "--prompt",
         action="append",
         default=[],
-        help="what is asked, or the text to continue; may be repeated",
+        help="question to answer, or text to continue; repeatable",
     )
-    add("--chat", action="store_true", help="a conversation in the terminal; an empty line ends it")
+    add("--chat", action="store_true", help="chat in the terminal; an empty line ends the chat")
     add(
         "--raw",
         action="store_true",
-        help="continue the text of --prompt as it is, whatever the model learned",
+        help="continue the text of --prompt unchanged, without the format of the training data",
     )
-    told = f"the template's `{THINKS}` (as answers were learned, where they were in one way)"
-    add("--thinking", action=argparse.BooleanOptionalAction, help=told)
-    for kind in ("image", "video"):  # one list, for their order
-        read = functools.partial(_media, kind)
-        told = f"{kind} that is seen before each prompt; repeatable"
+    add(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help=f"set the chat template's `{THINKS}` (default: as in training, if all training "
+        "answers agree)",
+    )
+    # Both flags append to one list, which keeps their order.
+    for kind in ("image", "video"):
         add(
             f"--{kind}",
-            type=read,
+            type=functools.partial(_media, kind),
             action="append",
             dest="media",
             default=[],
             metavar="FILE",
-            help=told,
+            help=f"{kind} to show before each prompt; repeatable",
         )
     add("--input", type=Path, metavar="FILE.jsonl", help="records to answer, instead of --prompt")
-    add("--output", type=Path, metavar="FILE.jsonl", help="where the answers to --input go")
-    add("--overwrite", action="store_true", help="replace --output where it exists")
+    add("--output", type=Path, metavar="FILE.jsonl", help="file for the answers to --input")
+    add("--overwrite", action="store_true", help="replace an existing --output")
     add(
         "--image-root",
         metavar="DIR",
         type=path_text,
-        help="directory that paths in --input are relative to",
+        help="directory for relative paths in --input",
     )
     add(
         "--max-new-tokens",
         type=int,
         default=64,
         metavar="N",
-        help="tokens of an answer at most (64)",
+        help="maximum number of tokens per answer (default: 64)",
     )
     add(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="0 takes the likeliest token (0)",
+        help="sampling temperature; 0 always takes the most likely token (default: 0)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the sampling (0)")
-    arguments, reasons = parser.parse_args(argv), []
-    if [bool(arguments.prompt), arguments.chat, arguments.input is not None].count(True) != 1:
-        reasons.append("give one of --prompt, --chat and --input")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    arguments = parser.parse_args(argv)
+    reasons = _flag_reasons(arguments)
+    if reasons:
+        parser.error("; ".join(reasons))
+    return arguments
+
+
+def _flag_reasons(arguments: argparse.Namespace) -> list[str]:
+    """Return an error for each invalid flag."""
+    reasons = []
+    # Collect all faults; one message lists them.
+    modes = [bool(arguments.prompt), arguments.chat, arguments.input is not None]
+    if modes.count(True) != 1:
+        reasons.append("use exactly one of --prompt, --chat and --input")
     if arguments.raw and not arguments.prompt:
-        reasons.append("--raw goes with --prompt")
+        reasons.append("--raw requires --prompt")
     if (arguments.input is None) != (arguments.output is None):
-        reasons.append("--input and --output go together")
+        reasons.append("--input and --output must be used together")
     if arguments.input is not None and arguments.media:
         reasons.append(
-            "--image and --video go with --prompt or --chat; records of --input name their own"
+            "--image and --video require --prompt or --chat; with --input, records name their files"
         )
     if not 0 <= arguments.temperature < math.inf:
         reasons.append(f"--temperature {arguments.temperature}: must be a finite number, 0 or more")
-    given = [
-        path for path in (arguments.input, arguments.output) if path is not None and path.exists()
-    ]
-    if len(given) == 2 and given[0].samefile(given[1]):
-        reasons.append(f"--output {arguments.output} is --input, which it would overwrite")
+    # Both flags may name the same file by different paths.
+    paths = (arguments.input, arguments.output)
+    existing = [path for path in paths if path is not None and path.exists()]
+    if len(existing) == 2 and existing[0].samefile(existing[1]):
+        reasons.append(f"--output {arguments.output} is the file of --input and would overwrite it")
     elif arguments.output is not None:
         try:
             require_free("--output", arguments.output, arguments.overwrite)
@@ -139,34 +154,35 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
             reasons.append(str(error))
     if arguments.max_new_tokens < 1:
         reasons.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
-    if reasons:
-        parser.error("; ".join(reasons))
-    return arguments
+    return reasons
 
 
 def _media(kind: str, text: str) -> Media:
-    """Read what --image or --video names."""
+    """Return the file of --image or --video, which is not opened yet."""
     return Media(kind, "path", path_text(text), key=f"--{kind}")
 
 
 @contextmanager
 def _named(flag: str, path: str | Path) -> Iterator[None]:
-    """A fault of a file that the block opens becomes a ValueError with the flag and the path."""
+    """Turn errors of the enclosed block into a ValueError that names the flag and the path."""
     try:
         yield
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}") from error
-    except ValueError as error:  # begins with the path
+    except ValueError as error:  # its message begins with the path
         raise ValueError(f"{flag} {error}") from error
 
 
 def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str], list[str]]:
-    """The questions of a file's records, the ids (or lines) of these, and where they stand.
+    """Return the prompts of a file's records, their ids (or line numbers), and their places for
+    error messages.
 
-    ValueError names the line and its fault.
+    Raise ValueError with the line of an invalid record.
     """
     prompts: list[Prompt] = []
-    ids, places = list[str](), list[str]()
+    ids: list[str] = []
+    places: list[str] = []
+    # Check the file first: `read_extent` reads it lazily.
     with _named("--input", path):
         open_regular(path).close()
     for item in read_extent(Extent(0, str(path), 0, path.stat().st_size)):
@@ -177,120 +193,129 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
             found = maker.of_record(item.value)
         except RecordError as error:
             raise ValueError(f"{place}: {error}") from error
+        # A record may also be a list, of messages, which has no id.
+        named = item.value.get("id") if isinstance(item.value, dict) else None
+        if named is None:
+            named = item.number or item.line
+        # A record with several branches has one prompt per branch.
         prompts += found
         places += [place] * len(found)
-        named = (
-            item.value.get("id") if isinstance(item.value, dict) else None
-        )  # a list is one of messages
-        ids += [str(named if named is not None else item.number or item.line)] * len(found)
+        ids += [str(named)] * len(found)
     if not prompts:
-        raise ValueError(f"--input {path} holds no record")
+        raise ValueError(f"--input {path} contains no record")
     return prompts, ids, places
 
 
 def asked_by(kept: dict[str, Any], thinking: bool | None) -> dict[str, Any]:
-    """What of a ChatTemplate makes it ask: `thinking`, else how its answers were learned where none
-    followed a thought.
+    """Return the fields of a ChatTemplate that make the prompt open or close a thought.
 
-    ValueError: neither says it.
+    `thinking` decides. If it is None, prompts are written as in training, provided that no training
+    answer followed a thought. Raise ValueError for a `thinking` that the template cannot express.
     """
-    before, reads = kept.get("before_answers", ""), THINKS in kept["default"]
+    before = kept.get("before_answers", "")
+    has_switch = THINKS in kept["default"]
     _, real, none = (kept.get(name, 0) for name in THOUGHTS)
-    empty = kept.get(
-        "empty_thoughts", "before_answers" in kept
-    )  # of an earlier version: all stood behind it
+    # An earlier version stored no counts; there all answers followed `before_answers`.
+    empty = kept.get("empty_thoughts", "before_answers" in kept)
+    # Some answers had thoughts, or most had no empty one: the template's prompt is unchanged.
     if thinking is None and (real or empty <= none):
         return {}
-    if reads and (thinking is not None or not before):
+    # The template has a variable for this.
+    if has_switch and (thinking is not None or not before):
         return {"variables": {THINKS: bool(thinking)}}
+    # Without a variable, only the empty thought of training can be added to prompts.
     if thinking or (thinking is False and not before):
-        raise ValueError(
-            f"--{'' if thinking else 'no-'}thinking: the chat template reads no `{THINKS}`"
-        )
+        flag = "--thinking" if thinking else "--no-thinking"
+        raise ValueError(f"{flag}: the chat template has no variable `{THINKS}`")
     return {"before_answers": before}
 
 
 class Session:
-    """A checkpoint that is asked: its model, its tokenizer, how prompts are made and where answers
-    end.
-    """
+    """A checkpoint that answers prompts: its model, tokenizer, prompt format and end tokens."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """ValueError when there is no checkpoint, or the tokenizer is not that of its training."""
+        """Load the checkpoint.
+
+        Raise ValueError if there is no checkpoint, or if the tokenizer differs from the run's.
+        """
         try:
             generator = self.generator = Generator(arguments.checkpoint)
-        except ValueError as error:  # the loader of runs says --load
-            told, folder = (
-                str(error).replace("--load ", "--checkpoint "),
-                Path(arguments.checkpoint),
-            )
+        except ValueError as error:
+            # Training loads checkpoints with --load; this command has another flag.
+            message = str(error).replace("--load ", "--checkpoint ")
+            folder = Path(arguments.checkpoint)
             if (folder / "config.json").is_file():
-                way = (
-                    f"tools/convert_checkpoint.py --from hf --to megacp --input {folder} "
-                    "--output DIR makes one"
+                message += (
+                    "; this is a Hugging Face folder: convert it with tools/convert_checkpoint.py "
+                    f"--from hf --to megacp --input {folder} --output DIR, or train with --load-hf"
                 )
-                told += f"; of this Hugging Face folder {way}, as training with --load-hf does"
-            raise ValueError(told) from error
-        progress, rows, name = (
-            generator.progress,
-            generator.config.model.embedding_rows,
-            arguments.tokenizer,
-        )
+            raise ValueError(message) from error
+        # Find the tokenizer of training: next to the checkpoints, or in a dataset.
+        progress = generator.progress
+        rows = generator.config.model.embedding_rows
+        name = arguments.tokenizer
         if name is None:
-            folder, data_path = Path(str(generator.path)).parent, generator.config.data.data_path
+            folder = Path(str(generator.path)).parent
+            data_path = generator.config.data.data_path
             name = own_tokenizer(folder, progress.tokenizer_sha256, data_path)
         if name is None:
             raise ValueError(
-                f"--tokenizer: that of {generator.path} lies neither beside it nor in its "
-                "--data-path"
+                f"the tokenizer of {generator.path} is neither next to the checkpoint nor in the "
+                "run's --data-path; name it with --tokenizer"
             )
         tokenizer = self.tokenizer = load_tokenizer(name)
         if progress.tokenizer_sha256 not in ("", tokenizer.sha256):
-            raise ValueError(
-                f"--tokenizer {name} is not the one that {generator.path} was trained with"
-            )
+            raise ValueError(f"--tokenizer {name} differs from the tokenizer of the run with")
         if tokenizer.vocab_size > rows:
             raise ValueError(
                 f"--tokenizer {name} has {tokenizer.vocab_size} ids, the model has {rows}"
             )
+        # Begin and end texts as in training.
         tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
         tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
-        kept, ends = progress.chat_template, tuple[int, ...]()
-        if (
-            kept is None and not generator.step and tokenizer.kind == "huggingface"
-        ):  # converted: it knows its folder's
+        kept = progress.chat_template
+        if kept is None and not generator.step and tokenizer.kind == "huggingface":
+            # A converted model (step 0) has no template of training, but that of its folder.
             own = templates_of(tokenizer.files[0].parent)
             kept = own if "default" in own else None
-        if kept is not None and not (ends := answer_ends(kept["default"], tokenizer)):
-            note = "the chat template of training is not known to end answers with a special token; they may go on to"
-            warn(f"note: {generator.path}: {note} --max-new-tokens {arguments.max_new_tokens}")
+        ends: tuple[int, ...] = ()
+        if kept is not None:
+            ends = answer_ends(kept["default"], tokenizer)
+            if not ends:
+                warn(
+                    f"note: {generator.path}: no special token is known to end the answers of its "
+                    "chat template; an answer may use all of --max-new-tokens "
+                    f"{arguments.max_new_tokens}"
+                )
+        # A plain text ends with the tokenizer's end token, an answer with its template's.
         self.ends = ends if tokenizer.eos_id is None else (*ends, tokenizer.eos_id)
-        self.by_template, template = kept is not None and not arguments.raw, None
+        self.by_template = kept is not None and not arguments.raw
+        template = None
         if kept is not None and self.by_template:
-            today = datetime.date.today().isoformat()  # as a server would write it
+            today = datetime.date.today().isoformat()  # some templates write the date
             template = template_of(kept["default"], tokenizer, today)
             template = dataclasses.replace(template, **asked_by(kept, arguments.thinking))
-            if (
-                arguments.thinking is None
-                and kept.get("empty_thoughts")
-                and kept.get("real_thoughts")
-            ):
-                note = f"{thoughts_told(kept)}; --thinking and --no-thinking ask for one kind"
+            is_mixed = bool(kept.get("empty_thoughts") and kept.get("real_thoughts"))
+            if arguments.thinking is None and is_mixed:
+                note = f"{thoughts_told(kept)}; choose with --thinking or --no-thinking"
                 warn(f"note: {generator.path}: {note}")
         elif arguments.thinking is not None:
             raise ValueError(
-                "--thinking and --no-thinking go with a chat template, and none is applied here"
+                "--thinking and --no-thinking require a chat template, and these prompts use none"
             )
+        # Without a template, prompts use megacp's format or Alpaca's prompt, as in training.
         forms = progress.answer_forms or {}
         self.form = ""
         if template is None and not arguments.raw:
             self.form = next((form for form in (AS_MESSAGES, ALPACA) if form in forms), "")
         self.note = ""
         if self.form:
-            told = answers_told({self.form: forms[self.form]}).replace(
-                "are learned", "were learned", 1
+            learned = answers_told({self.form: forms[self.form]})
+            learned = learned.replace("are learned", "were learned", 1)
+            self.note = (
+                f"note: {learned}; prompts use the same format. --raw continues a --prompt "
+                "unchanged."
             )
-            self.note = f"note: {told}, and are asked for so; --raw continues a --prompt as it is"
         as_messages = AS_MESSAGES in forms
         self.maker = PromptMaker(
             tokenizer, generator.rules, arguments.image_root, template, as_messages
@@ -298,6 +323,7 @@ class Session:
         self.sampling = Sampling(
             arguments.max_new_tokens, arguments.temperature, arguments.seed, self.ends
         )
+        # Read the files now, for an error before the first prompt.
         self.media = []
         for one in arguments.media:
             with _named(one.key, one.value):
@@ -308,21 +334,20 @@ class Session:
         return f"{self.generator.path} after step {self.generator.step}"
 
     def questions(self, text: str, said: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """What was said, and then `text` of a user, as messages; images and videos stand in the
-        first.
+        """Return the earlier messages `said`, followed by the user's `text`.
+
+        Images and videos are part of the first message.
         """
-        parts = [{"type": one.kind, "bytes": one.value} for one in self.media if not said]
-        return [
-            *said,
-            {
-                "role": "user",
-                "content": [*parts, {"type": "text", "text": text}] if parts else text,
-            },
-        ]
+        content: Any = text
+        if self.media and not said:
+            parts = [{"type": one.kind, "bytes": one.value} for one in self.media]
+            content = [*parts, {"type": "text", "text": text}]
+        return [*said, {"role": "user", "content": content}]
 
     def ask(self, text: str, said: Sequence[dict[str, Any]] = ()) -> str:
-        """The answer to `text` of a user after what was said; Alpaca's prompt has no place for
-        earlier turns.
+        """Return the answer to the user's `text` after the earlier messages `said`.
+
+        Alpaca's prompt cannot express earlier messages and leaves them out.
         """
         if self.form == ALPACA:
             asked = self.prompts(text)
@@ -332,109 +357,125 @@ class Session:
         return answer
 
     def prompts(self, text: str) -> list[Prompt]:
-        """Return what asks `text` in the form in which the model learned answers, or continues it.
-        RecordError.
+        """Return `text` as a prompt in the format of training, or unchanged to continue it.
+
+        Raise RecordError if the prompt is empty.
         """
         if not text and not self.media:
             raise RecordError("the prompt is empty; give at least one token of text")
         if self.by_template:
             return self.maker.of_record({"messages": self.questions(text)})
-        if self.form == AS_MESSAGES and not text.startswith(
-            "<|"
-        ):  # else it has the header of a message already
+        # A text that begins with `<|` already has the header of a message.
+        if self.form == AS_MESSAGES and not text.startswith("<|"):
             return [self.maker.of_question(text, self.media)]
-        return [
-            self.maker.of_text(alpaca_prompt(text) if self.form == ALPACA else text, self.media)
-        ]
+        if self.form == ALPACA:
+            text = alpaca_prompt(text)
+        return [self.maker.of_text(text, self.media)]
 
     def answers(
         self, prompts: Sequence[Prompt], names: Sequence[str], seed: int = 0
     ) -> Iterator[str]:
-        """The answers as texts, without the tokens that end them."""
+        """Yield the answers as text, without the token that ends each."""
         sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + seed)
         for tokens in self.generator.answer(prompts, sampling, names):
-            yield self.tokenizer.decode(
-                tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ends else tokens
-            )
+            has_end = len(tokens) > 0 and int(tokens[-1]) in self.ends
+            yield self.tokenizer.decode(tokens[:-1] if has_end else tokens)
 
 
 def open_session(checkpoint: str, max_new_tokens: int = 64, temperature: float = 0.0) -> Session:
-    """What --chat asks, for a script or a notebook. ValueError as of `Session`."""
+    """Load a checkpoint for a script or a notebook; `Session.ask` answers as --chat does.
+
+    Raise the errors of `Session`.
+    """
     numbers = [f"--max-new-tokens={max_new_tokens}", f"--temperature={temperature}"]
     return Session(parsed(["--checkpoint", checkpoint, "--chat", *numbers]))
 
 
 @ends_with_its_reader()
 def converse(session: Session, arguments: argparse.Namespace) -> None:
-    """Answer what is typed, line by line, with all that was said before."""
+    """Answer each typed line, with the conversation so far as context."""
     said = list[dict[str, Any]]()
     if session.note:
         say(session.note)
     say(f"{session}; an empty line ends the conversation")
+    if sys.stdin is None or sys.stdout is None:  # closed before the process began
+        return
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while None not in (sys.stdin, sys.stdout) and (
-            text := input("> ")
-        ):  # None: closed before it began
+        while text := input("> "):
             try:
                 answer = session.ask(text, said)
             except ValueError as error:
                 say(f"error: {error}")
                 continue
             say(answer)
+            # The whole conversation is the context of the next question.
             said = [*session.questions(text, said), {"role": "assistant", "content": answer}]
 
 
 @ends_with_its_reader()
 def answer_prompts(session: Session, arguments: argparse.Namespace) -> None:
-    """Print every prompt with its continuation."""
+    """Print each prompt and its continuation."""
     names = [f"--prompt {text!r}" for text in arguments.prompt]
     prompts = []
     for name, text in zip(names, arguments.prompt, strict=True):
         try:
             prompts += session.prompts(text)
         except RecordError as error:
-            raise ValueError(str(error) if "`--" in str(error) else f"{name}: {error}") from error
+            # An error about an image or video already names its flag.
+            message = str(error) if "`--" in str(error) else f"{name}: {error}"
+            raise ValueError(message) from error
     if session.note:
         say(session.note)
     say(str(session))
     for text, answer in zip(arguments.prompt, session.answers(prompts, names), strict=True):
-        say(f"--- {text!r}\n{'' if session.by_template or session.form else text}{answer}")
+        # An answer is printed by itself, a continuation after its text.
+        is_answer = session.by_template or session.form
+        beginning = "" if is_answer else text
+        say(f"--- {text!r}\n{beginning}{answer}")
 
 
 def answer_records(session: Session, arguments: argparse.Namespace) -> None:
-    """Write one line of JSON for every answer, in the order of the records."""
+    """Write one line of JSON per answer, in the order of the records."""
     prompts, ids, places = read_records(arguments.input, session.maker)
-    asked, right = sum(prompt.expected is not None for prompt in prompts), 0
+    compared = sum(prompt.expected is not None for prompt in prompts)
+    right = 0
     with _named("--output", arguments.output):
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        # O_EXCL: another process may have created the file since the flags were checked.
         new = os.O_TRUNC if arguments.overwrite else os.O_EXCL
         stream = os.fdopen(open_own(arguments.output, os.O_WRONLY | new), "w", encoding="utf-8")
     with stream:
-        for name, prompt, answer in zip(
-            ids, prompts, session.answers(prompts, places), strict=True
-        ):
+        answers = session.answers(prompts, places)
+        for name, prompt, answer in zip(ids, prompts, answers, strict=True):
             line = {
                 "id": name,
                 "images": prompt.images,
                 "prompt": prompt.question,
                 "expected": prompt.expected,
+                "answer": answer,
             }
+            # Exact matches of the text, without partial credit.
             right += answer == prompt.expected
-            stream.write(json.dumps({**line, "answer": answer}, ensure_ascii=False) + "\n")
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
     with ends_with_its_reader():
         say(str(session))
-        told = f"{arguments.output}: {counted(len(prompts), 'answer')}"
-        say(told + (f", {right} of {asked} as expected" if asked else ""))
+        summary = f"{arguments.output}: {counted(len(prompts), 'answer')}"
+        if compared:
+            summary += f", {right} of {compared} as expected"
+        say(summary)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, load, answer; exit status 2 with one message on bad input."""
+    """Answer the prompts of the command line; return 0, or 2 after an error message."""
     arguments = parsed(argv)
     try:
-        ways = {"chat": converse, "prompt": answer_prompts, "input": answer_records}
-        next(way for name, way in ways.items() if getattr(arguments, name))(
-            Session(arguments), arguments
-        )
+        session = Session(arguments)
+        if arguments.chat:
+            converse(session, arguments)
+        elif arguments.prompt:
+            answer_prompts(session, arguments)
+        else:
+            answer_records(session, arguments)
     except ValueError as error:
         warn(f"error: {error}")
         return 2

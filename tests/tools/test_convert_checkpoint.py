@@ -254,8 +254,8 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 1
     captured = capsys.readouterr()
     assert (
-        "would be another model" in captured.err
-        and "--rotary-base is 500.0 in what was read" in captured.out
+        "would differ from the model in --input" in captured.err
+        and "--rotary-base is 500.0 in the input" in captured.out
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
@@ -342,7 +342,7 @@ NORM, TABLE = "model.norm.weight", "model.embed_tokens.weight"
 DAMAGE: list[tuple[dict[str, Any], str]] = [
     ({NORM: None}, f"{NORM} is missing"),
     ({"model.extra": torch.zeros(2)}, "model.extra is unexpected"),
-    ({TABLE: torch.zeros(104, 48)}, f"{TABLE} has shape (104, 48), the config says (97, 48)"),
+    ({TABLE: torch.zeros(104, 48)}, f"{TABLE} has shape (104, 48), the config requires (97, 48)"),
     ({NORM: torch.ones(48).half()}, "final_norm.weight float16): choose one with --dtype"),
 ]
 
@@ -376,11 +376,11 @@ def test_a_folder_of_two_dtypes_takes_that_of_its_config_as_the_library_does(
     )
     told = capsys.readouterr().out
     assert (
-        told.count("_model_name_or_path") == told.count("become bfloat16") == 2
+        told.count("_model_name_or_path") == told.count("converted to bfloat16") == 2
         and ", bfloat16\n" in told
     )
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "c", "--dtype", "float32") == 0
-    assert "become" not in capsys.readouterr().out
+    assert "converted" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -422,9 +422,9 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
     with (tmp_path / "b" / "tokenizer.json").open("a") as stream:
         stream.write("\n")  # another file than the run's
     for flags, message in (
-        ((), "was trained with a tokenizer: give it with --tokenizer"),
-        (("--chat-template", "messages"), "none lies beside the checkpoints of --input"),
-        (("--tokenizer", "byte"), "--tokenizer byte is not the one"),
+        ((), "was trained with a tokenizer: name it with --tokenizer"),
+        (("--chat-template", "messages"), "--chat-template messages requires --tokenizer"),
+        (("--tokenizer", "byte"), "--tokenizer byte differs from"),
     ):
         assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", *flags) == 2
         assert message in capsys.readouterr().err
@@ -452,10 +452,10 @@ def test_a_folder_has_all_that_belongs_to_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("megacp", "megacp"), "a checkpoint is read by any grid as it is"),
-        (("hf", "megacp", "--layout", "native"), "--layout is for --to hf"),
-        (("hf", "hf", "--tokenizer", "byte"), "--tokenizer is for --from megacp"),
-        (("hf", "hf", "--max-shard-size", "0"), "--max-shard-size: must be at least 1"),
+        (("megacp", "megacp"), "any device grid can load a megacp checkpoint"),
+        (("hf", "megacp", "--layout", "native"), "--layout requires --to hf"),
+        (("hf", "hf", "--tokenizer", "byte"), "--tokenizer requires --from megacp"),
+        (("hf", "hf", "--max-shard-size", "0"), "--max-shard-size 0: must be at least 1"),
         (("hf", "megacp", "--dtype", "float16"), "--dtype float16"),
     ],
 )

@@ -162,8 +162,8 @@ def test_a_terminal_that_is_closed_or_a_reader_that_goes_ends_it_in_silence(
 def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for more, named in [
         ("", "one of --prompt, --chat and --input"),
-        ("--chat --raw", "--raw goes with --prompt"),
-        ("--input b --image c", "--input and --output go together; --image"),
+        ("--chat --raw", "--raw requires --prompt"),
+        ("--input b --image c", "--input and --output must be used together; --image"),
         ("--prompt a --temperature nan", "--temperature nan"),
         (f"--input {__file__} --output {__file__}", f"--output {__file__}"),
         ("--prompt a --max-new-tokens 0", "--max-new-tokens 0"),

@@ -1,3 +1,3 @@
-"""Between megacp and Hugging Face: tables of tensor names and config fields, walked in either
-direction; tokenizers.
+"""Conversion between megacp and Hugging Face: tensor names, config fields, tokenizers and
+adapters.
 """

@@ -1,13 +1,14 @@
-"""A LoRA adapter that peft has written, as a source of low-rank pairs by our names.
+"""A LoRA adapter written by peft, as a source of low-rank pairs with our names.
 
-Where the library joins linears that we hold apart (Phi-3's qkv, gate and up of stacked experts),
-the adapter has one pair for all of them. If its B is in blocks, each linear gets its own part, else
-all share A, each with its rows of B. Experts have one pair for all of them if the library holds
-their matrices as one parameter (A by expert, B by rank), or one pair for each linear of each
-expert.
+If the library joins linears that we keep separate (Phi-3's qkv, gate and up of stacked experts),
+the adapter has one pair for all of them. If its B is block-diagonal, each linear gets its block.
+Otherwise all linears share A, and each has its rows of B. Experts have one pair for all of them if
+the library stores their matrices as one parameter (A ordered by expert, B by rank), or one pair per
+linear and expert.
 
-A run has one rank and one alpha for each kind of linear. Pairs of one kind with other ranks get
-zeros, which stay zero in training; pairs with another scale get it in their B.
+A run has one rank and one alpha for each kind of linear. Pairs of a kind with smaller ranks are
+padded with zeros, which stay zero in training. Pairs with another scale have it multiplied into
+their B.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ from megacp.storage import files
 from megacp.storage.wording import listed
 
 WEIGHTS = "adapter_model.safetensors"
+# Prefix of names in an adapter: the wrapper of peft around the library's model.
 PREFIX = "base_model.model."
-"""Prefix of names in an adapter: peft's model around the library's."""
+# Part of a text model's names if the model has a vision tower. Adapters trained on only the text
+# model lack it.
 _TOWER_PART = "language_model."
-"""Part of the names of a text model that has a vision tower before it; adapters of the text model
-lack it.
-"""
+# Supported dtypes of an adapter.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
 class _PairPlace:
-    """Where an adapter may have a pair."""
+    """A place where an adapter may have a pair."""
 
     target: str
-    """The module or parameter, as the config names it."""
+    """Name of the module or parameter in the config."""
     field: str
-    """The field of the config that names it."""
+    """Field of the config with this name."""
     module: str
-    """The module whose pair it is in the file."""
+    """Module of the pair in the file."""
     ours: tuple[tuple[Named, ...], ...]
-    """Our linears that the pair stands beside, joined; for a stack those of each expert."""
+    """Our linears for the pair, joined; for a stack, those of each expert."""
     is_stack: bool = False
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """A `[r, inputs]` and B `[rows, r]` beside some joined linears of ours."""
+    """A `[r, inputs]` and B `[rows, r]` of some joined linears of ours."""
 
     name: str
     ours: tuple[Named, ...]
@@ -71,23 +72,26 @@ class _Pair:
 
 
 class Adapter:
-    """The pairs of an adapter; a source whose tensors have our names, and the flags of a run that
-    goes on with them.
+    """The pairs of an adapter as a source with our names, and the flags of a run that continues to
+    train them.
     """
 
     def __init__(self, folder: Path, family: Family, values: Values) -> None:
-        """Raise ValueError for an adapter whose pairs a run cannot have, with the field or tensor
-        at fault.
+        """Read an adapter of a model of `family` with the flags `values`.
+
+        Raise ValueError with the invalid field or tensor if a run cannot train these pairs.
         """
         self._in_turns = family.in_turns
         self._config = AdapterConfig(folder / NAME)
         tensors = _tensors_of(folder / WEIGHTS)
         pairs = self._pairs(family, values, tensors)
+        # `_pairs` removes the tensors that it uses, so any remaining ones are unknown.
         if tensors:
             names = listed([shown(name) for name in tensors], 3)
             raise ValueError(
-                f"{WEIGHTS}: {names}: no linear of the model that can have a pair has this name"
+                f"{WEIGHTS}: {names}: the model has no linear with this name that supports LoRA"
             )
+        # From here on, each pair has one linear of ours.
         apart = list(_split(list(_without_empty(pairs))))
         self._require_all_layers(apart, family, values)
         self._sizes = _size_by_kind(apart)
@@ -97,44 +101,49 @@ class Adapter:
             self._keep(pair)
         self.flags = self._flags()
         self.notes = list[str]()
-        """Lines about what is read and not used."""
+        """Messages about settings that are read but not used."""
         if self._config.dropout > 0:
             self.notes.append(
-                f"{NAME}: lora_dropout {self._config.dropout:g} is not used, --lora-dropout decides"
+                f"{NAME}: lora_dropout {self._config.dropout:g} is not used; set --lora-dropout"
             )
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor, with zeros up to the rank of its kind."""
-        tensor, shape = self._tensors[name], self.infos[name].shape
+        """Return rows [start, stop) of a tensor, padded with zeros to the rank of its kind."""
+        tensor = self._tensors[name]
+        shape = self.infos[name].shape
         found = tensor.new_zeros(stop - start, *shape[1:])
-        held = tensor[start:stop]
-        found[: held.shape[0], : held.shape[1]] = held
+        stored = tensor[start:stop]
+        found[: stored.shape[0], : stored.shape[1]] = stored
         return found
 
     def _pairs(
         self, family: Family, values: Values, tensors: dict[str, torch.Tensor]
     ) -> list[_Pair]:
-        """Take the pairs out of the tensors of the file. ValueError if the config says otherwise
-        than the file.
+        """Take the pairs out of the file's tensors.
+
+        Raise ValueError if config and file disagree.
         """
         links = [link for link in family.links_of_modules(values) if _can_have_pairs(link)]
+        # The file's names may differ from the model's by a prefix.
         prefix = _prefix_in_file(tensors, links[0].theirs[0].name)
         modules = {name.rpartition(".lora_")[0] for name in tensors}
-        held = {link.theirs[0].name for link in links}
+        names = {link.theirs[0].name for link in links}
         single = [
             link
             for link in family.links(values)
-            if _can_have_pairs(link) and link.theirs[0].name not in held
+            if _can_have_pairs(link) and link.theirs[0].name not in names
         ]
-        # parameters are no modules: a config's target_modules reach single experts only if the file
-        # has them
+        # The library's modules stack experts as parameters, which target_modules cannot match.
+        # Single experts are considered only if the file has pairs for them.
         if not any(prefix.of(link).removesuffix(".weight") in modules for link in single):
             single = []
+        # Match all names at once, within one time limit.
         about = self._config.about(_names_of([*links, *single], prefix))
         self._require_parameters(prefix.of(link) for link in links)
         pairs = list[_Pair]()
         for place in self._places([*links, *single], prefix, about):
             if self._has(place, about[place.target], modules):
+                # Used tensors are removed from `tensors`.
                 down = tensors.pop(f"{place.module}.{A}", None)
                 up = tensors.pop(f"{place.module}.{B}", None)
                 if down is None or up is None:
@@ -143,7 +152,8 @@ class Adapter:
         return pairs
 
     def _require_parameters(self, names: Iterable[str]) -> None:
-        """Refuse a target parameter that is none of the model's."""
+        """Raise ValueError for a target parameter that the model does not have."""
+        # A target matches the end of a name, at a dot.
         ends = set[str]()
         for name in names:
             parts = name.split(".")
@@ -151,27 +161,27 @@ class Adapter:
         strange = [shown(target) for target in self._config.target_parameters if target not in ends]
         if strange:
             raise ValueError(
-                f"{NAME} says target_parameters {listed(strange, 3)}: no linear of the model has "
+                f"{NAME} has target_parameters {listed(strange, 3)}: the model has no linear with "
                 "this name"
             )
 
     def _places(
         self, links: Sequence[Link], prefix: _Prefix, about: Mapping[str, TargetSaid]
     ) -> Iterator[_PairPlace]:
-        """List where the file may have pairs."""
+        """Yield the places where the file may have pairs."""
         for link in links:
             name = prefix.of(link)
             if name.endswith(STACKS):
+                # The place of a stack's pair depends on whether both stacks of the layer have one.
                 both = all(about[other].is_parameter for other in stacks_beside(name))
                 module = modules_of_stacks(name, both)
-                yield _PairPlace(
-                    name, "target_parameters", module, tuple(experts_in_link(link)), is_stack=True
-                )
+                experts = tuple(experts_in_link(link))
+                yield _PairPlace(name, "target_parameters", module, experts, is_stack=True)
                 continue
             module = name.removesuffix(".weight")
             if about[name].is_parameter and about[module].is_module:
                 raise ValueError(
-                    f"{NAME} names {module} in target_modules and in target_parameters"
+                    f"{NAME} names {module} in both target_modules and target_parameters"
                 )
             if about[name].is_parameter:
                 yield _PairPlace(name, "target_parameters", module, (link.ours,))
@@ -179,46 +189,49 @@ class Adapter:
                 yield _PairPlace(module, "target_modules", module, (link.ours,))
 
     def _has(self, place: _PairPlace, said: TargetSaid, modules: frozenset[str] | set[str]) -> bool:
-        """Return whether the file has a pair. ValueError if the config says otherwise."""
+        """Return whether the file has a pair. Raise ValueError if the config disagrees."""
+        # Only target_parameters can select a stack.
         if place.is_stack and not said.is_parameter:
             return False
         has = place.module in modules
         is_target = said.is_parameter if place.field == "target_parameters" else said.is_module
         if has != is_target:
+            count = "a" if has else "no"
             raise ValueError(
-                f"{self._config.told(place.field)}, and {place.target} has {'a' if has else 'no'} "
-                "pair"
+                f"{self._config.told(place.field)}, but {place.target} has {count} pair"
             )
         return has
 
     def _of_place(
         self, place: _PairPlace, said: TargetSaid, down: torch.Tensor, up: torch.Tensor
     ) -> Iterator[_Pair]:
-        """Check a pair's shapes, and give the pair of a stack as those of its experts."""
-        count, links = len(place.ours), place.ours[0]
-        rows, inputs = sum(named.shape[0] for named in links), links[0].shape[1]
+        """Check a pair's tensors, and yield it; split the pair of a stack into one per expert."""
+        count = len(place.ours)
+        links = place.ours[0]
+        rows = sum(named.shape[0] for named in links)
+        inputs = links[0].shape[1]
         rank = said.size.rank
+        # A wrong rank has a clearer message than a wrong shape.
         if down.dim() == 2 and down.shape[0] != rank * count:
-            held = (
-                down.shape[0] // count
-                if down.shape[0] % count == 0
-                else f"{down.shape[0]} / {count}"
-            )
-            raise ValueError(f"{place.target}: rank {held}, {NAME} says {rank}")
-        wanted = (rank * count, inputs), (rows, rank * count)
-        if (tuple(down.shape), tuple(up.shape)) != wanted:
+            found: int | str = f"{down.shape[0]} / {count}"
+            if down.shape[0] % count == 0:
+                found = down.shape[0] // count
+            raise ValueError(f"{place.target}: rank {found}, but {NAME} has {rank}")
+        shape_of_down = (rank * count, inputs)
+        shape_of_up = (rows, rank * count)
+        if tuple(down.shape) != shape_of_down or tuple(up.shape) != shape_of_up:
             raise ValueError(
                 f"{place.target}: A {tuple(down.shape)} and B {tuple(up.shape)} do not fit the "
-                "model, which needs "
-                f"{wanted[0]} and {wanted[1]}"
+                f"model, which requires {shape_of_down} and {shape_of_up}"
             )
         for tensor, end in ((down, A), (up, B)):
             if tensor.dtype not in _DTYPES:
                 raise ValueError(
-                    f"{place.module}.{end} has dtype {tensor.dtype}, known are {listed(_DTYPES, 9)}"
+                    f"{place.module}.{end} has dtype {tensor.dtype}, supported are "
+                    f"{listed(_DTYPES, 9)}"
                 )
             if not tensor.isfinite().all():
-                raise ValueError(f"{place.module}.{end} has values that are not finite")
+                raise ValueError(f"{place.module}.{end} has values that are inf or NaN")
         if not place.is_stack:
             yield _Pair(place.target, links, down, up, said.size)
             return
@@ -226,43 +239,41 @@ class Adapter:
         downs = down.unflatten(0, (count, rank))
         ups = up.unflatten(1, (rank, count)).permute(2, 0, 1)
         if self._in_turns and place.target.endswith(STACKS[0]):
+            # Rows of gate and up alternate; ours are all rows of gate, then of up.
             ups = torch.cat([ups[:, ::2], ups[:, 1::2]], 1)
         for ours, a, b in zip(place.ours, downs, ups, strict=True):
             yield _Pair(place.target, ours, a, b, said.size)
 
     def _require_all_layers(self, pairs: Sequence[_Pair], family: Family, values: Values) -> None:
-        """Refuse an adapter with pairs of one kind in some layers, or beside some experts, but not
-        in all.
-        """
+        """Raise ValueError if a kind of linear has pairs only in some layers or experts."""
+        # A run adds pairs by kind of linear, so a kind must have them everywhere.
         found = {_stem(pair.ours[0]) for pair in pairs}
         if not found:
-            raise ValueError(f"{WEIGHTS} has no pair of a linear of the model")
+            raise ValueError(f"{WEIGHTS} has no pair for a linear of the model")
         kinds = {lora_kind(stem) for stem in found}
-        of_model = [
-            _stem(n)
-            for link in family.links_of_modules(values)
-            if _can_have_pairs(link)
-            for n in link.ours
-        ]
-        missing = defaultdict[str, set[int]](set)
+        of_model: list[str] = []
+        for link in family.links_of_modules(values):
+            if _can_have_pairs(link):
+                of_model += map(_stem, link.ours)
+        missing = defaultdict[str, set[int]](set)  # kind -> layers without a pair
         for stem in of_model:
             if lora_kind(stem) in kinds and stem not in found:
                 missing[lora_kind(stem)].add(int(stem.split(".")[1]))
         if missing:
-            told = [
+            reasons = [
                 f"{kind} has no pair in layers {layers_in_words(sorted(which))}"
                 for kind, which in missing.items()
             ]
-            layers = self._config.layers
-            said = "" if layers is None else f" ({NAME} says layers_to_transform {shown(layers)})"
+            reason = "; ".join(reasons)
+            if self._config.layers is not None:
+                reason += f" ({NAME} has layers_to_transform {shown(self._config.layers)})"
             raise ValueError(
-                f"{'; '.join(told)}{said}: a run trains each kind of linear in all layers and "
-                "experts that have it, or "
-                "in none"
+                f"{reason}: a run trains each kind of linear in all layers and experts, or in none"
             )
 
     def _keep(self, pair: _Pair) -> None:
-        """Keep a pair with the rank and the scale of its kind."""
+        """Store a pair with the scale of its kind; `rows` pads it to the kind's rank."""
+        # A kind has one scale, so B is multiplied by the ratio of the scales.
         stem = _stem(pair.ours[0])
         size = self._sizes[lora_kind(stem)]
         up = pair.up
@@ -271,6 +282,7 @@ class Adapter:
             up = wide.to(accumulation_dtype(up.dtype))
         rows, inputs = pair.ours[0].shape
         for end, tensor, shape in ((A, pair.down, (size.rank, inputs)), (B, up, (rows, size.rank))):
+            # A shared A is stored only with the linear that has it.
             if end == A and size.shares:
                 continue
             self._tensors[f"{stem}.{end}"] = tensor
@@ -279,35 +291,42 @@ class Adapter:
     def _flags(self) -> dict[str, Value]:
         """Return the flags of a run that trains these pairs."""
         sizes = list(self._sizes.values())
+        # --lora-rank and --lora-alpha are the usual size; --lora-targets has all other sizes.
         usual = self._config.usual
         if usual not in sizes:
+            # No pair has the config's usual size, so take the most frequent one.
             usual = replace(max(sizes, key=sizes.count), shares="")
         words = []
         for word, size in joined_words(self._sizes).items():
+            # Write whole numbers without a fraction.
             alpha = str(size.alpha).removesuffix(".0")
-            words.append(word if size == usual else f"{word}:{size.rank}:{alpha}")
+            if size != usual:
+                word = f"{word}:{size.rank}:{alpha}"
+            words.append(word)
         return {"lora_rank": usual.rank, "lora_alpha": usual.alpha, "lora_targets": ",".join(words)}
 
 
 @dataclass(frozen=True)
 class _Prefix:
-    """How names before `layers.` begin in the model's table, and in a file."""
+    """The beginning of layer names, up to `layers.`, in the model's table and in a file."""
 
     table: str
     file: str
 
     def of(self, link: Link) -> str:
-        """The file's name of a link's tensor."""
+        """Return the name of a link's tensor in the file."""
         return self.file + link.theirs[0].name.removeprefix(self.table)
 
 
 def _stem(named: Named) -> str:
-    """The name of a linear of ours: that of its weight without the end."""
+    """Return the name of one of our linears: its weight's name without the end."""
     return named.name.removesuffix(".weight")
 
 
 def _can_have_pairs(link: Link) -> bool:
-    """Whether a link is of weights of the decoder beside which a run can have pairs."""
+    """Return whether a run can add pairs to the weights of a link, which must be linears of the
+    decoder.
+    """
     name = link.ours[0].name
     return (
         name.startswith("layers.")
@@ -317,7 +336,7 @@ def _can_have_pairs(link: Link) -> bool:
 
 
 def _names_of(links: Iterable[Link], prefix: _Prefix) -> Iterator[str]:
-    """Names by which a config may speak of links: a module's, and that of its parameter."""
+    """Yield the names of links that a config may use: those of modules and of parameters."""
     for link in links:
         name = prefix.of(link)
         yield name
@@ -328,16 +347,17 @@ def _names_of(links: Iterable[Link], prefix: _Prefix) -> Iterator[str]:
 
 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of an adapter, by their names without peft's prefix. ValueError if a name
+    """Return the tensors of an adapter by name, without peft's prefix. Raise ValueError if a name
     lacks it.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    # Pickled files can run code when they are loaded.
     if not path.exists() and path.with_suffix(".bin").exists():
         raise ValueError(
-            f"{path.with_suffix('.bin').name} is not read, it runs code: save the adapter as "
-            "safetensors"
+            f"{path.with_suffix('.bin').name} is refused, because loading it would run its code: "
+            "save the adapter as safetensors"
         )
     try:
         files.open_regular(path).close()  # the library would wait for the writer of a pipe
@@ -346,48 +366,43 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{WEIGHTS}: {shown(str(error))}") from error
     lacking = [shown(name) for name in read if not name.startswith(PREFIX)]
     if lacking:
-        raise ValueError(
-            f"{WEIGHTS}: {listed(lacking, 3)}: the prefix {PREFIX} of peft's names is missing"
-        )
+        raise ValueError(f"{WEIGHTS}: {listed(lacking, 3)}: peft's prefix {PREFIX} is missing")
     return {name.removeprefix(PREFIX): tensor for name, tensor in read.items()}
 
 
 def _prefix_in_file(names: Iterable[str], example: str) -> _Prefix:
-    """Find how a file's names of decoder layers begin, with or without `language_model.`.
+    """Find the prefix of decoder layers in a file, with or without `language_model.`.
 
-    `example` is a name of the model's own table. Raise ValueError that names the missing prefix,
-    and for two forms.
+    `example` is a name of the model's table. Raise ValueError for a wrong or missing prefix, and
+    for two different prefixes.
     """
     table = example.partition("layers.")[0]
     plain = table.replace(_TOWER_PART, "")
+    # Versions of the library and of peft put the text model at different places.
     allowed = (table, plain, f"{plain}{_TOWER_PART}", f"{_TOWER_PART}{plain}")
     begins = (re.match(r"(.*?)layers\.\d+\.", name) for name in names)
     found = list(dict.fromkeys(match[1] for match in begins if match))
     known = [prefix for prefix in found if prefix in allowed]
     if len(known) > 1:
         raise ValueError(
-            f"{WEIGHTS}: names begin in two ways, {PREFIX}{known[0]} and {PREFIX}{known[1]}"
+            f"{WEIGHTS}: names have two different prefixes, {PREFIX}{known[0]} and "
+            f"{PREFIX}{known[1]}"
         )
     if found and not known:
+        missing = plain.removesuffix(found[0]) or plain
         raise ValueError(
-            f"{WEIGHTS}: names of layers begin with {shown(PREFIX + found[0])}, the model's with "
-            f"{PREFIX}{table}: "
-            f"the prefix {shown(_missing(found[0], plain))} is missing or another one"
+            f"{WEIGHTS}: names of layers begin with {shown(PREFIX + found[0])}, but those of the "
+            f"model with {PREFIX}{table}: the prefix {shown(missing)} is missing or wrong"
         )
     return _Prefix(table, known[0] if known else table)
 
 
-def _missing(found: str, wanted: str) -> str:
-    """The beginning of `wanted` that `found` lacks, or all of it."""
-    return wanted.removesuffix(found) or wanted
-
-
 def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
-    """Leave out joined linears whose rows of B are zero in all layers while others' are not: they
-    have no pair.
+    """Yield pairs without the joined linears whose rows of B are zero in all layers.
 
-    Of an adapter that has not been trained all rows are zero, and all joined linears have one.
+    These linears have no pair. An untrained adapter has only zeros; then all linears are kept.
     """
+    # Joined kinds -> indices of the linears with a number other than zero in some layer.
     used = defaultdict[tuple[str, ...], set[int]](set)
     for pair in pairs:
         blocks = pair.up.split([named.shape[0] for named in pair.ours])
@@ -395,6 +410,7 @@ def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
         used[kinds] |= {i for i, block in enumerate(blocks) if block.any()}
     for pair in pairs:
         kinds = tuple(lora_kind(_stem(named)) for named in pair.ours)
+        # If no linear was trained, keep all of them.
         kept = sorted(used[kinds]) or range(len(kinds))
         blocks = pair.up.split([named.shape[0] for named in pair.ours])
         ours = tuple(pair.ours[i] for i in kept)
@@ -402,11 +418,12 @@ def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
 
 
 def _split(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
-    """Give each of some joined linears its own pair.
+    """Yield one pair per linear for pairs of joined linears.
 
-    If B is in blocks wherever these linears are joined, each has its own part of A and B: pairs of
-    each have been joined. Otherwise all share the A of the first, each with its rows of B.
+    If B is block-diagonal in all layers, the pair was joined from one pair per linear: each gets
+    its part of A and B. Otherwise all share the A of the first, and each has its rows of B.
     """
+    # Pairs of the same joined kinds are split alike in all layers.
     groups = defaultdict[tuple[str, ...], list[_Pair]](list)
     for pair in pairs:
         groups[tuple(lora_kind(_stem(named)) for named in pair.ours)].append(pair)
@@ -414,31 +431,32 @@ def _split(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
         in_blocks = _in_blocks(group)
         for pair in group:
             if in_blocks:
-                count, size = len(pair.ours), pair.size
-                size = PairSize(size.rank // count, size.alpha / count)
-                for named, down, up in zip(
-                    pair.ours, pair.down.split(size.rank), _blocks(pair), strict=True
-                ):
+                # The scale, alpha / rank, stays the same.
+                count = len(pair.ours)
+                size = PairSize(pair.size.rank // count, pair.size.alpha / count)
+                downs = pair.down.split(size.rank)
+                for named, down, up in zip(pair.ours, downs, _blocks(pair), strict=True):
                     yield _Pair(pair.name, (named,), down, up, size)
                 continue
             size = pair.size
-            for named, up in zip(
-                pair.ours, pair.up.split([named.shape[0] for named in pair.ours]), strict=True
-            ):
+            ups = pair.up.split([named.shape[0] for named in pair.ours])
+            for named, up in zip(pair.ours, ups, strict=True):
                 yield _Pair(pair.name, (named,), pair.down, up, size)
+                # All linears after the first share its A.
                 size = replace(size, shares=_stem(pair.ours[0]).rpartition(".")[2])
 
 
 def _blocks(pair: _Pair) -> list[torch.Tensor]:
-    """Cut the blocks on the diagonal out of the B of joined linears."""
+    """Return the blocks on the diagonal of the B of joined linears."""
     rank = pair.size.rank // len(pair.ours)
     rows = pair.up.split([named.shape[0] for named in pair.ours])
     return [of_one[:, i * rank : (i + 1) * rank] for i, of_one in enumerate(rows)]
 
 
 def _in_blocks(pairs: Sequence[_Pair]) -> bool:
-    """Whether B of all these pairs of joined linears is in equal blocks, of which each has been
-    trained somewhere.
+    """Return whether B of all these pairs is block-diagonal with blocks of one rank.
+
+    Each linear's block must differ from zero in at least one pair.
     """
     count = len(pairs[0].ours)
     used = [False] * count
@@ -446,6 +464,7 @@ def _in_blocks(pairs: Sequence[_Pair]) -> bool:
         if count == 1 or pair.size.rank % count:
             return False
         blocks = _blocks(pair)
+        # A number outside the blocks means that the linears share A.
         if not torch.equal(torch.block_diag(*blocks), pair.up):
             return False
         used = [before or bool(block.any()) for before, block in zip(used, blocks, strict=True)]
@@ -453,11 +472,12 @@ def _in_blocks(pairs: Sequence[_Pair]) -> bool:
 
 
 def _size_by_kind(pairs: Iterable[_Pair]) -> dict[str, PairSize]:
-    """Return the size of each kind: the first of those with the largest rank.
+    """Return the size of each kind of linear: its largest rank, with the alpha of that pair.
 
-    Linears share A only if they do in all layers.
+    Linears share A only if they do so in all layers.
     """
     found = dict[str, PairSize]()
+    # Kind -> the linears whose A its pairs share; "" for a pair with its own A.
     shares = defaultdict[str, set[str]](set)
     for pair in pairs:
         kind = lora_kind(_stem(pair.ours[0]))
@@ -465,7 +485,8 @@ def _size_by_kind(pairs: Iterable[_Pair]) -> dict[str, PairSize]:
         if kind not in found or pair.size.rank > found[kind].rank:
             found[kind] = replace(pair.size, shares="")
     for kind, of_kind in shares.items():
-        (first, *others) = of_kind
-        if first and not others and found.get(f"{kind.partition('.')[0]}.{first}") == found[kind]:
+        (first, *further) = of_kind
+        of_first = found.get(f"{kind.partition('.')[0]}.{first}")
+        if first and not further and of_first == found[kind]:
             found[kind] = replace(found[kind], shares=first)
     return found

@@ -1,8 +1,7 @@
-"""The adapter_config.json of peft: every field with its type, and the modules it names, found in
-bounded time.
+"""peft's adapter_config.json: every field with its type, and the modules that it names.
 
-A field that changes what an adapter computes is followed or refused by its name. Names of modules
-may be regular expressions, which are foreign programs: they get some seconds of computing.
+A field that changes an adapter's output is either supported or refused by name. Names of modules
+may be regular expressions of unknown origin, so the time for matching them is limited.
 """
 
 from __future__ import annotations
@@ -23,50 +22,58 @@ from megacp.prepare.tokenize.beside import read_object
 from megacp.storage.wording import listed
 
 NAME = "adapter_config.json"
+# Supported fields.
 READ = (
-    *(
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-    ),
-    *("target_modules", "target_parameters", "exclude_modules", "init_lora_weights"),
-    *("layers_to_transform", "layers_pattern"),
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "init_lora_weights",
+    "layers_to_transform",
+    "layers_pattern",
 )
-"""Fields that are read."""
+# Fields without effect on the output of a saved adapter. Any other field must be null, false or
+# empty.
 HARMLESS = (
-    *(
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *("megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "megatron_core",
+    "runtime_config",
+    "qalora_group_size",
+    "ensure_weight_tying",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
 )
-"""Fields that no answer of a saved adapter depends on. Any other field must say that it is not
-used.
-"""
-MOST_RANK, MOST_ALPHA, LEAST_ALPHA = 1 << 20, 1e9, 1e-9
+# The largest accepted rank, and the range of alpha.
+MOST_RANK = 1 << 20
+MOST_ALPHA = 1e9
+LEAST_ALPHA = 1e-9
+# Seconds of CPU time for all regular expressions of a config; a few hundred modules take about a
+# millisecond.
 MATCHING_SECONDS = 5.0
-"""Seconds of computing that all regular expressions of a config may take; some hundred modules take
-a millisecond.
-"""
+# Unsupported fields that are true or false; a false one is not used.
 _SWITCHES = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out")
-"""Fields of what is not followed that are true or false."""
+# Values of init_lora_weights that leave the base model's weights unchanged.
 _BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of init_lora_weights that leave the weights beside the pairs as they are."""
+# A field name that a message shows without quotes.
 _PLAIN = re.compile(r"\w{1,60}", re.ASCII)
-"""A field's name that is shown as it is."""
+# The first number in a module's name, which peft takes for its layer.
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
-"""The first number in a module's name, by which peft knows its layer."""
 
 
+# Checks of types, for the table below.
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -84,9 +91,9 @@ def _is_layer(value: Any) -> bool:
 
 
 def _is_layers(value: Any) -> bool:
-    return _is_layer(value) or (
-        isinstance(value, list) and all(_is_layer(layer) for layer in value)
-    )
+    if isinstance(value, list):
+        return all(_is_layer(layer) for layer in value)
+    return _is_layer(value)
 
 
 def _is_whole(value: Any) -> bool:
@@ -105,66 +112,69 @@ def _is_switch_or_text(value: Any) -> bool:
     return isinstance(value, (bool, str))
 
 
+# The type of each field that is not null: a check, and a phrase for messages.
 _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("task_type", "peft_version", "revision", "megatron_core"), (_is_text, "a text")
-    ),
-    "base_model_name_or_path": (_is_text, "a text"),
-    **dict.fromkeys(
-        ("use_rslora", "inference_mode", "ensure_weight_tying"), (_is_switch, "true or false")
-    ),
-    **dict.fromkeys(
-        ("auto_mapping", "runtime_config", "loftq_config", "eva_config"), (_is_object, "an object")
-    ),
-    **dict.fromkeys(("corda_config", "lora_ga_config"), (_is_object, "an object")),
-    "target_modules": (_is_text_or_names, "a text or a list of texts"),
-    "exclude_modules": (_is_text_or_names, "a text or a list of texts"),
-    "layers_pattern": (_is_text_or_names, "a text or a list of texts"),
-    "target_parameters": (_is_names, "a list of texts"),
-    "layers_to_transform": (_is_layers, "a layer's number or a list of them"),
+    "task_type": (_is_text, "a string"),
+    "peft_version": (_is_text, "a string"),
+    "revision": (_is_text, "a string"),
+    "megatron_core": (_is_text, "a string"),
+    "base_model_name_or_path": (_is_text, "a string"),
+    "use_rslora": (_is_switch, "true or false"),
+    "inference_mode": (_is_switch, "true or false"),
+    "ensure_weight_tying": (_is_switch, "true or false"),
+    "auto_mapping": (_is_object, "an object"),
+    "runtime_config": (_is_object, "an object"),
+    "loftq_config": (_is_object, "an object"),
+    "eva_config": (_is_object, "an object"),
+    "corda_config": (_is_object, "an object"),
+    "lora_ga_config": (_is_object, "an object"),
+    "target_modules": (_is_text_or_names, "a string or a list of strings"),
+    "exclude_modules": (_is_text_or_names, "a string or a list of strings"),
+    "layers_pattern": (_is_text_or_names, "a string or a list of strings"),
+    "target_parameters": (_is_names, "a list of strings"),
+    "layers_to_transform": (_is_layers, "a layer number or a list of layer numbers"),
     "qalora_group_size": (_is_whole, "a whole number"),
     "rank_pattern": (_is_object, "an object of ranks"),
     "alpha_pattern": (_is_object, "an object of numbers"),
 }
-"""What a field must be if it is not null."""
 
 
 @dataclass(frozen=True)
 class TargetSaid:
-    """What a config says about one module or parameter."""
+    """The settings of a config for one module or parameter."""
 
     is_module: bool
-    """Whether peft puts a pair beside a module of this name."""
+    """Whether peft adds a pair to a module of this name."""
     is_parameter: bool
-    """Whether peft puts a pair beside a parameter of this name."""
+    """Whether peft adds a pair to a parameter of this name."""
     size: PairSize
 
 
 class AdapterConfig:
-    """A config whose fields have been checked."""
+    """A config with checked fields."""
 
     def __init__(self, path: Path) -> None:
-        """Raise ValueError that lists all faults: other types, ranges, and fields that only peft
-        follows.
+        """Read and check a config.
+
+        Raise ValueError with all faults: wrong types, numbers out of range, and settings that only
+        peft supports.
         """
+        # Other methods of peft have other fields, so their configs are not checked further.
         content = read_object(path)
         kind = content.get("peft_type")
         if kind != "LORA":
-            raise ValueError(
-                f"{NAME} says another peft_type than LORA, {shown(kind)}: only low-rank pairs are "
-                "read"
-            )
-        strange = [
-            name
-            for name in content
-            if name not in (*READ, *HARMLESS) and not _is_nothing(name, content[name])
-        ]
+            raise ValueError(f"{NAME} has peft_type {shown(kind)}, only LORA is supported")
+        strange = []
+        for name, value in content.items():
+            if name not in (*READ, *HARMLESS) and not _is_nothing(name, value):
+                word = name if _PLAIN.fullmatch(name) else shown(name)
+                strange.append(f"{word} {shown(value)}")
         if strange:
-            told = [
-                f"{name if _PLAIN.fullmatch(name) else shown(name)} {shown(content[name])}"
-                for name in strange
-            ]
-            raise ValueError(f"{NAME} says {listed(told, 10)}: only low-rank pairs are read")
+            raise ValueError(
+                f"{NAME} has {listed(strange, 10)}, which megacp does not support: only plain "
+                "LoRA adapters"
+            )
+        # Numbers first, with the defaults of peft.
         fields = ConfigJson(content)
         self.rank: int = fields.number("r", 8, high=MOST_RANK)
         self.alpha: float = fields.number("lora_alpha", 8.0, float, LEAST_ALPHA, MOST_ALPHA)
@@ -174,38 +184,44 @@ class AdapterConfig:
             value = content.get(name)
             if value is not None and not is_sound(value):
                 faults.append(f"{name} is {shown(value)}, expected {words}")
+        # Some initialisations change the base model, which the adapter then depends on.
         start = content.get("init_lora_weights", True)
         if not _is_switch_or_text(start):
-            faults.append(f"init_lora_weights is {shown(start)}, expected true, false or a text")
+            faults.append(f"init_lora_weights is {shown(start)}, expected true, false or a string")
         self._ranks = self._pattern(fields, content.get("rank_pattern"), "rank_pattern")
         self._alphas = self._pattern(fields, content.get("alpha_pattern"), "alpha_pattern")
         if faults:
             raise ValueError(f"{NAME}: {listed(faults, 10, '; ')}")
         if start not in _BESIDE:
             raise ValueError(
-                f"{NAME} says init_lora_weights {shown(start)}, which changes the weights beside "
-                "the pairs: save plain "
-                "pairs with peft's path_initial_model_for_weight_conversion"
+                f"{NAME} has init_lora_weights {shown(start)}, which changes the weights of the "
+                "base model: save a plain adapter with peft's "
+                "path_initial_model_for_weight_conversion"
             )
+        # All fields are valid here.
         self._is_root = bool(content.get("use_rslora"))
         self.target_modules: str | list[str] | None = content.get("target_modules")
         self.target_parameters: list[str] = content.get("target_parameters") or []
         self._excluded: str | list[str] = content.get("exclude_modules") or []
         layers = content.get("layers_to_transform")
-        self.layers: list[int] | None = [layers] if isinstance(layers, int) else layers or None
+        if isinstance(layers, int):
+            self.layers: list[int] | None = [layers]
+        else:
+            self.layers = layers or None
         patterns = content.get("layers_pattern") or []
         self._layer_names: list[str] = [patterns] if isinstance(patterns, str) else patterns
         if isinstance(self.target_modules, str) and layers is not None:
             raise ValueError(
-                f"{NAME}: layers_to_transform needs a list of target_modules, as in peft"
+                f"{NAME}: layers_to_transform requires a list of target_modules, as in peft"
             )
 
     @staticmethod
     def _pattern(fields: ConfigJson, value: Any, name: str) -> dict[str, Any]:
-        """Return ranks or alphas by regular expression; faults are added to those of `fields`."""
+        """Return ranks or alphas by regular expression; add faults to `fields`."""
         if not isinstance(value, dict):
             return {}
         for key, number in value.items():
+            # `checked` adds a fault for an invalid number; its result is not needed.
             place = f"{name}[{shown(key)}]"
             if name == "rank_pattern":
                 fields.checked(place, number, 1, int, 1, MOST_RANK)
@@ -215,19 +231,20 @@ class AdapterConfig:
 
     @property
     def usual(self) -> PairSize:
-        """The size of pairs that no pattern speaks of."""
+        """The size of pairs that match no pattern."""
         return self.size(self.rank, self.alpha)
 
     def size(self, rank: int, alpha: float) -> PairSize:
-        """Return a size whose scale is alpha / rank, also if the config divides by the root of the
-        rank.
+        """Return the size of a pair. Its scale is always alpha / rank.
+
+        If the config divides alpha by the square root of the rank, alpha is adjusted.
         """
         return PairSize(rank, alpha * rank**0.5 if self._is_root else alpha)
 
     def told(self, field: str) -> str:
-        """Quote the config's words about which modules or parameters have pairs."""
+        """Return a phrase with the fields that select the modules or parameters with pairs."""
         targets = self.target_modules if field == "target_modules" else self.target_parameters
-        words = f"{NAME} says {field} {shown(targets)}"
+        words = f"{NAME} has {field} {shown(targets)}"
         if self._excluded:
             words += f", exclude_modules {shown(self._excluded)}"
         if self.layers is not None:
@@ -235,25 +252,25 @@ class AdapterConfig:
         return words
 
     def about(self, names: Iterable[str]) -> dict[str, TargetSaid]:
-        """Look up some modules and parameters.
+        """Return the settings for modules and parameters by name.
 
-        Raise ValueError for a regular expression that does not compile, and if all of them together
-        do not end soon.
+        Raise ValueError for an invalid regular expression, or if matching takes too long.
         """
         try:
+            # A malicious expression may need exponential time, so all of them share a limit.
             with _ends_after(MATCHING_SECONDS):
                 matcher = _Matcher(self)
                 return {name: matcher.said(name) for name in names}
         except TimeoutError:
             raise ValueError(
-                f"{NAME}: its regular expressions are not done after {MATCHING_SECONDS:g} s of "
-                "computing "
-                "(target_modules, exclude_modules, rank_pattern, alpha_pattern, layers_pattern)"
+                f"{NAME}: matching its regular expressions takes more than {MATCHING_SECONDS:g} s; "
+                "simplify target_modules, exclude_modules, rank_pattern, alpha_pattern or "
+                "layers_pattern"
             ) from None
 
 
 class _Matcher:
-    """The regular expressions of a config, compiled, and its lists as sets."""
+    """The compiled regular expressions of a config, and its lists as sets."""
 
     def __init__(self, config: AdapterConfig) -> None:
         self._config = config
@@ -261,55 +278,66 @@ class _Matcher:
         self._excluded = _names_or_expression("exclude_modules", config._excluded)
         self._parameters = frozenset(config.target_parameters)
         self._layers = None if config.layers is None else frozenset(config.layers)
+        # By default, the first number in a name is the layer; layers_pattern overrides this.
         self._layer_of = [_LAYER]
         if config._layer_names:
             self._layer_of = [
                 _compiled("layers_pattern", pattern, rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.")
                 for pattern in config._layer_names
             ]
-        self._ranks, self._alphas = (
-            [(_compiled(field, key, rf"(.*\.)?({key})$"), number) for key, number in values.items()]
-            for field, values in (
-                ("rank_pattern", config._ranks),
-                ("alpha_pattern", config._alphas),
-            )
-        )
+        self._ranks = _compiled_pattern("rank_pattern", config._ranks)
+        self._alphas = _compiled_pattern("alpha_pattern", config._alphas)
 
     def said(self, name: str) -> TargetSaid:
-        """Say what the config says, by the rules of peft."""
-        rank = next(
-            (number for pattern, number in self._ranks if pattern.match(name)), self._config.rank
-        )
-        alpha = float(
-            next(
-                (number for pattern, number in self._alphas if pattern.match(name)),
-                self._config.alpha,
-            )
-        )
+        """Return the settings for a name, by the rules of peft."""
+        rank = _first_match(self._ranks, name, self._config.rank)
+        alpha = float(_first_match(self._alphas, name, self._config.alpha))
         size = self._config.size(rank, alpha)
         return TargetSaid(self._is_module(name), _ends_in_one_of(name, self._parameters), size)
 
     def _is_module(self, name: str) -> bool:
+        """Return whether peft adds a pair to a module of this name."""
+        # peft checks exclusions first, then targets, then layers.
         if self._excluded(name) or not self._targets(name):
             return False
         if self._layers is None:
             return True
-        found = next(filter(None, (pattern.match(name) for pattern in self._layer_of)), None)
-        return found is not None and int(found["idx"]) in self._layers
+        # The first pattern that matches finds the layer.
+        for pattern in self._layer_of:
+            found = pattern.match(name)
+            if found is not None:
+                return int(found["idx"]) in self._layers
+        return False
+
+
+def _compiled_pattern(field: str, values: Mapping[str, Any]) -> list[tuple[re.Pattern[str], Any]]:
+    """Compile the keys of rank_pattern or alpha_pattern, which match the end of a name."""
+    return [(_compiled(field, key, rf"(.*\.)?({key})$"), number) for key, number in values.items()]
+
+
+def _first_match(patterns: Iterable[tuple[re.Pattern[str], Any]], name: str, default: Any) -> Any:
+    """Return the number of the first pattern that matches a name, or `default`."""
+    for pattern, number in patterns:
+        if pattern.match(name):
+            return number
+    return default
 
 
 def _is_nothing(name: str, value: Any) -> bool:
-    """Whether the value of a field says that it is not used."""
+    """Return whether a field with this value is not used."""
     if value is None or value is False:
         return True
     if name in _SWITCHES:
         return False
-    return bool(value == "none") if name == "bias" else value in ([], {})
+    if name == "bias":
+        return bool(value == "none")
+    return value in ([], {})
 
 
 def _names_or_expression(field: str, said: str | Sequence[str]) -> Callable[[str], bool]:
-    """Return whether a name is among those that a field says: one expression, or ends of names."""
+    """Return a function that matches names with a field: a regular expression, or ends of names."""
     if isinstance(said, str):
+        # Names are only asked for linears, so this word matches all of them.
         if field == "target_modules" and said.lower() == "all-linear":
             return lambda name: True
         pattern = _compiled(field, said, said)
@@ -319,31 +347,34 @@ def _names_or_expression(field: str, said: str | Sequence[str]) -> Callable[[str
 
 
 def _ends_in_one_of(name: str, ends: frozenset[str]) -> bool:
-    """Whether a dotted name, or its end behind some dot, is one of `ends`."""
+    """Return whether a dotted name, or its end after some dot, is one of `ends`."""
     parts = name.split(".")
     return any(".".join(parts[first:]) in ends for first in range(len(parts)))
 
 
 def _compiled(field: str, said: str, whole: str) -> re.Pattern[str]:
-    """Compile an expression that a field says as part of a whole one."""
+    """Compile `whole`, which contains the expression `said` of a field."""
     try:
         with warnings.catch_warnings():
+            # Odd expressions cause warnings, which would be printed before the error.
             warnings.simplefilter("ignore")
             return re.compile(whole)
     except (re.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{NAME}: {field} {shown(said)} is no regular expression: {shown(str(error))}"
+            f"{NAME}: {field} {shown(said)} is not a valid regular expression: {shown(str(error))}"
         ) from None
 
 
 @contextlib.contextmanager
 def _ends_after(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in a block that computes longer. Only in a process's main thread; others
-    take no signals.
+    """Raise TimeoutError if the block uses more CPU time.
+
+    There is no limit outside the process's main thread, because only that thread receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # The timer counts CPU time of the process, so a loaded machine does not matter.
     before = signal.signal(signal.SIGVTALRM, _end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:

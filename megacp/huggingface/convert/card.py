@@ -1,5 +1,6 @@
-"""The model card beside an export: how the model came about, as a hub shows it, without a path of
-this machine.
+"""The model card of an export: how the model was trained, in the form of a model hub.
+
+It has no path of this machine.
 """
 
 from __future__ import annotations
@@ -23,36 +24,42 @@ CARD = "README.md"
 def model_card(
     loaded: LoadedCheckpoint, family: str, library: str, named: str | None = None
 ) -> str:
-    """The card of what `library` loads; `named` is what --base-model says."""
-    config, state, run = stored_config(loaded), stored_state(loaded), loaded.manifest
-    folder, template = state.base or "", (state.chat_template or {}).get("default")
-    # a hub's own name of the base is what --base-model says, or stands in the path of its cache
-    name = named if named and not Path(named).exists() else ""
-    hub = re.fullmatch(r"(\w[\w.-]*)/(\w[\w.-]*)", name) or re.search(
-        r"models--([^/]+)--([^/]+)/snap", folder
-    )
-    base = f"{hub[1]}/{hub[2]}" if hub else _shown(named or folder)
-    head = [f"library_name: {library}", "tags: [megacp]", *([f"base_model: {base}"] if hub else [])]
-    if folder and (card := Path(folder, CARD)).is_file():
-        known = re.match(
-            r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL
-        )
-        head += re.findall(r"^license\w*: .+$", known[1] if known else "", re.MULTILINE)
-    usual, own, rooms = flatten(RunConfig()), flatten(config), fields()
+    """Return the card of a model for `library`; `named` is the value of --base-model."""
+    config = stored_config(loaded)
+    state = stored_state(loaded)
+    run = loaded.manifest
+    # The folder of --load-hf; empty for a model trained from random weights.
+    folder = state.base or ""
+    hub_name = _hub_name(named, folder)
+    base = hub_name or _shown(named or folder)
+    # The YAML header, which a hub reads.
+    head = [f"library_name: {library}", "tags: [megacp]"]
+    if hub_name:
+        head.append(f"base_model: {base}")
+    head += _license_of(folder)
+    # Only flags that differ from their default, without those about logging.
+    usual = flatten(RunConfig())
+    own = flatten(config)
+    infos = fields()
     flags = {
         name: _shown(own[name])
         for name in own
-        if own[name] != usual[name] and rooms[name].room != "log"
+        if own[name] != usual[name] and infos[name].room != "log"
     }
-    by = f", chat template {hashlib.sha256(template.encode()).hexdigest()[:12]}" if template else ""
+    template = (state.chat_template or {}).get("default")
+    by_template = ""
+    if template:
+        by_template = f", chat template {hashlib.sha256(template.encode()).hexdigest()[:12]}"
+    # The device grid of the run, such as "tp 2 x dp 4".
     grid = " x ".join(f"{axis} {size}" for axis, size in run.grid.items())
-    beginning = "\n".join(
-        ["---", *head, "---", "", f"# {f'Finetuned from {base}' if base else family}"]
+    title = f"Finetuned from {base}" if base else family
+    beginning = "\n".join(["---", *head, "---", "", f"# {title}"])
+    seen = (
+        f"{state.consumed_samples:,} packs of up to\n{config.data.seq_length:,} tokens{by_template}"
     )
     return f"""{beginning}
 
-{family}, step {run.step:,} of megacp {__version__} on {grid}: {state.consumed_samples:,} packs of up to
-{config.data.seq_length:,} tokens{by}.
+{family}, step {run.step:,} of megacp {__version__} on {grid}: {seen}.
 
 ```yaml
 # python -m megacp.train --nproc {run.world_size} --config run.yaml
@@ -60,8 +67,34 @@ def model_card(
 """
 
 
+def _hub_name(named: str | None, folder: str) -> str:
+    """Return a base model's name on a hub, `owner/name`; empty if it is unknown.
+
+    --base-model may be such a name, or `folder` may be in the cache of a hub.
+    """
+    # An existing path is a local folder, even if it looks like a name on a hub.
+    name = named if named and not Path(named).exists() else ""
+    hub = re.fullmatch(r"(\w[\w.-]*)/(\w[\w.-]*)", name)
+    if hub is None:
+        hub = re.search(r"models--([^/]+)--([^/]+)/snap", folder)
+    return f"{hub[1]}/{hub[2]}" if hub else ""
+
+
+def _license_of(folder: str) -> list[str]:
+    """Return the lines about the license in the card of a base model's folder."""
+    # Only the header of the card counts, not its text.
+    card = Path(folder, CARD)
+    if not folder or not card.is_file():
+        return []
+    text = card.read_text(encoding="utf-8", errors="replace")
+    known = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    return re.findall(r"^license\w*: .+$", known[1] if known else "", re.MULTILINE)
+
+
 def _shown(value: Value) -> Any:
-    """A value whose paths are their last parts."""
+    """Return a value with only the last part of its paths."""
     if isinstance(value, tuple):
         return [_shown(one) for one in value]
-    return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return value.rstrip("/").rpartition("/")[2]
+    return value

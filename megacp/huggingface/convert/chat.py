@@ -1,9 +1,9 @@
-"""The chat template of an exported model: that of training, or one of records with `messages` in
-megacp's own form.
+"""The chat template of an exported model: the template of training, or one for megacp's own format
+of records with `messages`.
 
-A build tokenizes each header and content alone, a template is one string. So the template of
-megacp's form is written only where it gives the ids of a build on a probe of conversations; with
-other tokenizers it is refused, or reported.
+A build tokenizes each header and content separately, but a chat template renders one string. So the
+template of megacp's format is written only if it reproduces the ids of a build on a set of test
+conversations. For other tokenizers it is refused or reported.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from megacp.training.data.manifest import answers_told
 from megacp.training.loop.state import RunState, stored_state
 
 CHOICES = ("auto", "messages", "none")
+# Names of the template's file in current and older versions of the library.
 TEMPLATE_FILE, _OLDER_FILE = TEMPLATE_NAMES
+# Text that the library's processor replaces by an image.
 _PLACEHOLDER = "<|image|>"
-"""A text that the library's processor replaces."""
 
+# The beginning of the template below, by which it is recognised.
 _OPENING = "{#- megacp's messages."
 _TEMPLATE = """\
-{#- megacp's messages. Each: <|ROLE|>, a newline, its content; END after an assistant's; a newline between two. -#}
+{#- megacp's messages. Each: <|ROLE|>, a newline, its content; END after an assistant's; \
+a newline between two. -#}
 {%- set end = eos_token or '' -%}
 {%- set state = namespace(ended=false) -%}
 {{- BEGIN -}}
@@ -40,7 +43,8 @@ _TEMPLATE = """\
         {{- message['content'] -}}
     {%- else -%}
         {%- for part in message['content'] -%}
-            {{- '<|' ~ part['type'] ~ '|>' if part['type'] in ('image', 'video') else part['text'] -}}
+            {{- '<|' ~ part['type'] ~ '|>' if part['type'] in ('image', 'video') \
+else part['text'] -}}
         {%- endfor -%}
     {%- endif -%}
     {%- if message['role'] == 'assistant' -%}
@@ -56,63 +60,64 @@ _TEMPLATE = """\
 """
 
 
+# Messages of a record, their ids in a build, and whether an answer's header follows (a generation
+# prompt).
 Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[int], bool]
-"""Messages of a record, the ids that a build makes of them, and whether the beginning of an answer
-follows.
-"""
 
 
 def write_template(
     folder: Path, tokenizer: Tokenizer, probe: Sequence[Conversation], media: str
 ) -> None:
-    """Write the template where it gives each conversation of `probe` its ids, `media` for an image.
-    ValueError.
+    """Write the template of megacp's format; `media` is the text of an image.
+
+    Raise ValueError if it does not reproduce the ids of a conversation of `probe`.
     """
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
 
+    # Compare with the exported file, which the library will use.
     known = Fast.from_file(str(folder / "tokenizer.json"))
     eos_token = None if tokenizer.eos_id is None else known.id_to_token(tokenizer.eos_id)
-    begin = "" if tokenizer.begins_with is None else known.id_to_token(tokenizer.begins_with) or ""
-    if eos_token is not None:  # as the library makes it, where the file does not
+    begin = ""
+    if tokenizer.begins_with is not None:
+        begin = known.id_to_token(tokenizer.begins_with) or ""
+    if eos_token is not None:
+        # The library does this for the end token of its settings.
         known.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])
-    text = _TEMPLATE.replace(
-        "BEGIN", "'" + "".join(f"\\u{ord(character):04x}" for character in begin) + "'"
-    )
+    # Escapes, since the token may contain quotes.
+    escaped = "".join(f"\\u{ord(character):04x}" for character in begin)
+    text = _TEMPLATE.replace("BEGIN", f"'{escaped}'")
     compiled = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
     for messages, ids, prompt in probe:
         given = {"messages": messages, "add_generation_prompt": prompt, "eos_token": eos_token}
         rendered = compiled.render(**given).replace(_PLACEHOLDER, media)
         if known.encode(rendered, add_special_tokens=False).ids != list(ids):
-            raise ValueError(f"{rendered[:80]!r} gets other ids than its messages got in a build")
+            raise ValueError(f"{rendered[:80]!r} gets different ids from those of a build")
     (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")
 
 
+# Contents of test messages. A tokenizer may join their first or last characters with a header.
 _CONTENTS = (
-    *(
-        "Which animal?",
-        "A cat.",
-        "",
-        " one space first",
-        "  two spaces first",
-        "\nnewline first",
-        "newline last\n",
-    ),
-    *(
-        "two newlines last\n\n",
-        "spaces last  ",
-        "x = {'a': [1]};",
-        "\U0001f642 e\u0301 \u4e2d\u6587",
-        "a\n\n  b",
-        "1",
-    ),
+    "Which animal?",
+    "A cat.",
+    "",
+    " one space first",
+    "  two spaces first",
+    "\nnewline first",
+    "newline last\n",
+    "two newlines last\n\n",
+    "spaces last  ",
+    "x = {'a': [1]};",
+    "\U0001f642 e\u0301 \u4e2d\u6587",
+    "a\n\n  b",
+    "1",
 )
 _IMAGE = {"type": "image", "path": "probe"}
 
 
 def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int]) -> list[int]:
-    """The ids of a record in a build, `media` in place of each image."""
+    """Return the ids of a record in a build, with `media` in place of each image."""
     ids = [] if tokenizer.begins_with is None else [tokenizer.begins_with]
     for piece in parse_record({"messages": messages}, RecordRules(media=True)).prefix:
         if piece.text is not None:
@@ -125,12 +130,13 @@ def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int])
 
 
 def probe(tokenizer: Tokenizer, media: list[int]) -> list[Conversation]:
-    """Conversations with the ids of a build, with images where there are ids `media` that stand for
-    one.
+    """Return test conversations with the ids of a build.
 
-    They have one to many turns, and each content ends one message and begins another.
+    `media`: ids of an image; if empty, no conversation has images. The conversations have one or
+    more turns, and each content of `_CONTENTS` follows and precedes another one.
     """
     answered = {"role": "assistant", "content": "x"}
+    # Number of ids after an answer's header: its content and its end token.
     end = len(tokenizer.encode_reference("x")) + (tokenizer.eos_id is not None)
     talks: list[list[dict[str, Any]]] = []
     for content, other in zip(_CONTENTS, (*_CONTENTS[1:], _CONTENTS[0]), strict=True):
@@ -140,26 +146,25 @@ def probe(tokenizer: Tokenizer, media: list[int]) -> list[Conversation]:
             turns,
             [{"role": "system", "content": other}, *turns, *turns, {**turns[0], "role": "tool"}],
         ]
-        says = {"type": "text", "text": content}
-        for parts in (
-            ([_IMAGE], [_IMAGE, says], [says, _IMAGE], [_IMAGE, _IMAGE, says, says])
-            if media
-            else ()
-        ):
+        if not media:
+            continue
+        text = {"type": "text", "text": content}
+        for parts in ([_IMAGE], [_IMAGE, text], [text, _IMAGE], [_IMAGE, _IMAGE, text, text]):
             turn = {"role": "user", "content": parts}
             talks.append([turn, turns[1], turn])
     found: list[Conversation] = []
     for messages in talks:
         found.append((messages, _ids(messages, tokenizer, media), False))
-        found.append(
-            (messages, _ids([*messages, answered], tokenizer, media)[:-end], True)
-        )  # the answer is cut
+        # The ids of a generation prompt are those of an answer without its content and end.
+        prompt = _ids([*messages, answered], tokenizer, media)[:-end]
+        found.append((messages, prompt, True))
     return found
 
 
 def _drop_own(folder: Path) -> None:
-    """Take out what a library may choose unasked beside TEMPLATE_FILE; templates that are asked for
-    by name stay.
+    """Remove the templates that a library may prefer to TEMPLATE_FILE.
+
+    Templates that are selected by name stay.
     """
     settings = read_object(folder / "tokenizer_config.json")
     if settings.pop("chat_template", None) is not None:
@@ -169,69 +174,72 @@ def _drop_own(folder: Path) -> None:
 
 
 def other_form(state: RunState, templates: Mapping[str, str]) -> str:
-    """Return how the templates of a folder differ from the form in which answers were learned;
-    empty if they do not.
-    """
-    forms = {
-        form: count for form, count in (state.answer_forms or {}).items() if form != "completion"
-    }
+    """Return how the templates of a folder differ from the format of training; empty if not."""
+    forms = dict(state.answer_forms or {})
+    forms.pop("completion", None)
     own = templates.get("default")
     learned = (state.chat_template or {}).get("default")
-    same = own == learned if learned else not forms or (own or "").startswith(_OPENING)
-    if same or not templates:
+    if learned:
+        is_same = own == learned
+    else:
+        # Without a template of training, answers are in megacp's own format or in none.
+        is_same = not forms or (own or "").startswith(_OPENING)
+    if is_same or not templates:
         return ""
-    told = (
-        answers_told(forms).replace("are learned", "were learned", 1)
-        or "another template wrote its messages"
-    )
-    return f", which differs from the form that the model knows: {told}"
+    reason = answers_told(forms).replace("are learned", "were learned", 1)
+    if not reason:
+        reason = "its messages were written by another template"
+    return f", which differs from the format of training: {reason}"
 
 
 def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
-    """Write the template where there is one; a phrase that says which. ValueError for a `choice`
-    that cannot be.
+    """Write the chat template, if there is one; return a phrase that names it.
+
+    Raise ValueError for a `choice` that cannot be written.
     """
     assert loaded.checkpoint is not None
-    state, templates = stored_state(loaded.checkpoint), templates_of(folder)
-    if (texts := state.chat_template) is not None and choice != "none":
+    state = stored_state(loaded.checkpoint)
+    templates = templates_of(folder)
+    texts = state.chat_template
+    if texts is not None and choice != "none":
         if choice != "auto":
             raise ValueError(
-                f"--chat-template {choice}: messages of the run's data were written by another "
-                "template"
+                f"--chat-template {choice}: another template wrote the messages of the training "
+                "data; leave the flag out to export it"
             )
         _drop_own(folder)
-        (folder / TEMPLATE_FILE).write_bytes(texts["default"].encode())  # newlines as they are
-        differs = templates.get("default") not in (None, texts["default"])
-        return "that of the training data" + (
-            ", not the tokenizer's own, which differs" if differs else ""
-        )
+        (folder / TEMPLATE_FILE).write_bytes(texts["default"].encode())  # keeps its newlines
+        if templates.get("default") in (None, texts["default"]):
+            return "from the training data"
+        return "from the training data; the tokenizer's template differs and is not exported"
+    # A converted checkpoint has made no updates.
     trained = "updates" in loaded.checkpoint.extra
-    kept = f"the tokenizer's own{other_form(state, templates)}" if templates else "none"
+    kept = f"from the tokenizer{other_form(state, templates)}" if templates else "none"
     if choice == "none":
         return kept
-    if choice == "auto" and (templates or not (loaded.rules is not None and trained)):
+    # A vision model trained here has learned megacp's format, unless its folder has a template.
+    if choice == "auto" and (templates or loaded.rules is None or not trained):
         forms = state.answer_forms or {}
-        if forms and "messages" not in forms:  # nothing was learned in that form
+        if forms and "messages" not in forms:
+            # No answer was learned in megacp's format, so its template is not offered.
             return kept
-        return (
-            f"{kept}; --chat-template messages writes that of records with `messages` in "
-            "megacp's own form"
-        )
-    names = loaded.rules.placeholder if loaded.rules is not None else ()
-    ids = loaded.rules.token_ids if loaded.rules is not None else {}
-    media = (
-        "".join(loaded.rules.token_texts[name] for name in names)
-        if loaded.rules is not None
-        else ""
-    )
+        return f"{kept}; --chat-template messages exports megacp's format of `messages` records"
+    media_ids: list[int] = []
+    media = ""
+    if loaded.rules is not None:
+        names = loaded.rules.placeholder
+        media_ids = [loaded.rules.token_ids[name] for name in names]
+        media = "".join(loaded.rules.token_texts[name] for name in names)
     try:
-        write_template(folder, tokenizer, probe(tokenizer, [ids[name] for name in names]), media)
+        write_template(folder, tokenizer, probe(tokenizer, media_ids), media)
     except ValueError as error:
-        why = f"no template gives this tokenizer the ids of training: {error}"
+        why = f"no template reproduces the ids of training with this tokenizer: {error}"
         if choice == "auto":
             return f"none: {why}"
         raise ValueError(f"--chat-template {choice}: {why}") from error
     _drop_own(folder)
+    phrase = "megacp's format of `messages` records, with the ids of a build"
     learned = {form: count for form, count in (state.answer_forms or {}).items() if form == ALPACA}
-    other = f", though {answers_told(learned)}" if learned else ""
-    return f"that of records with `messages`, with the ids of a build{other}"
+    if learned:
+        phrase += f", though {answers_told(learned)}"
+    return phrase

@@ -1,9 +1,8 @@
-"""A config.json being read: each field by its dotted path, every fault gathered, and what nobody
-asked for refused.
+"""Reading a config.json: fields by dotted path, with a list of all faults.
 
-A field that no family reads is refused by its name. Otherwise a sliding window or a scaled rotary
-embedding would be lost in silence. One that the library's own code does not name either has no
-effect there: it is reported and left out.
+A field that no family reads is refused by name. Otherwise a sliding window or a scaled rotary
+embedding would be lost silently. A field that the library's code does not name either has no
+effect: it is reported and ignored.
 """
 
 from __future__ import annotations
@@ -14,166 +13,211 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# Flags by field name, flat; or fields of a config.json by dotted path.
 Values = dict[str, Any]
-"""Flags by field name, flat; or fields of a config.json by dotted path."""
+# The value of a field that is not in the config.
 ABSENT = object()
+# Fields of any config about the choice of tokens.
 GENERATION_FIELDS = frozenset(
-    ("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping")
-    + (
+    {
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
         "encoder_no_repeat_ngram_size",
         "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
         "length_penalty",
         "max_length",
-    )
-    + ("max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams")
-    + (
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
         "num_return_sequences",
         "remove_invalid_values",
         "repetition_penalty",
         "suppress_tokens",
         "temperature",
-    )
-    + ("top_k", "top_p", "typical_p", "forced_bos_token_id", "forced_eos_token_id")
+        "top_k",
+        "top_p",
+        "typical_p",
+    }
 )
-"""Fields of any config that say how the library chooses tokens."""
-GENERAL = GENERATION_FIELDS | frozenset(
-    ("_name_or_path", "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward")
-    + ("dtype", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type")
-    + ("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict")
-    + ("torch_dtype", "transformers_version", "use_cache")
-    + (
-        "_attn_implementation_autoset",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_flash_attn_2_enabled",
-    )
-    + ("finetuning_task", "gradient_checkpointing", "is_llama_config", "model_max_length")
-    + ("output_scores", "prefix", "return_dict_in_generate", "task_specific_params")
-    + (
-        "tokenizer_class",
-        "transformers.js_config",
-        "unsloth_fixed",
-        "unsloth_version",
-        "cache_implementation",
-    )
-)
-"""Fields of any config that say nothing about the function of its weights: of generation, of files,
-of training.
-"""
+# Fields of any config that do not affect the computation of the model.
+GENERAL = GENERATION_FIELDS | {
+    # files and classes
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "model_type",
+    "tokenizer_class",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    # implementations and outputs
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "_flash_attn_2_enabled",
+    "attn_implementation",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "dtype",
+    "gradient_checkpointing",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "pretraining_tp",
+    "return_dict",
+    "return_dict_in_generate",
+    "torch_dtype",
+    "use_cache",
+    # tasks and training
+    "finetuning_task",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "is_llama_config",
+    "label2id",
+    "model_max_length",
+    "prefix",
+    "problem_type",
+    "task_specific_params",
+}
+# Names of fields about layers for multi-token prediction.
 FURTHER_TOKENS = re.compile(r"(^|_)(mtp|nextn)(_|$)|multi_token_prediction")
-"""Names of fields about layers that predict further tokens."""
+# Names of fields with the number of such layers.
 FURTHER_LAYERS = re.compile(r"^(?=.*(mtp|nextn)).*_layers$")
-"""Names of fields that count such layers."""
+# Names of known fields that are not used, by their purpose, and what is used instead.
 ROLES: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(r"(aux|z|balanc\w*)_loss|loss_(coef|alpha|weight)|router_logits"),
-        "training adds the loss of --moe-aux-loss-coeff instead",
+        "--moe-aux-loss-coeff sets the auxiliary loss of training",
     ),
-    (FURTHER_TOKENS, "layers that predict further tokens are left out, as in the library"),
+    (FURTHER_TOKENS, "layers for multi-token prediction are ignored, as in the library"),
     (
         re.compile("|".join(f"^{name}$" for name in sorted(GENERATION_FIELDS))),
-        "generation takes the flags of its command",
+        "generation is controlled by the flags of its command",
     ),
-    (re.compile("^initializer_range$"), "new weights are drawn by --init-method-std"),
-    (re.compile("dtype$|^float32_"), "--dtype says how numbers are held"),
+    (re.compile("^initializer_range$"), "--init-method-std sets the range of new weights"),
+    (re.compile("dtype$|^float32_"), "--dtype sets the number format"),
     (
         re.compile("^language_model_only$|^use_frame_special_tokens$"),
-        "the library's model does not read it either",
+        "the library's model does not use it either",
     ),
 )
-"""Names of fields that have an effect elsewhere and are not used here, by their role; and what
-counts instead.
-"""
+# The usual `initializer_range`, also the default of --init-method-std.
 _OF_DRAWS = 0.02
-"""The usual `initializer_range`, also of --init-method-std."""
+# Values of such fields that have no effect.
 _USUAL: Mapping[str, Any] = {
     "initializer_range": _OF_DRAWS,
     "mamba_ssm_dtype": "float32",
     "use_frame_special_tokens": True,
     "float32_attention": True,
 }
-"""Values of such fields that change nothing."""
+# Values of unknown fields that are accepted: every model behaves so without the field.
 SILENT: Mapping[str, Any] = {
-    **dict.fromkeys(
-        ("is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript", "use_bfloat16"),
-        False,
-    ),
-    **dict.fromkeys(
-        ("rope_interleaved", "use_mrope", "use_sliding_window", "use_parallel_residual"), False
-    ),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "tf_legacy_loss"), False),
-    **dict.fromkeys(
-        ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0
-    ),
-    **dict.fromkeys(
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout"), 0.0
-    ),
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "torchscript": False,
+    "use_bfloat16": False,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "use_parallel_residual": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tf_legacy_loss": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "hidden_dropout": 0.0,
+    "classifier_dropout": 0.0,
     "neftune_noise_alpha": 0.0,
     "pruned_heads": {},
 }
-"""Values that say what every model does without the field."""
+# The largest accepted size.
 _MOST = 2**31 - 1
 
 
 def shown(value: Any) -> str:
-    """A value of theirs in a message: JSON's null, long ones cut."""
+    """Return a value of a config for a message: null as in JSON, and long values cut."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values are equal, where true is not 1."""
+    """Return whether two values are equal; unlike in Python, true is not equal to 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
+# Values of the field `layer_types`: with a sliding window, and without.
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def library_source(model_type: str) -> str:
-    """The library's code that reads a config of this type; empty where it is not installed.
+    """Return the library's code that reads a config of this type; empty if it is not installed.
 
-    More than the fields of its class: modules ask configs for others too, such as `getattr(config,
-    "head_dim", None)`.
+    The fields of the config class are not enough: modules also read other fields, for example
+    with `getattr(config, "head_dim", None)`.
     """
+    root = Path("transformers")
     spec = importlib.util.find_spec("transformers")
-    root = Path(spec.origin or "").parent if spec is not None else Path("transformers")
+    if spec is not None:
+        root = Path(spec.origin or "").parent
+    # Text models of vision-language models have no folder of their own.
     own = [*root.glob(f"models/{model_type.removesuffix('_text')}/*.py")]
+    if not own:
+        return ""
+    # Masks and attention read fields of any config.
     shared = [*root.glob("*.py"), *root.glob("integrations/*attention*.py")]
-    return "\n".join(path.read_text(encoding="utf-8") for path in (*own, *shared)) if own else ""
+    return "\n".join(path.read_text(encoding="utf-8") for path in (*own, *shared))
 
 
 class ConfigJson:
-    """The fields of a config.
-
-    `faults` gathers what is wrong with them, `left_out` those that say nothing. `unused` has those
-    whose effect is elsewhere: what counts instead -> each field and its value.
-    """
+    """The fields of a config, and the problems found while reading them."""
 
     def __init__(self, content: Mapping[str, Any], sections: Sequence[str] = ()) -> None:
-        """`sections`: names of the objects inside whose fields are read too. ValueError when one is
-        no object.
+        """Read `content` and the nested objects named in `sections`.
+
+        Raise ValueError if one of them is not an object.
         """
-        self._content, self._sections = content, sections
+        self._content = content
+        self._sections = sections
         self._seen: set[str] = set()
         self.faults: list[str] = []
+        """A message for each invalid field."""
         self.left_out: list[str] = []
+        """Fields without effect in the library."""
         self.unused: dict[str, list[str]] = {}
+        """What is used instead -> fields that are not used, with their values."""
         for name in sections:
-            if not isinstance(content.get(name) or {}, Mapping):
-                raise ValueError(f"config.json: {name} is no object")
+            found = content.get(name)
+            if not isinstance(found or {}, Mapping):
+                raise ValueError(f"config.json: {name} is {shown(found)}, expected an object")
 
     @property
     def names(self) -> set[str]:
-        """Fields outside all sections that were asked for."""
+        """Fields that were read, without those in sections."""
         return {path for path in self._seen if "." not in path}
 
     def _last(self, path: str) -> str:
-        """A path without its section."""
+        """Return a path without its section."""
         section, _, key = path.partition(".")
         return key if section in self._sections else path
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value, or `default` where there is none."""
+        """Return the value of a field, or `default` if the config does not have it."""
+        # Remember the field: `refuse_unknown` accepts only fields that were read.
         self._seen.add(path)
         value: Any = self._content
         for key in path.split("."):
@@ -189,90 +233,94 @@ class ConfigJson:
         high: float = _MOST,
         null: Any = None,
     ) -> Any:
-        """A number; `null` is what a null means to the library, if anything. The default where it
-        is at fault.
+        """Return a number, or `default` if the field is missing or invalid (with a fault).
+
+        `null`: the meaning of a null in the library; None if a null is invalid.
         """
         found = self.get(path, default)
-        return self.checked(path, null if found is None else found, default, kind, low, high)
+        value = null if found is None else found
+        return self.checked(path, value, default, kind, low, high)
 
     def checked(
         self, path: str, value: Any, default: Any, kind: Any, low: float, high: float
     ) -> Any:
-        """`value` of the field at `path` as a number, or `default` and a fault."""
-        number: Any = (
-            float(value) if type(value) is int and kind is float and abs(value) <= _MOST else value
+        """Return the `value` of a field as a number, or `default` and a fault if it is invalid."""
+        number: Any = value
+        if type(value) is int and kind is float and abs(value) <= _MOST:
+            number = float(value)
+        is_number = isinstance(number, kind) and not isinstance(number, bool)
+        if is_number and low <= number <= high:  # false for NaN
+            return number
+        expected = "a whole number" if kind is int else "a number"
+        self.faults.append(
+            f"{path} is {shown(value)}, expected {expected} of at least {low:g} and at most "
+            f"{high:.10g}"
         )
-        # text, true, null, NaN, out of its range
-        if isinstance(number, bool) or not isinstance(number, kind) or not low <= number <= high:
-            what = "a whole number" if kind is int else "a number"
-            self.faults.append(
-                f"{path} is {shown(value)}, expected {what} of at least {low:g} and at most "
-                f"{high:.10g}"
-            )
-            return default
-        return number
+        return default
 
     def switch(self, path: str, default: bool = False) -> bool:
-        """A true or false."""
+        """Return a field that is true or false; another value is a fault."""
         found = self.get(path, default)
         if not isinstance(found, bool):
             self.faults.append(f"{path} is {shown(found)}, expected true or false")
         return bool(found)
 
     def only(self, section: str = "", **fixed: Any) -> None:
-        """Fields that can have one value here, which is also what their absence means."""
+        """Add a fault for each field that differs from its only supported value, the default."""
         for name, value in fixed.items():
-            if not same(found := self.get(section + name, value), value):
+            found = self.get(section + name, value)
+            if not same(found, value):
                 self.faults.append(
                     f"{section}{name} is {shown(found)}, megacp can only express {value!r}"
                 )
 
     def full_attention(self, count: int, section: str = "") -> None:
-        """`layer_types` may say only what is so without it."""
-        found, path = self.get(f"{section}layer_types"), f"{section}layer_types"
+        """Add a fault if `layer_types` has a layer without full attention."""
+        path = f"{section}layer_types"
+        found = self.get(path)
         if found is not None and found != [LAYER_TYPES[1]] * count:
             self.faults.append(
-                f"{path} is {shown(found)}, megacp can only express {count} times full_attention"
+                f"{path} is {shown(found)}, megacp can only express full_attention for all "
+                f"{count} layers"
             )
 
     def unused_lines(self) -> list[str]:
-        """List the fields that are not used, a line for each role."""
+        """Return a message for each group of unused fields."""
         return [
-            f"config.json: {', '.join(told)} not used: {instead}"
-            for instead, told in self.unused.items()
+            f"config.json: {', '.join(fields)} not used: {instead}"
+            for instead, fields in self.unused.items()
         ]
 
     def refuse_unknown(self, harmless: Collection[str], model_type: str) -> None:
-        """Faults for fields that nobody read and that may change the model of the library."""
-        library = ""
+        """Add a fault for each field that was not read and may change the library's model."""
+        library = ""  # read only if there is an unknown field
         paths = list(self._content.items())
         for section in self._sections:
-            paths += [
-                (f"{section}.{key}", value)
-                for key, value in (self._content.get(section) or {}).items()
-            ]
+            inside = self._content.get(section) or {}
+            paths += [(f"{section}.{key}", value) for key, value in inside.items()]
         for path, value in paths:
-            key = self._last(path)
-            if path not in self._seen and (key in harmless or key in GENERAL):
-                self._note_unused(path, key, value)
-            seen = path in self._seen or path in self._sections or key in harmless or key in GENERAL
-            silent = (
-                value is None or key.endswith("_id") or (key in SILENT and same(value, SILENT[key]))
-            )
-            if seen or silent:
+            if path in self._seen or path in self._sections:
                 continue
-            # code that comes with the weights may read what the library does not
+            key = self._last(path)
+            if key in harmless or key in GENERAL:
+                self._note_unused(path, key, value)
+                continue
+            has_usual_value = key in SILENT and same(value, SILENT[key])
+            if value is None or key.endswith("_id") or has_usual_value:
+                continue
+            # With auto_map the folder has its own code, which may read any field.
             if key not in SILENT and "auto_map" not in self._content:
                 library = library or library_source(model_type)
             if library and key not in SILENT and not re.search(rf"\b{re.escape(key)}\b", library):
                 self.left_out.append(path)
             else:
                 self.faults.append(
-                    f"{path} is not known, so it may change the model (if it does not, take it out)"
+                    f"{path} is unknown and may change the model (if it does not, remove it)"
                 )
 
     def _note_unused(self, path: str, key: str, value: Any) -> None:
-        """Note a field that is known and not read, if its value has an effect elsewhere."""
+        """Note a known field that is not used, if its value would have an effect."""
+        # The dtype has its own message, see `Loaded.notes`.
         if not value or same(value, _USUAL.get(key)) or key in ("dtype", "torch_dtype"):
             return
         for names, instead in ROLES:

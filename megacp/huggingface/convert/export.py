@@ -1,9 +1,9 @@
-"""A conversion: read the input, write a complete Hugging Face folder or a checkpoint that begins a
-run, verify it.
+"""A conversion: read the input, write and verify a complete Hugging Face folder or a checkpoint for
+a new run.
 
-Everything is written to a folder beside the output, which is renamed when all is well. The
-library's `save_pretrained` would need the whole model in memory, and cuts a Molmo2's embedding in
-the middle.
+The result is written to a temporary folder next to the output, which is renamed at the end. The
+library's `save_pretrained` is not used: it needs the whole model in memory, and it splits a
+Molmo2's embedding at the wrong place.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,9 @@ from megacp.training.checkpoint.directory import (
 )
 from megacp.training.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
 from megacp.training.data.manifest import answers_told, thoughts_told
-from megacp.training.loop.state import first_token, last_token, stored_state
+from megacp.training.loop.state import RunState, first_token, last_token, stored_state
 
+# Files of a folder that are not copied: they are written anew, or hold weights or code.
 _NOT_COPIED = ("config.json", hf_files.INDEX)
 _WEIGHTS = (
     ".safetensors",
@@ -79,7 +81,7 @@ _NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
 
 @dataclass(frozen=True)
 class Request:
-    """A conversion; the names are those of the flags, whose help says what they do."""
+    """A conversion. The fields have the names of the flags, whose help describes them."""
 
     source: str
     target: str
@@ -95,41 +97,47 @@ class Request:
 
 
 def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
-    """Fill an empty folder; shape and dtype of its tensors. ValueError names what the library
-    cannot express.
+    """Write the files of a Hugging Face folder; return shape and dtype of its tensors.
 
-    Collective over `world`: each rank writes weight files of its own.
+    Collective over `world`: each rank writes some of the weight files. Raise ValueError with the
+    settings that the library cannot express.
     """
-    family, layout = loaded.family, request.layout
+    family = loaded.family
+    layout = request.layout
     if layout != NATIVE and not family.sections:
-        raise ValueError(f"--layout {layout}: {family.name} has one layout")
+        raise ValueError(f"--layout {layout}: {family.name} has only one layout; remove the flag")
+    # Raises ValueError for a model that the family cannot express.
     content = family.config(loaded.values, layout)
     links = family.links(loaded.values, layout)
+    # Views only: tensors are read and cast one at a time while they are written.
     mapped = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
     source = family.closed(mapped, loaded.values)
-    content["dtype"] = content["torch_dtype"] = str(one_dtype(source))[
-        6:
-    ]  # the second name: before version 5
+    dtype = str(one_dtype(source)).removeprefix("torch.")
+    content["dtype"] = dtype
+    content["torch_dtype"] = dtype  # the field's name before version 5 of the library
     if family.token_fields:
-        known = loaded.rules.token_ids if loaded.rules is not None else {}
-        ids = known or {
-            name: loaded.values["vocab_size"] + i for i, name in enumerate(family.token_order)
-        }
+        ids: Mapping[str, int] = loaded.rules.token_ids if loaded.rules is not None else {}
+        if not ids:
+            # Without rules, image tokens follow the vocabulary.
+            first = loaded.values["vocab_size"]
+            ids = {name: first + i for i, name in enumerate(family.token_order)}
         fields = {field: ids[name] for field, name in family.token_fields.items() if name in ids}
-        content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
+        content |= fields
+        content |= {key: loaded.content[key] for key in fields if key in loaded.content}
+    # The first rank writes the small files, then all ranks share the weights.
     special = on_first(world, lambda: _files_beside(loaded, folder, request))
     hf_files.write_tensors(source, folder, int(request.max_shard_mib * hf_files.MIB), world)
 
     def complete() -> None:
         hf_files.write_json(folder / "config.json", {**content, **special})
         if not (folder / GENERATION).is_file():
-            hf_files.write_json(
-                folder / GENERATION, {key: special[key] for key in SPECIAL if key in special}
-            )
+            ids = {key: special[key] for key in SPECIAL if key in special}
+            hf_files.write_json(folder / GENERATION, ids)
+        # A checkpoint of step 0 is a converted folder, which has its own card.
         if loaded.checkpoint is not None and loaded.checkpoint.step:
-            (folder / CARD).write_text(
-                model_card(loaded.checkpoint, family.name, "transformers"), encoding="utf-8"
-            )
+            card = model_card(loaded.checkpoint, family.name, "transformers")
+            (folder / CARD).write_text(card, encoding="utf-8")
+        # Read the headers back: the folder must have all tensors of its config.
         written = family.opened(hf_files.SafetensorsFolder(folder), loaded.values)
         require_all(written.infos, links, True, folder)
 
@@ -138,90 +146,146 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
 
 
 def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, Any]:
-    """Write or copy tokenizer, processor and generation settings; special ids for config.json."""
+    """Write all files except weights and config.json; return the special ids for config.json."""
     if loaded.checkpoint is None:
-        # a text model that was taken out of a whole one has no images
-        not_copied = set(_NOT_COPIED)
-        if loaded.cls != loaded.family.cls:
-            not_copied |= PROCESSORS
-        for path in sorted(loaded.folder.iterdir()):
-            if (
-                path.is_file()
-                and path.name not in not_copied
-                and not path.name.endswith(_NOT_COPIED_SUFFIXES)
-            ):
-                shutil.copyfile(path, folder / path.name)
-        copy_companions(loaded.folder, folder)
-        kept = (*SPECIAL, "use_cache", "pretraining_tp")
-        return {key: loaded.content[key] for key in kept if key in loaded.content}
+        return _copy_files(loaded, folder)
+    return _write_files_of_run(loaded, loaded.checkpoint, folder, request)
+
+
+def _copy_files(loaded: Loaded, folder: Path) -> dict[str, Any]:
+    """Copy the files of a Hugging Face folder; return the ids of its config.json."""
+    not_copied = set(_NOT_COPIED)
+    if loaded.cls != loaded.family.cls:
+        # The text model of a vision-language model processes no images.
+        not_copied |= PROCESSORS
+    for path in sorted(loaded.folder.iterdir()):
+        is_copied = path.name not in not_copied and not path.name.endswith(_NOT_COPIED_SUFFIXES)
+        if path.is_file() and is_copied:
+            shutil.copyfile(path, folder / path.name)
+    copy_companions(loaded.folder, folder)
+    # Fields of the original config that conversion does not derive from flags.
+    kept = (*SPECIAL, "use_cache", "pretraining_tp")
+    return {key: loaded.content[key] for key in kept if key in loaded.content}
+
+
+def _write_files_of_run(
+    loaded: Loaded, checkpoint: LoadedCheckpoint, folder: Path, request: Request
+) -> dict[str, Any]:
+    """Write a run's processor, tokenizer and generation settings; return its special ids."""
     if loaded.rules is not None:
         processor.write_processor(loaded.rules, folder)
-    tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
-    progress = stored_state(loaded.checkpoint)
-    if forms := answers_told(progress.answer_forms):
-        print(forms.replace("are learned", "were learned", 1))
-    ids: dict[str, int | None] = dict.fromkeys(
-        SPECIAL
-    )  # else the library takes its own, 1 and 2 for a Llama
-    ends: list[int] = []
+    # Refuse a wrong tokenizer before anything about it is written.
+    tokenizer = given_tokenizer(loaded, checkpoint, request)
+    progress = stored_state(checkpoint)
+    _print_answer_forms(progress)
+    # Null ids are written, too: without them the library has defaults, 1 and 2 for a Llama.
+    ids: dict[str, int | None] = dict.fromkeys(SPECIAL)
+    ends: list[int] = []  # tokens after which an answer is complete
     if tokenizer is not None:
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
         given = _given(loaded, tokenizer)
-        ids = {
-            f"{name}_token_id": i
-            for name, i in write_tokenizer(given, folder, positions, PROBE).items()
-        }
-        print(
-            "chat template: "
-            f"{write_chat_template(loaded, folder, tokenizer, request.chat_template)}"
-        )
-        by_files = tokenizer.surroundings.first(tokenizer.bos_id)
-        if (
-            tokenizer.kind == "huggingface" and tokenizer.begins_with != by_files
-        ):  # its post-processor is copied
-            begins = [
-                f"with token {i}" if i is not None else "with none"
-                for i in (tokenizer.begins_with, by_files)
-            ]
-            print(
-                f"first token: documents of training began {begins[0]}, the library begins texts "
-                f"{begins[1]}"
-            )
-        if (written := progress.chat_template) is not None:
-            ends += answer_ends(written["default"], tokenizer)
-            unknown = (
-                "not known: the chat template has learned no special token behind an answer; set eos_token_id in "
-                f"{GENERATION}, or the model generates to its limit"
-            )
-            print(
-                "end of answers: "
-                f"{', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}"
-            )
-            before, told, how = written.get("before_answers"), thoughts_told(written), ""
-            if THINKS in written["default"]:
-                others = " for the first, True for the others" if told else ""
-                how = f": ask with {THINKS}=False{others}"
-            elif before:
-                first = " for the first" if told else ""
-                how = f": let prompts end with {before!r}{first}"
-            if before or told:
-                print(f"{told or 'answers are learned without a thought'}{how}")
+        written = write_tokenizer(given, folder, positions, PROBE)
+        ids = {f"{name}_token_id": i for name, i in written.items()}
+        outcome = write_chat_template(loaded, folder, tokenizer, request.chat_template)
+        print(f"chat template: {outcome}")
+        _print_first_token(tokenizer)
+        template = progress.chat_template
+        if template is not None:
+            ends += answer_ends(template["default"], tokenizer)
+            _print_ends(tokenizer, ends)
+            _print_thoughts(template)
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
-    if (own := last_token(progress, None)) is not None:
+    own = last_token(progress, None)
+    if own is not None:
         ends.append(own)
-    beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
-    places = [place / GENERATION for place in (*beside, loaded.folder.parent)]
-    said = next((read_generation(place) for place in places if place.is_file()), dict[str, Any]())
-    missing = {
-        key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)
-    }
-    generation = {**said, **missing}
+    # Generation settings are next to the tokenizer, or next to the run's checkpoints.
+    places = [loaded.folder.parent / GENERATION]
+    if tokenizer is not None:
+        places = [file.parent / GENERATION for file in tokenizer.files[:1]] + places
+    return _write_generation(folder, places, ids, ends)
+
+
+def _print_answer_forms(progress: RunState) -> None:
+    """Print in which format the run learned answers, if it learned any."""
+    forms = answers_told(progress.answer_forms)
+    if forms:
+        print(forms.replace("are learned", "were learned", 1))
+
+
+def _print_first_token(tokenizer: Tokenizer) -> None:
+    """Print a note if the exported files begin a text differently from training.
+
+    They may do so only for a tokenizer.json, whose post-processor is copied.
+    """
+    by_files = tokenizer.surroundings.first(tokenizer.bos_id)
+    if tokenizer.kind != "huggingface" or tokenizer.begins_with == by_files:
+        return
+    # A difference matters to callers that build prompts with the library.
+    begins = [
+        f"with token {i}" if i is not None else "without a first token"
+        for i in (tokenizer.begins_with, by_files)
+    ]
+    print(
+        f"first token: training documents began {begins[0]}, the library begins texts {begins[1]}"
+    )
+
+
+def _print_ends(tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+    """Print the tokens that end an answer."""
+    told = ", ".join(f"{tokenizer.decode([i])!r} (id {i})" for i in ends)
+    # Without an end token, generation cannot stop by itself.
+    if not told:
+        told = (
+            "unknown: the chat template learns no special token after an answer; set eos_token_id "
+            f"in {GENERATION}, or the model generates up to its limit"
+        )
+    print(f"end of answers: {told}")
+
+
+def _print_thoughts(template: dict[str, Any]) -> None:
+    """Print how to prompt a model that learned answers with or without thoughts."""
+    before = template.get("before_answers")
+    counts = thoughts_told(template)
+    advice = ""
+    if THINKS in template["default"]:
+        both = " for the first kind, True for the other kinds" if counts else ""
+        advice = f": prompt with {THINKS}=False{both}"
+    elif before:
+        first = " for the first kind" if counts else ""
+        advice = f": end prompts with {before!r}{first}"
+    # Nothing to print for data without thoughts.
+    if before or counts:
+        print(f"{counts or 'answers are learned without a thought'}{advice}")
+
+
+def _write_generation(
+    folder: Path, places: Sequence[Path], ids: Mapping[str, int | None], ends: Sequence[int]
+) -> dict[str, Any]:
+    """Write the generation settings of the first existing file of `places`, with the run's special
+    ids and ends of answers; return the ids for config.json.
+    """
+    found: dict[str, Any] = {}
+    for place in places:
+        if place.is_file():
+            found = read_generation(place)
+            break
+    generation = dict(found)
+    for key, i in ids.items():
+        # Ids of the file have priority; nulls are written only if there is no file.
+        if found.get(key) is None and (i is not None or not found):
+            generation[key] = i
+    # config.json gets the run's ids, or else those of the file.
     special = {key: generation.get(key) if i is None else i for key, i in ids.items()}
+    # Generation must stop at every token that ends an answer.
     before = generation.get("eos_token_id")
-    before = before if isinstance(before, list) else [] if before is None else [before]
+    if before is None:
+        before = []
+    elif not isinstance(before, list):
+        before = [before]
     if not set(ends) <= set(before):
-        found = list(dict.fromkeys([*ends, *before]))
-        generation["eos_token_id"] = found[0] if len(found) == 1 else found
+        # The run's tokens come first; some programs read only the first.
+        all_ends = list(dict.fromkeys([*ends, *before]))
+        generation["eos_token_id"] = all_ends[0] if len(all_ends) == 1 else all_ends
     if ends:
         special["eos_token_id"] = generation["eos_token_id"]
     hf_files.write_json(folder / GENERATION, generation)
@@ -231,27 +295,27 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
 def given_tokenizer(
     loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request
 ) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, beginning and ending texts as training did. ValueError for
-    another one or none.
+    """Return the tokenizer of a checkpoint, which begins and ends texts as in training.
 
-    Where a chat template wrote the messages, the end token stays that of the files: a template may
-    write it.
+    Raise ValueError if it is missing or differs from the run's. With a chat template, the end token
+    of the tokenizer's files is kept, because the template may write it.
     """
-    given, expected = request.tokenizer, checkpoint.extra.get("tokenizer_sha256", "")
+    given = request.tokenizer
+    expected = checkpoint.extra.get("tokenizer_sha256", "")
     if given is None and expected:
         raise ValueError(
-            f"{checkpoint.path} was trained with a tokenizer: give it with --tokenizer, or "
-            "`--tokenizer none` for a "
-            "folder without one"
+            f"{checkpoint.path} was trained with a tokenizer: name it with --tokenizer, or export "
+            "without one with `--tokenizer none`"
         )
     if given is None or given == "none":
         return None
     tokenizer = load_tokenizer(given, engine="reference")
     if expected and tokenizer.sha256 != expected:
         raise ValueError(
-            f"--tokenizer {given} is not the one that {checkpoint.path} was trained with"
+            f"--tokenizer {given} differs from the tokenizer of the run {checkpoint.path}"
         )
     rows = loaded.config.model.embedding_rows
+    # Ids without a row of the embedding would fail in training and generation.
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows"
@@ -264,24 +328,30 @@ def given_tokenizer(
 
 
 def _given(loaded: Loaded, tokenizer: Tokenizer) -> Given:
-    """A tokenizer with the image tokens of a model, and what the run says of its messages."""
-    images = loaded.rules.token_ids if loaded.rules is not None else {}
-    templated = (
-        loaded.checkpoint is not None and stored_state(loaded.checkpoint).chat_template is not None
-    )
-    texts = type(loaded.rules).token_texts if loaded.rules is not None else {}
-    return Given(tokenizer, {texts[name]: i for name, i in images.items()}, templated)
+    """Return a tokenizer with the model's image tokens."""
+    special: dict[str, int] = {}
+    if loaded.rules is not None:
+        texts = type(loaded.rules).token_texts
+        special = {texts[name]: i for name, i in loaded.rules.token_ids.items()}
+    templated = False
+    if loaded.checkpoint is not None:
+        templated = stored_state(loaded.checkpoint).chat_template is not None
+    return Given(tokenizer, special, templated)
 
 
 def write_checkpoint(
     loaded: Loaded, folder: Path, request: Request, world: Axis
 ) -> dict[str, Info]:
-    """Fill a folder with a checkpoint of step 0 and the tokenizer's files; its tensors. Collective
-    over `world`.
+    """Write a checkpoint of step 0 with the tokenizer's files; return its tensors' shape and dtype.
+
+    Collective over `world`.
     """
+    # Reads nothing yet.
     source = in_dtype(loaded.source, request.dtype)
+    # A run that loads this checkpoint takes its model from this config.
     config = to_yaml(with_values(loaded.config, {"dtype": model_dtype(source)}))
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
+    # Step 0: the weights of a run before its first update.
     step = folder / "step_0000000"
 
     def begin() -> str:
@@ -290,14 +360,17 @@ def write_checkpoint(
         return copy_tokenizer(loaded, folder)
 
     extra = {"tokenizer_sha256": on_first(world, begin), "image_rules": rules}
-    # whole tensors in files of at most this size, or of a single larger one
+    # A file has whole tensors, up to the maximum size, or one larger tensor.
     filled = {f"{MODEL}.{name}": info for name, info in source.infos.items() if num_bytes(info)}
-    boxes = {
-        name: StoredBox(name, (0,) * len(info.shape), info.shape) for name, info in filled.items()
-    }
-    of_files = enumerate(files_of(filled, int(request.max_shard_mib * hf_files.MIB)))
-    tensors = {name: GlobalTensor(info.shape, info.dtype) for name, info in filled.items()}
-    index = Index(tensors, {rank_file(i): [boxes[name] for name in names] for i, names in of_files})
+    boxes = {}
+    tensors = {}
+    for name, info in filled.items():
+        boxes[name] = StoredBox(name, (0,) * len(info.shape), info.shape)
+        tensors[name] = GlobalTensor(info.shape, info.dtype)
+    boxes_of_files = {}
+    for i, in_file in enumerate(files_of(filled, int(request.max_shard_mib * hf_files.MIB))):
+        boxes_of_files[rank_file(i)] = [boxes[name] for name in in_file]
+    index = Index(tensors, boxes_of_files)
     names = mine(list(index.files), world)
 
     def write() -> dict[str, FileRecord]:
@@ -306,11 +379,16 @@ def write_checkpoint(
             hf_files.write_file(source, own, step / name, index.header(name))
         return {name: FileRecord(*sha256_of(step / name)) for name in names}
 
+    # The hashes of all ranks' files go into one manifest.
     of_ranks = gather_objects(on_each(world, write), world)
 
     def complete() -> None:
+        # On a shared file system, files of other machines may appear late.
         hf_files.require_seen([step / name for name in index.files])
-        written = {name: record for of_rank in of_ranks for name, record in of_rank.items()}
+        written: dict[str, FileRecord] = {}
+        for of_rank in of_ranks:
+            written |= of_rank
+        # The manifest is written last; it commits the checkpoint.
         for name, content in ((INDEX_FILE, index.to_json()), (CONFIG_FILE, config.encode())):
             write_new(step / name, content)
             written[name] = FileRecord(*sha256_of(step / name))
@@ -323,75 +401,84 @@ def write_checkpoint(
 
 
 class OtherModelError(Exception):
-    """--verify has found another model."""
+    """Raised if --verify finds that the written model differs."""
 
 
 def convert(request: Request, world: Axis) -> None:
-    """Do what the request says, with the bytes of one process. ValueError on all ranks of
-    `world`.
+    """Run a conversion on the ranks of `world`. The result does not depend on their number.
+
+    Raise ValueError on all ranks if it is refused, and OtherModelError if --verify finds a
+    difference.
     """
     path = request.input
     try:
         if request.source == "megacp":
             on_each(world, lambda: refuse_other_input(path, "megacp"))
-        loaded = (
-            read_checkpoint(path, world)
-            if request.source == "megacp"
-            else on_each(world, lambda: read_hf(path))
-        )
+            loaded = read_checkpoint(path, world)
+        else:
+            loaded = on_each(world, lambda: read_hf(path))
     except (ValueError, OSError) as error:
-        told = str(error).removeprefix(f"--load {path}: ")
-        raise ValueError(told if request.source == "hf" else f"--input {path}: {told}") from error
+        # The loader of checkpoints names --load; here the flag is --input.
+        message = str(error).removeprefix(f"--load {path}: ")
+        if request.source == "megacp":
+            message = f"--input {path}: {message}"
+        raise ValueError(message) from error
+    # An adapter is small, so only the first rank writes it.
     if request.target == "peft":
         on_first(world, lambda: _export_pairs(loaded, request))
         return
+    # All ranks resolve the same values; the command shows only the output of rank 0.
     loaded, request = on_each(world, lambda: _resolved(loaded, request))
+    # The output appears only if writing and verification succeed.
     with hf_files.new_folder(request.output, world) as folder:
         write = write_hf if request.target == "hf" else write_checkpoint
         written = write(loaded, folder, request, world)
         if request.verify and not on_first(world, lambda: _verified(loaded, folder, request)):
             raise OtherModelError
+    # Counted without a tied head.
     size = sum(math.prod(info.shape) for info in written.values())
     print(f"{request.output}: {loaded.family.name}, {len(written)} tensors, {size:,} parameters")
 
 
 def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
+    """Fill in the dtype, sequence length and tokenizer that no flag sets, and print them."""
     if loaded.pairs is not None:
-        print(f"folded into the weights: {loaded.pairs}")
+        print(f"merged into the weights: {loaded.pairs}")
     for note in loaded.notes(request.dtype is not None):
         print(note)
+    # Mixed weights take the dtype of config.json unless --dtype is set.
     if request.dtype is None and loaded.settled_dtype is not None:
         request = dataclasses.replace(request, dtype=DTYPES[loaded.settled_dtype])
     if request.target == "hf" and loaded.checkpoint is not None:
-        folder, expected = loaded.folder.parent, loaded.checkpoint.extra.get("tokenizer_sha256", "")
-        said = loaded.config.model.max_position_embeddings
-        length = said or loaded.config.data.seq_length
-        if not said:
+        length = loaded.config.model.max_position_embeddings
+        if not length:
+            length = loaded.config.data.seq_length
             print(f"max_position_embeddings is {length}, the run's --seq-length")
-        loaded = dataclasses.replace(
-            loaded, config=with_values(loaded.config, {"max_position_embeddings": length})
-        )
-        own = (
-            own_tokenizer(folder, expected, loaded.config.data.data_path)
-            if request.tokenizer is None
-            else None
-        )
-        if own is not None:
-            print(f"tokenizer: {own}, the run's own")
-            request = dataclasses.replace(request, tokenizer=own)
+        expected = loaded.checkpoint.extra.get("tokenizer_sha256", "")
+        config = with_values(loaded.config, {"max_position_embeddings": length})
+        loaded = dataclasses.replace(loaded, config=config)
+        if request.tokenizer is None:
+            data_path = loaded.config.data.data_path
+            own = own_tokenizer(loaded.folder.parent, expected, data_path)
+            if own is not None:
+                print(f"tokenizer: {own}, from the run")
+                request = dataclasses.replace(request, tokenizer=own)
     if request.chat_template == "messages" and request.tokenizer is None:
         raise ValueError(
-            "--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input"
+            "--chat-template messages requires --tokenizer: there is no tokenizer next to the "
+            "checkpoints of --input"
         )
     return loaded, request
 
 
 def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
+    """Return whether the written folder has the same model as the input."""
     from megacp.huggingface.convert.verify import verify_conversion
 
-    after = (
-        read_hf(folder) if request.target == "hf" else read_checkpoint(folder, single_axis("world"))
-    )
+    if request.target == "hf":
+        after = read_hf(folder)
+    else:
+        after = read_checkpoint(folder, single_axis("world"))
     tokenizer = None
     if loaded.checkpoint is not None and request.tokenizer not in (None, "none"):
         own = load_tokenizer(request.tokenizer, engine="reference")
@@ -400,21 +487,21 @@ def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
 
 
 def _export_pairs(loaded: Loaded, request: Request) -> None:
+    """Write the LoRA adapters of a checkpoint as a folder of peft."""
     if loaded.pairs is None:
         raise ValueError(
-            f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0"
+            f"--to peft: {loaded.folder} has no LoRA adapters, it was trained with --lora-rank 0; "
+            "use --to hf"
         )
     assert loaded.checkpoint is not None
     state = stored_state(loaded.checkpoint)
+    # peft finds the base model by this name, a path or a name on a hub.
     base = request.base_model or state.base
-    if forms := answers_told(state.answer_forms):
-        print(forms.replace("are learned", "were learned", 1))
-    if (
-        base is not None
-        and Path(base).is_dir()
-        and (differs := other_form(state, templates_of(Path(base))))
-    ):
-        print(f"chat template: that of {base}{differs}")
+    _print_answer_forms(state)
+    if base is not None and Path(base).is_dir():
+        differs = other_form(state, templates_of(Path(base)))
+        if differs:
+            print(f"chat template: the one of {base}{differs}")
     with hf_files.new_folder(request.output, single_axis("world")) as folder:
         elements = write_adapter(
             loaded.pairs, loaded.family, loaded.values, folder, base, request.dtype
@@ -422,6 +509,6 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
         card = model_card(loaded.checkpoint, loaded.family.name, "peft", request.base_model)
         (folder / CARD).write_text(card, encoding="utf-8")
     print(
-        f"{request.output}: {loaded.pairs}; {elements:,} parameters beside "
-        f"{base or 'a model that is not named'}"
+        f"{request.output}: {loaded.pairs}; {elements:,} parameters for "
+        f"{base or 'an unnamed base model'}"
     )

@@ -1,4 +1,4 @@
-"""The families by name, and how a config.json or flags choose one."""
+"""All families by name, and how a config.json or flags select one."""
 
 from __future__ import annotations
 
@@ -16,42 +16,46 @@ from megacp.huggingface.convert.text_part import TEXT_PARTS
 
 _ALL = (*TEXT_FAMILIES, *EXPERT_FAMILIES, GPT_OSS, MOLMO2, QWEN3_5_VL, QWEN3_5_MOE_VL)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+# Ends of tensor names that are skipped: old files store tensors that follow from the config.
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
-"""Ends of names in old files that are not read: they follow from the config."""
 
 
 def of_config(content: Mapping[str, Any]) -> Family:
-    """The family of a config.json. ValueError when it is not known."""
+    """Return the family of a config.json. Raise ValueError if it is unknown."""
+    # Shown up to 80 characters: the value may be anything.
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
+        known = ", ".join([*FAMILIES, *TEXT_PARTS])
         raise ValueError(
-            f"config.json: model_type is {name!r:.80}, known are "
-            f"{', '.join([*FAMILIES, *TEXT_PARTS])}"
+            f"config.json: model_type {name!r:.80} is not supported; supported are {known}"
         )
     return FAMILIES[name]
 
 
 def of_values(values: Values) -> Family:
-    """Return the family that our flags name, or else the family that the model fits.
+    """Return the family that --hf-model-type names, or else the family that the model fits.
 
-    Raises ValueError with the nearest family and the settings that it cannot express.
+    Raise ValueError with the nearest family and the settings that it cannot express.
     """
+    # A model that was converted from a folder is exported as its family.
     named = values["hf_model_type"]
     if named is not None:
         if named not in FAMILIES:
             raise ValueError(
-                f"--hf-model-type {named} is not known, known are {', '.join(FAMILIES)}"
+                f"--hf-model-type {named} is not supported; supported are {', '.join(FAMILIES)}"
             )
         return FAMILIES[named]
+    # Otherwise compare the model with each family's usual settings.
     distances = {family.name: family.distance(values) for family in _ALL}
     known = {name: distance for name, distance in distances.items() if distance is not None}
     nearest = FAMILIES[min(known, key=known.__getitem__)]
     if known[nearest.name] == (0, 0):
         return nearest
+    # A family may express a model that does not match its usual settings.
     misfits = nearest.misfits(values)
     if misfits:
         raise ValueError(
-            f"this model is no architecture that megacp can write, the nearest is {nearest.name}: "
-            f"{'; '.join(misfits)}"
+            "this model cannot be exported: it matches no supported architecture. The nearest is "
+            f"{nearest.name}: {'; '.join(misfits)}"
         )
     return nearest

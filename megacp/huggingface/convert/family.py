@@ -1,8 +1,8 @@
-"""One family: an architecture of the library, which models it takes, and how its config.json and
-tensors are spelled.
+"""A family: an architecture of the library, the models it covers, and the format of its config.json
+and tensor names.
 
-A family is a table of tensor names and two functions: `from_hf` reads a config as our flags,
-`to_hf` writes them. What `to_hf` cannot express is found by reading its config again
+A family is a table of tensor names and two functions: `from_hf` reads a config as our flags, and
+`to_hf` writes them. To find what `to_hf` cannot express, the written config is read again
 (`Family.misfits`).
 """
 
@@ -18,6 +18,7 @@ from megacp.huggingface.convert.tables import NATIVE, Table, links_of, shapes_of
 from megacp.huggingface.convert.tensors import Info, Joined, Link, Source
 from megacp.huggingface.convert.words import experts_of, resolved
 
+# The settings that distinguish families, with the values of a plain decoder.
 PLAIN_DECODER: Values = {
     "vision_num_layers": False,
     "num_experts": False,
@@ -27,15 +28,14 @@ PLAIN_DECODER: Values = {
     "linear_attention_freq": False,
     "no_rope_freq": False,
 }
-"""The settings by which families are told apart, as a plain decoder has them."""
+# A family without a vision tower or experts is never the nearest to a model that has them, even if
+# all other settings match.
 _KINDS = ("vision_num_layers", "num_experts")
-"""A family without a tower or experts is not near a model that has them, however much else is the
-same.
-"""
+# The same settings for families whose layers may have a sliding window.
 WITH_WINDOWS: Values = {
     name: value for name, value in PLAIN_DECODER.items() if name != "window_size"
 }
-"""The same for families whose layers may have a sliding window."""
+# The same settings for families with experts.
 WITH_EXPERTS: Values = {
     **WITH_WINDOWS,
     "num_experts": True,
@@ -43,7 +43,6 @@ WITH_EXPERTS: Values = {
     "moe_router_score_function": "softmax",
     "moe_shared_expert_gate": False,
 }
-"""The same for families with experts."""
 
 
 @dataclass(frozen=True)
@@ -51,47 +50,49 @@ class Family:
     """An architecture of the library."""
 
     name: str
-    """`model_type` of the library."""
+    """The library's `model_type`."""
     cls: str
-    """The library's class with a head."""
+    """The library's model class, with an output head."""
     defaults: Values
-    """What absent sizes mean to the library."""
+    """The library's defaults for sizes that a config omits."""
     from_hf: Callable[[ConfigJson], Values]
     to_hf: Callable[[Values], Values]
     table: Table
     fits: tuple[Values, ...] = ()
-    """The models that are exported as this family unless --hf-model-type names another:
-    alternatives, each some flags with their values, or with True or False for whether they are set.
-    No model fits two families. Empty: only models whose --hf-model-type names the family.
+    """The models that are exported as this family unless --hf-model-type names another one.
+
+    Each alternative gives flags with their values, or True or False for whether a flag is set. No
+    model fits two families. If empty, only --hf-model-type selects the family.
     """
     harmless: frozenset[str] = frozenset()
-    """Fields that are not read and mean nothing."""
+    """Fields that are ignored because they do not affect the model."""
     sections: tuple[str, ...] = ()
-    """Objects of the config whose fields are read."""
+    """Names of the config's nested objects that are read."""
     token_fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the config with ids of image tokens, and the names of these tokens in the image
-    rules.
-    """
+    """Config fields with ids of image tokens -> names of these tokens in the image rules."""
     usual_further_layers: ClassVar[int] = 0
-    """Layers that predict further tokens whatever the config says, as the library has it."""
+    """Number of layers for multi-token prediction that the library expects even if the config has
+    none.
+    """
     in_turns: ClassVar[bool] = False
     """Whether rows of gate and up alternate in a stack of experts."""
     peft_converts: bool = False
-    """Whether peft takes a module of an adapter that is named like a linear of an MLP for the
-    linear of an expert.
-    """
+    """Whether peft treats an adapter's MLP module as an expert's linear if it has the same name."""
     gives_tower: bool = False
-    """Whether --vision-from-hf can put its vision tower before another text model."""
+    """Whether --vision-from-hf can combine this family's vision tower with another text model."""
     token_order: tuple[str, ...] = ()
-    """The image tokens in the order of their ids after the vocabulary, if no rules are known."""
+    """The image tokens in the order of their ids after the vocabulary, if no image rules are known.
+    """
 
     def distance(self, values: Values) -> tuple[int, int] | None:
-        """Return how many settings of `fits` a model has differently: those of `_KINDS`, and all;
-        None without `fits`.
+        """Return how many settings differ from `fits`: those in `_KINDS`, and all. None without
+        `fits`.
 
-        A family whose distance is (0, 0) fits, the family with the least is nearest.
+        A family fits if its distance is (0, 0); the family with the smallest distance is the
+        nearest.
         """
         distances = []
+        # The number of wrong kinds comes first, so it weighs more than all other settings.
         for wanted in self.fits:
             wrong = [name for name, value in wanted.items() if not _has(values[name], value)]
             of_kind = [name for name in wrong if name in _KINDS]
@@ -104,12 +105,13 @@ class Family:
         left_out: list[str] | None = None,
         unused: list[str] | None = None,
     ) -> Values:
-        """Return our flags from a config.json.
+        """Return our flags for a config.json.
 
-        `left_out` is filled with fields that change nothing in the library, `unused` with lines
-        about fields whose effect is elsewhere. ValueError lists fields at fault and those not
-        known.
+        Fields without effect in the library are appended to `left_out`. A message for each field
+        whose effect comes from elsewhere is appended to `unused`. Raise ValueError with all invalid
+        and unknown fields.
         """
+        # Faults are collected while fields are read, and raised together.
         config = ConfigJson(self.native(content), self.sections)
         values = self.from_hf(config)
         config.refuse_unknown(self.harmless, self.name)
@@ -122,20 +124,18 @@ class Family:
         return values
 
     def misfits(self, values: Values) -> list[str]:
-        """Return what this architecture cannot express of a model, a line for each flag or
-        field.
-        """
+        """Return a message for each flag or field that this architecture cannot express."""
         return self._unexpressed(values, self.to_hf(values))
 
     def _unexpressed(self, values: Values, content: Values) -> list[str]:
-        """The flags that are different when `content` is read again, and the faults of its
-        fields.
-        """
+        """Read `content` again; return its faults and the flags that differ from `values`."""
         config = ConfigJson(content, self.sections)
         back = self.from_hf(config)
-        ours, read = resolved(values), resolved(back)
+        ours = resolved(values)
+        read = resolved(back)
         faults = list(config.faults)
         for name in back:
+            # The sequence length belongs to the run, not to the model.
             if name != "seq_length" and ours[name] != read[name]:
                 faults.append(
                     f"{flag(name)} is {ours[name]!r}, this architecture can only express "
@@ -144,13 +144,14 @@ class Family:
         return faults
 
     def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:
-        """Return a config.json from our flags. ValueError lists the flags that it cannot
+        """Return the config.json of our flags. Raise ValueError with the flags that it cannot
         express.
         """
+        # A config that reads back differently would be a different model.
         content = self.to_hf(values)
         faults = self._unexpressed(values, content)
         if faults:
-            raise ValueError(f"this model is no {self.name}: " + "; ".join(faults))
+            raise ValueError(f"this model cannot be exported as {self.name}: " + "; ".join(faults))
         return {
             "architectures": [self.cls],
             "model_type": self.name,
@@ -158,55 +159,65 @@ class Family:
         }
 
     def native(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A config in the library's own spelling."""
+        """Return a config with the library's own field names."""
         return content
 
     def spelled(self, content: Values, layout: str) -> Values:
-        """A config in the spelling of a layout."""
+        """Return a config with the field names of a layout."""
         return content
 
     def links(
         self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None
     ) -> list[Link]:
-        """All tensors; `infos`: of the file that is read."""
+        """Return the links of all tensors; `infos` are those of the file to read, if any."""
         return self.links_of_table(self.table, values)
 
     def links_of_table(self, table: Table, values: Values) -> list[Link]:
-        """A table with its counters filled in."""
-        counts = values["num_layers"], values["vision_num_layers"], values["num_experts"]
-        return links_of(table, shapes_of(values), *counts)
+        """Return the links of a table for a model's layers and experts."""
+        return links_of(
+            table,
+            shapes_of(values),
+            values["num_layers"],
+            values["vision_num_layers"],
+            values["num_experts"],
+        )
 
     def further_layers(self, content: Mapping[str, Any]) -> int:
-        """Return how many layers after the last predict further tokens; the library leaves them
-        out.
+        """Return the number of layers for multi-token prediction after the last layer.
+
+        The library skips them, too.
         """
-        counts = [
-            value for name, value in self.native(content).items() if FURTHER_LAYERS.search(name)
-        ]
+        fields = self.native(content).items()
+        # An invalid number is a fault elsewhere, so it is only skipped here.
+        counts = [value for name, value in fields if FURTHER_LAYERS.search(name)]
         known = [count for count in counts if type(count) is int and count >= 0]
         return max([*known, self.usual_further_layers])
 
     def opened(self, source: Source, values: Values | None = None) -> Source:
-        """A folder's tensors as `links` has them. ValueError for stacks that do not fit `values`,
-        if given.
+        """Return a folder's tensors in the form that `links` expects.
+
+        Raise ValueError for stacks of experts that do not match `values`, if given.
         """
         return Joined(source, experts_of(values))
 
     def closed(self, source: Source, values: Values) -> Source:
-        """The inverse, of a folder that is written."""
+        """Return tensors in the form of a folder to write, the inverse of `opened`."""
         return source
 
     def links_of_modules(self, values: Values) -> list[Link]:
-        """All tensors as the library's modules hold them, which is how adapters name them."""
+        """Return the links of all tensors as the library's modules have them; adapters use these
+        names.
+        """
         return self.links(values)
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
-        """The layout that a file is in."""
+        """Return the layout of a file's tensor names."""
         return NATIVE
 
 
 def _has(value: Any, wanted: Any) -> bool:
-    """Whether a setting has the wanted value; True and False ask whether it is set."""
+    """Return whether a setting matches; True and False match any set or unset value."""
+    # Any number other than 0 and any text counts as set.
     if isinstance(wanted, bool):
         return bool(value) == wanted
     return value == wanted

@@ -1,5 +1,6 @@
-"""gpt-oss: stacks of experts whose matrices lie on their sides, gate and up in turns, in bf16 or in
-the 4 bits of MXFP4 that are released, which are read alone.
+"""gpt-oss: stacks of transposed expert matrices with alternating rows of gate and up.
+
+They are in bf16 or, as released, in MXFP4 (4 bits per number). MXFP4 can only be read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megacp.huggingface.convert.text_families import OLMO2_SIZES
 from megacp.huggingface.convert.words import experts_of
 from megacp.storage.wording import listed
 
+# Tensors that other families do not have, or name differently.
 _OWN = {
     "self_attn.sinks": "attention.sinks",
     "mlp.router.weight": "mlp.router.weight",
@@ -38,37 +40,44 @@ TABLE: Table = DECODER | {
 }
 _GATE_UP = (STACKS[0], BIASES[0])
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NUMBERS = torch.tensor([sign * magnitude for sign in (1, -1) for magnitude in _MAGNITUDES])
-"""What four bits say (E2M1)."""
+# The values of four bits (E2M1).
+_NUMBERS = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
+# Bytes per block: 32 numbers that share a scale.
 _BYTES = 16
-"""Bytes of a block: 32 numbers with one scale."""
+# The scale that means NaN (E8M0).
 _NAN = 255
-"""The scale that is NaN (E8M0)."""
+# The smallest scale with a number too large for bfloat16: 4 times 2 ** (253 - 127).
 _LARGE = 253
-"""The least scale with a number that bfloat16 cannot hold: 4 times 2 ** (253 - 127)."""
+# Number of problems that a message lists.
 _TOLD = 10
-"""Problems that a message names."""
 
 
 def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """MXFP4 in bf16, which holds it exactly: u8 `blocks[..., n / 32, 16]`, two numbers each, the
-    low bits first, and the exponents `scales[..., n / 32]` to `[..., n]`.
+    """Return MXFP4 numbers in bf16, which represents them exactly: `[..., n]`.
+
+    `blocks`: u8 `[..., n / 32, 16]`, two numbers per byte, low bits first. `scales`: u8 exponents
+    `[..., n / 32]`.
     """
+    # [..., n / 32, 16, 2]
     pairs = torch.stack([_NUMBERS[(blocks & 15).long()], _NUMBERS[(blocks >> 4).long()]], -1)
+    # E8M0: a power of two with a bias of 127.
     powers = torch.exp2(scales.float() - 127)
     return (pairs.flatten(-2) * powers.unsqueeze(-1)).flatten(-2).bfloat16()
 
 
 def packed_problems(infos: Mapping[str, Info]) -> list[str]:
-    """Return what is wrong with tensors packed in MXFP4, a line each.
+    """Return a message for each problem of tensors packed in MXFP4.
 
     Blocks are u8 `[experts, rows, n / 32, 16]`, scales u8 `[experts, rows, n / 32]`. Scales of
-    another shape would be broadcast, and scales of another dtype would be rounded: both give other
-    experts without an error.
+    another shape would be broadcast, and scales of another dtype would be rounded. Both would
+    change the experts without an error.
     """
     found = list[str]()
-    stacks = {name.removesuffix(end) for name in infos for end in PACKED if name.endswith(end)}
+    stacks = set[str]()
+    for end in PACKED:
+        stacks |= {name.removesuffix(end) for name in infos if name.endswith(end)}
     for stack in sorted(stacks):
+        # blocks, scales
         names = [stack + end for end in PACKED]
         missing = [name for name in names if name not in infos]
         if missing:
@@ -76,15 +85,16 @@ def packed_problems(infos: Mapping[str, Info]) -> list[str]:
             continue
         if not stack.endswith(STACKS):
             found.append(
-                f"{names[0]} is packed, megacp reads packed matrices of experts "
+                f"{names[0]} is packed; megacp can only read packed expert matrices "
                 f"({' and '.join(STACKS)})"
             )
             continue
         if stack in infos:
-            found.append(f"{stack} is there twice: packed and as numbers")
+            found.append(f"{stack} is stored twice: packed and unpacked")
         for name in names:
             if infos[name].dtype != torch.uint8:
-                found.append(f"{name} has dtype {_word(infos[name].dtype)}, MXFP4 has uint8")
+                dtype = str(infos[name].dtype).removeprefix("torch.")
+                found.append(f"{name} has dtype {dtype}, MXFP4 requires uint8")
         blocks, scales = (infos[name].shape for name in names)
         if len(blocks) != 4 or blocks[3] != _BYTES or 0 in blocks:
             found.append(
@@ -92,22 +102,18 @@ def packed_problems(infos: Mapping[str, Info]) -> list[str]:
             )
         elif scales != blocks[:3]:
             found.append(
-                f"{names[1]} has shape {scales}, its blocks have {blocks}: expected {blocks[:3]}"
+                f"{names[1]} has shape {scales}, expected {blocks[:3]} for blocks of shape {blocks}"
             )
     return found
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class Turned:
-    """A folder's stacks as those of other families: `[E, 2 I, h]`, each gate before its up, and
-    `[E, h, I]`.
+    """A folder's stacks in the form of other families: `[E, 2 I, h]`, all rows of gate before up,
+    and `[E, h, I]`.
     """
 
     def __init__(self, source: Source) -> None:
-        """Raises ValueError for packed tensors that do not belong together."""
+        """Wrap a folder's tensors. Raise ValueError for packed tensors that do not match."""
         problems = packed_problems(source.infos)
         if problems:
             raise ValueError(listed(problems, _TOLD, "; "))
@@ -118,16 +124,16 @@ class Turned:
             if name.endswith(PACKED[0]):
                 stack = name.removesuffix(PACKED[0])
                 self._packed.add(stack)
-                self.infos[stack] = Info(
-                    (*info.shape[:2], 2 * _BYTES * info.shape[2]), torch.bfloat16
-                )
+                columns = 2 * _BYTES * info.shape[2]  # two numbers per byte
+                self.infos[stack] = Info((*info.shape[:2], columns), torch.bfloat16)
             elif name.endswith(STACKS) and len(info.shape) == 3:
+                # Unpacked matrices are transposed, packed ones are not.
                 self.infos[name] = Info((info.shape[0], info.shape[2], info.shape[1]), info.dtype)
             elif not name.endswith(PACKED):
                 self.infos[name] = info
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor; of a stack, experts."""
+        """Return rows [start, stop) of a tensor, or these experts of a stack."""
         if name in self._packed:
             found = self._unpacked(name, start, stop)
         else:
@@ -136,19 +142,18 @@ class Turned:
                 found = found.transpose(1, 2)
         if not name.endswith(_GATE_UP):
             return found
-        # gate and up are in turns
+        # Rows of gate and up alternate.
         return torch.cat([found[:, ::2], found[:, 1::2]], 1)
 
     def _unpacked(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Experts of a packed stack. Raises ValueError for scales that make numbers which are not
-        finite.
-        """
+        """Return experts of a packed stack. Raise ValueError for scales that give inf or NaN."""
         blocks, scales = (self._source.rows(name + end, start, stop) for end in PACKED)
         if (scales == _NAN).any():
             every = whole(self._source, name + PACKED[1])
             count = int((every == _NAN).sum())
             raise ValueError(
-                f"{name}{PACKED[1]}: {count:,} of {every.numel():,} scales are {_NAN}, which is NaN"
+                f"{name}{PACKED[1]}: {count:,} of {every.numel():,} scales are {_NAN}, which means "
+                "NaN: the file may be damaged"
             )
         found = unpacked(blocks, scales)
         if not is_finite(found):
@@ -156,15 +161,14 @@ class Turned:
             count = int((every >= _LARGE).sum())
             raise ValueError(
                 f"{name}{PACKED[1]}: {count:,} of {every.numel():,} scales are {_LARGE} or more, "
-                "which gives numbers "
-                "above the largest of bfloat16"
+                "which gives numbers too large for bfloat16: the file may be damaged"
             )
         return found
 
 
 class Stacked:
-    """Matrices of experts below each other as stacks of the library: what `Turned` and `Joined`
-    undo, of so many.
+    """Expert matrices as stacks of the library, the inverse of `Turned` and `Joined` for a number
+    of experts.
     """
 
     def __init__(self, source: Source, experts: int) -> None:
@@ -172,65 +176,65 @@ class Stacked:
         self.infos: dict[str, Info] = {}
         for name, info in source.infos.items():
             rows = info.shape[0] // experts
-            sides = {STACKS: (*info.shape[1:], rows), BIASES: (rows,)}
-            shape = next(
-                ((experts, *side) for ends, side in sides.items() if name.endswith(ends)),
-                info.shape,
-            )
+            shape = info.shape
+            if name.endswith(STACKS):
+                shape = (experts, *info.shape[1:], rows)  # transposed
+            elif name.endswith(BIASES):
+                shape = (experts, rows)
             self.infos[name] = Info(shape, info.dtype)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor; of a stack, experts."""
+        """Return rows [start, stop) of a tensor, or these experts of a stack."""
         if not name.endswith((*STACKS, *BIASES)):
             return self._source.rows(name, start, stop)
+        # `start` and `stop` count experts.
         rows = self._source.infos[name].shape[0] // self._experts
-        found = self._source.rows(name, start * rows, stop * rows).unflatten(
-            0, (stop - start, rows)
-        )
+        joined = self._source.rows(name, start * rows, stop * rows)
+        found = joined.unflatten(0, (stop - start, rows))  # [E, rows, columns]
         if name.endswith(_GATE_UP):
-            found = torch.stack(found.chunk(2, 1), 2).flatten(1, 2)  # gate and up in turns
+            # Let rows of gate and up alternate.
+            found = torch.stack(found.chunk(2, 1), 2).flatten(1, 2)
         return found.transpose(1, 2).contiguous() if name.endswith(STACKS) else found
 
 
 @dataclass(frozen=True)
 class GptOssWords(ExpertWords):
-    """Words of a class with sinks, biases everywhere and a clamped activation."""
+    """Config fields of a class with attention sinks, biases everywhere and a clamped activation."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
-        v |= dict.fromkeys(
-            ("add_qkv_bias", "add_attention_output_bias"), c.switch("attention_bias", True)
-        )
+        has_bias = c.switch("attention_bias", True)
+        v |= {"add_qkv_bias": has_bias, "add_attention_output_bias": has_bias}
         c.only(swiglu_limit=7.0, swiglu_alpha=1.702, experts_per_token=v["moe_router_topk"])
         packed = c.get("quantization_config")
-        if packed is not None and (
-            not isinstance(packed, Mapping) or packed.get("quant_method") != "mxfp4"
-        ):
-            c.faults.append(f"quantization_config is {shown(packed)}, megacp reads mxfp4")
+        is_mxfp4 = isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4"
+        if packed is not None and not is_mxfp4:
+            c.faults.append(f"quantization_config is {shown(packed)}, megacp can only read mxfp4")
         return v
 
     def to_hf(self, v: Values) -> Values:
-        window = (
-            v["window_size"] or _SIZES["sliding_window"]
-        )  # the library asks for one that no layer has
+        # The library requires a window even if no layer has one.
+        window = v["window_size"] or _SIZES["sliding_window"]
         own = {"attention_bias": v["add_qkv_bias"], "swiglu_limit": 7.0, "sliding_window": window}
         return super().to_hf(v) | own
 
 
 class GptOss(ExpertFamily):
-    """The family whose stacks lie on their sides."""
+    """The family whose expert matrices are transposed."""
 
     in_turns = True
 
     def native(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        # The class's default is YaRN, unlike that of other classes.
         usual = {
             "rope_type": "yarn",
             "factor": 32.0,
             "original_max_position_embeddings": 4096,
             "truncate": False,
         }
-        said = content.get("rope_parameters") or content.get("rope_scaling")
-        return content if said else {**content, "rope_parameters": usual}
+        if content.get("rope_parameters") or content.get("rope_scaling"):
+            return content
+        return {**content, "rope_parameters": usual}
 
     def links(
         self, values: Values, layout: str = "", infos: Mapping[str, Info] | None = None
@@ -249,14 +253,12 @@ _SIZES = OLMO2_SIZES | {
     "hidden_size": 2880,
     "intermediate_size": 2880,
     "head_dim": 64,
-}
-_SIZES |= {
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "vocab_size": 201088,
     "sliding_window": 128,
+    "max_position_embeddings": 131072,
 }
-_SIZES |= {"max_position_embeddings": 131072}
 _WORDS = GptOssWords(
     _SIZES,
     150000.0,
@@ -267,8 +269,10 @@ _WORDS = GptOssWords(
     chosen=4,
     has_norm=False,
     fixed={
-        **{"mlp_activation": "clamped_swiglu", "softmax_type": "learnable"},
-        **{"moe_router_bias": True, "add_mlp_bias": True},
+        "mlp_activation": "clamped_swiglu",
+        "softmax_type": "learnable",
+        "moe_router_bias": True,
+        "add_mlp_bias": True,
     },
 )
 GPT_OSS = GptOss(

@@ -1,7 +1,8 @@
-"""A Hugging Face folder: safetensors read row by row and written tensor by tensor.
+"""A Hugging Face folder: read safetensors row by row, and write them tensor by tensor.
 
-One tensor is in memory at a time: files are mapped when read, shards are dealt to the ranks that
-convert together. Pickled `.bin` files are refused: opening one runs its code.
+One tensor is in memory at a time: files are memory-mapped for reading, and weight files are
+distributed over the ranks of a conversion. Pickled `.bin` files are refused, because opening one
+runs its code.
 """
 
 from __future__ import annotations
@@ -33,47 +34,55 @@ from megacp.storage import files, wording
 from megacp.training.checkpoint import storage
 from megacp.training.checkpoint.outcome import on_all_ranks, on_rank_0
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _DTYPES = {name: dtype for name, dtype in storage.STORED_DTYPES.items() if dtype.is_floating_point}
-_LENGTH, _LONGEST_HEADER = 8, 100_000_000
-"""Bytes of the number that begins a safetensors file, and of the longest header that the library
-reads.
-"""
+# Bytes of the number at the start of a safetensors file, the length of its header.
+_LENGTH = 8
+# Bytes of the longest header that the library reads.
+_LONGEST_HEADER = 100_000_000
 MIB = 1 << 20
+# Seconds to wait for a file that another machine has written.
 SECONDS = 10.0
-"""Seconds to wait for a file that another machine has just made."""
+# Number of tensors that a message lists.
 _TOLD = 10
-"""Tensors that a message names."""
 _T = TypeVar("_T")
 
 
 def on_each(world: Axis, action: Callable[[], _T]) -> _T:
-    """The result of `action` on this rank; what it raises on any rank is one ValueError on all,
-    with the ranks.
+    """Run `action` on each rank and return this rank's result.
+
+    If it raises on any rank, raise one ValueError on all ranks, which names the failed ranks.
     """
     if world.size == 1:
         return action()
-    found: list[_T] = []  # no result of on_all_ranks, which would send it to the others
+    # on_all_ranks would send a result to the other ranks, so the action has none.
+    found: list[_T] = []
     on_all_ranks(world, lambda: found.append(action()), ValueError)
     return found[0]
 
 
 def on_first(world: Axis, action: Callable[[], _T]) -> _T:
-    """The small result of `action`, done by the first rank, on every rank; ValueError on all when
-    it raises.
+    """Run `action` on the first rank and return its result, which should be small, on all ranks.
+
+    If it raises, raise ValueError on all ranks.
     """
-    return action() if world.size == 1 else on_rank_0(world, action, ValueError)
+    if world.size == 1:
+        return action()
+    return on_rank_0(world, action, ValueError)
 
 
 def mine(items: Sequence[_T], world: Axis) -> Sequence[_T]:
-    """The items of this rank, in turns: nothing where there are more ranks than items."""
+    """Return this rank's items, dealt round-robin; empty if there are more ranks than items."""
     return items[world.rank :: world.size]
 
 
 def files_of(infos: Mapping[str, Info], max_bytes: int) -> list[list[str]]:
-    """The tensors of each file, in order; a file holds at most `max_bytes`, or a single larger
-    tensor.
+    """Return the tensor names of each file, in order.
+
+    A file has at most `max_bytes`, or a single larger tensor.
     """
+    # Fill files in order, so a file's tensors are neighbours in the model.
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():
@@ -86,26 +95,24 @@ def files_of(infos: Mapping[str, Info], max_bytes: int) -> list[list[str]]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Indented, as the library writes it; a link at `path` is replaced."""
-    files.write_atomically(
-        path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-    )
+    """Write JSON with the library's indentation; a link at `path` is replaced."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    files.write_atomically(path, text.encode())
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a regular file's content; a link at `target` is replaced, never written through."""
+    """Copy the content of a regular file; a link at `target` is replaced, never written through."""
     with files.open_regular(source) as given, files.replacement(target) as stream:
         shutil.copyfileobj(given, stream)
 
 
 class SafetensorsFolder:
-    """The weights of a folder as a Source: one file, or several with an index."""
+    """The weights of a folder as a Source: one file, or several files with an index."""
 
     def __init__(self, folder: Path, without: tuple[str, ...] = ()) -> None:
-        """Reads only headers; tensors whose names begin as one of `without` says are left out,
-        whatever they hold.
+        """Read the headers. Tensors whose names begin with one of `without` are left out unchecked.
 
-        Raises ValueError when there are no safetensors, or index and files disagree.
+        Raise ValueError if there are no safetensors, or if index and files disagree.
         """
         self.folder = folder
         self._without = without
@@ -113,58 +120,69 @@ class SafetensorsFolder:
         self.files: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         self._infos: dict[str, Info] = {}
+        # Open every file that the index names, and compare the tensors.
         listed = self._listed()
-        for name in sorted(set(listed.values())) if listed else [SINGLE]:
+        # Sorted, so messages do not depend on the index.
+        names = sorted(set(listed.values())) if listed else [SINGLE]
+        for name in names:
             self._add(name)
         if listed and listed != self._places:
             wrong = sorted(set(listed.items()) ^ set(self._places.items()))
             words = ", ".join(f"{tensor} ({file})" for tensor, file in wrong[:10])
-            raise ValueError(f"{folder / INDEX} and the files beside it disagree on {words}")
+            raise ValueError(f"{folder / INDEX} and the weight files disagree on {words}")
 
     def _listed(self) -> dict[str, str]:
-        single, several = ((self.folder / name).exists() for name in (SINGLE, INDEX))
-        if single == several:
-            what = "both" if single else "neither"
+        """Return tensor name -> file of the index; empty for a single file without an index."""
+        single = (self.folder / SINGLE).exists()
+        several = (self.folder / INDEX).exists()
+        if single and several:
+            raise ValueError(f"{self.folder} has both {SINGLE} and {INDEX}; remove one of them")
+        if not single and not several:
             raise ValueError(
-                f"{self.folder} has {what} {SINGLE} and {INDEX}; pickled files are not read"
+                f"{self.folder} has neither {SINGLE} nor {INDEX}; pickled files are not supported"
             )
         if single:
             return {}
         listed = read_object(self.folder / INDEX).get("weight_map")
-        if (
-            not isinstance(listed, dict)
-            or not listed
-            or not all(isinstance(v, str) for v in listed.values())
-        ):
-            raise ValueError(f"{self.folder / INDEX} has no weight_map of tensors and files")
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError(f"{self.folder / INDEX} has no weight_map from tensors to files")
+        if not all(isinstance(name, str) for name in listed.values()):
+            raise ValueError(f"{self.folder / INDEX} has no weight_map from tensors to files")
         for name in set(listed.values()):
+            # A path to another folder must not be read.
             if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
                 raise ValueError(
-                    f"{self.folder / INDEX} names {name!r}, which is no safetensors file of this "
-                    "folder"
+                    f"{self.folder / INDEX} names {name!r}, which is not a safetensors file of "
+                    "this folder"
                 )
         return listed
 
     def _add(self, name: str) -> None:
+        """Read the header of a file."""
         import safetensors
 
         try:
+            # The library would fail later, when it reads a missing tensor.
             require_complete(self.folder / name)
             file = safetensors.safe_open(self.folder / name, "pt")
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
         self.files[name] = file
         for tensor in file.keys():
+            # Tensors of a vision tower may have any dtype if only the text model is read.
             self._places[tensor] = name
             if tensor.startswith(self._without):
                 self.left_out.append(tensor)
                 continue
             described = file.get_slice(tensor)
             kind = described.get_dtype()
-            known = _DTYPES | ({"U8": torch.uint8} if tensor.endswith(PACKED) else {})
+            known = dict(_DTYPES)
+            if tensor.endswith(PACKED):
+                known["U8"] = torch.uint8
             if kind not in known:
                 raise ValueError(
-                    f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(known)}"
+                    f"{self.folder / name}: {tensor} has dtype {kind}, supported are "
+                    f"{', '.join(known)}"
                 )
             self._infos[tensor] = Info(tuple(described.get_shape()), known[kind])
 
@@ -173,11 +191,12 @@ class SafetensorsFolder:
         return self._infos
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor, as of any `Source`; the file is mapped, so a row is read from disk when
-        it is used.
+        """Return rows [start, stop) of a tensor. The file is memory-mapped, so a row is read from
+        disk when it is used.
 
-        Raises ValueError for numbers that are not finite, with all such tensors of the file.
+        Raise ValueError for inf or NaN, with all such tensors of the file.
         """
+        # Checked on every read: weights that are inf or NaN must not spread.
         place = self._places[name]
         found: torch.Tensor = self.files[place].get_slice(name)[start:stop]
         if not is_finite(found):
@@ -187,36 +206,41 @@ class SafetensorsFolder:
         return found
 
     def _not_finite(self, place: str) -> str:
-        """The tensors of a file that are not finite, each with a count."""
+        """Return the tensors of a file with inf or NaN, each with a count."""
         file = self.files[place]
+        # The slow count is only for the message.
         counts = [not_finite(name, file.get_tensor(name)) for name in file.keys()]
         return wording.listed([count for count in counts if count], _TOLD)
 
 
 def require_complete(path: Path) -> None:
-    """Raise ValueError when a safetensors file is shorter than its header says, or is a Git LFS
+    """Raise ValueError if a safetensors file is shorter than its header states, or is a Git LFS
     pointer.
 
-    Opens regular files only: the library would wait for the writer of a pipe. A header that cannot
-    be parsed is left to the library, which says why.
+    Only regular files are opened: the library would wait for the writer of a pipe. An invalid
+    header is left to the library, which explains it.
     """
+    # A pointer is a small text file that Git LFS leaves in place of a large one.
     files.refuse_pointer(path)
     with files.open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         expected = _expected_size(stream)
     if size < expected:
         raise ValueError(
-            f"{path}: the file is incomplete ({size:,} bytes found, {expected:,} expected)"
+            f"{path}: the file is incomplete ({size:,} bytes found, {expected:,} expected); "
+            "download it again"
         )
 
 
 def _expected_size(stream: BinaryIO) -> int:
-    """The least size of a safetensors file with this beginning; its size, if the header is
-    whole.
+    """Return the size of a safetensors file with this beginning, or a lower bound if its header is
+    incomplete.
     """
+    # A file that is cut inside its header must at least have the size of the header.
     beginning = stream.read(_LENGTH)
     if len(beginning) < _LENGTH:
         return _LENGTH
+    # A safetensors file is: length of the header, header as JSON, then values.
     length = int.from_bytes(beginning, "little")
     if length > _LONGEST_HEADER:
         return _LENGTH
@@ -227,8 +251,8 @@ def _expected_size(stream: BinaryIO) -> int:
 
 
 def _end_of_tensors(header: bytes) -> int:
-    """Where the last tensor ends, counted from the end of the header; 0 for a header that is not
-    understood.
+    """Return where the last tensor ends, relative to the end of the header; 0 for an invalid
+    header.
     """
     try:
         content = files.parse_json(header)
@@ -241,70 +265,65 @@ def _end_of_tensors(header: bytes) -> int:
 
 
 def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axis) -> list[Path]:
-    """Write all tensors of `source` in their order; one file, or shards of at most
-    `max_shard_bytes` with an index.
+    """Write all tensors of `source` in order; return the paths of the files.
 
-    Each rank writes files of its own; all ranks return together.
+    There is one file, or an index and files of at most `max_shard_bytes`. Each rank writes some of
+    the files; all ranks return together.
     """
     infos = source.infos
     shards = files_of(infos, max_shard_bytes)
     count = len(shards)
-    names = (
-        [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        if count > 1
-        else [SINGLE]
-    )
+    names = [SINGLE]
+    if count > 1:
+        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     paths = [folder / name for name in names]
 
     def write() -> None:
-        for path, of_file in mine(list(zip(paths, shards, strict=True)), world):
-            ordered = sorted(
-                of_file, key=lambda name: -infos[name].dtype.itemsize
-            )  # see `storage.header`
-            write_file(
-                source,
-                ordered,
-                path,
-                storage.header((n, infos[n].dtype, infos[n].shape) for n in ordered),
-            )
+        for path, in_file in mine(list(zip(paths, shards, strict=True)), world):
+            # Wide numbers come first, so all tensors are aligned; see `storage.header`.
+            ordered = sorted(in_file, key=lambda name: -infos[name].dtype.itemsize)
+            header = storage.header((n, infos[n].dtype, infos[n].shape) for n in ordered)
+            write_file(source, ordered, path, header)
 
     on_each(world, write)
     on_first(world, lambda: require_seen(paths))
     if count == 1:
         return paths
+    # Only several files need an index.
     total = {"total_size": sum(num_bytes(info) for info in infos.values())}
-    where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
+    where: dict[str, str] = {}
+    for path, in_file in zip(paths, shards, strict=True):
+        where |= dict.fromkeys(in_file, path.name)
     if world.rank == 0:
         write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
     return [*paths, folder / INDEX]
 
 
 def write_file(source: Source, names: Sequence[str], path: Path, header: bytes) -> None:
-    """Tensors of `source` one after another behind a header of theirs."""
+    """Write tensors of `source` in order, after their header."""
     with files.new_file(path, SECONDS) as stream:
         stream.write(header)
         for name in names:
             tensor = whole(source, name)
-            assert Info(tuple(tensor.shape), tensor.dtype) == source.infos[name], (
-                "it is not as planned"
-            )
+            read = Info(tuple(tensor.shape), tensor.dtype)
+            assert read == source.infos[name], f"{name} differs from its header"
             storage.write_values(stream, tensor)
 
 
 def require_seen(paths: Sequence[Path]) -> None:
-    """OSError when a file that some rank has written is not here, even after a while."""
+    """Wait until files written by other ranks are visible. Raise OSError after `SECONDS`."""
     for path in paths:
         files.seen(path.stat, SECONDS)
 
 
 @contextmanager
 def new_folder(output: Path, world: Axis) -> Iterator[Path]:
-    """A folder beside `output` that becomes it at the end of the block, and is removed when the
-    block raises.
+    """Yield a temporary folder next to `output`, which is renamed to it at the end of the block.
 
-    What a killed conversion to the same output has left goes first. ValueError when `output`
-    exists.
+    If the block raises, the folder is removed. Folders of killed conversions to the same output are
+    removed first. Raise ValueError if `output` exists.
     """
+    # In the same parent folder, so the final rename is atomic.
     folder = on_first(world, lambda: _made_beside(output))
 
     def place() -> None:
@@ -321,15 +340,19 @@ def new_folder(output: Path, world: Axis) -> Iterator[Path]:
 
 
 def _made_beside(output: Path) -> Path:
+    """Create the temporary folder of this process for `output`."""
     if output.exists() or output.is_symlink():
-        raise ValueError(f"--output {output} exists; nothing is ever written over")
-    beside, begin = output.absolute().parent, f"{output.name}.tmp-{socket.gethostname()}-"
+        raise ValueError(f"--output {output} exists and is never overwritten; choose a new folder")
+    parent = output.absolute().parent
+    begin = f"{output.name}.tmp-{socket.gethostname()}-"
     try:
-        beside.mkdir(parents=True, exist_ok=True)
-        for left in beside.glob(f"{glob.escape(begin)}*") if Path("/proc/self").exists() else ():
-            if not Path("/proc", left.name.removeprefix(begin)).exists():  # its process is no more
-                shutil.rmtree(left, ignore_errors=True)
-        folder = beside / f"{begin}{os.getpid()}"
+        parent.mkdir(parents=True, exist_ok=True)
+        if Path("/proc/self").exists():
+            # A folder whose process no longer runs is left over from a killed conversion.
+            for left in parent.glob(f"{glob.escape(begin)}*"):
+                if not Path("/proc", left.name.removeprefix(begin)).exists():
+                    shutil.rmtree(left, ignore_errors=True)
+        folder = parent / f"{begin}{os.getpid()}"
         folder.mkdir()
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error

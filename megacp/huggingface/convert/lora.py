@@ -1,12 +1,11 @@
-"""Low-rank pairs of a checkpoint: folded into the weights they stand beside, or as an adapter that
-peft loads.
+"""The LoRA pairs of a checkpoint: merged into their weights, or exported as a peft adapter.
 
-A folded weight is W + scale B A, summed in fp32 or wider and rounded once. Where the library joins
-linears that have pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks
-together: A stacked, B in blocks. Linears that share A have one pair as it is. Experts have one of
-all of them, as peft has it for a parameter: A by expert, B by rank, and that of gate and up one
-layer deeper. Of some families the other MLPs are written as parameters too, because peft takes
-modules of their names for the experts.
+A merged weight is W + scale B A, summed in fp32 or wider and rounded once. If the library joins
+linears that have separate pairs (Phi-3's qkv), the adapter has one pair with the sum of their
+ranks: A stacked, B block-diagonal. Linears that share A have one pair already. All experts have one
+pair, as in peft's pairs for parameters: A ordered by expert, B by rank. The pair of gate and up is
+one module deeper. In some families the other MLPs are written as parameters too, because peft
+treats modules with their names as experts.
 """
 
 from __future__ import annotations
@@ -30,71 +29,75 @@ from megacp.huggingface.convert.config_json import Values
 from megacp.huggingface.convert.family import Family
 from megacp.huggingface.convert.tensors import STACKS, Info, Link, Named, Source, whole
 
+# Prefix of names in an adapter: the wrapper of peft around the library's model.
 _PREFIX = "base_model.model."
-"""Prefix of names in an adapter: peft's model around the library's."""
 
 
 def stacks_beside(parameter: str) -> list[str]:
-    """Name both stacks of the experts in a layer."""
+    """Return the names of both stacks of experts in the layer of a stack."""
     return [parameter.partition(".experts.")[0] + end for end in STACKS]
 
 
 def modules_of_stacks(parameter: str, both: bool) -> str:
-    """Name the module where peft has the pair of a stack of experts; `both`: both stacks of the
-    layer have one.
+    """Return the module where peft has the pair of a stack of experts.
+
+    `both`: whether both stacks of the layer have a pair.
     """
     module = parameter.rpartition(".")[0]
-    return f"{module}.base_layer" if both and parameter.endswith(STACKS[0]) else module
+    # peft wraps the module once per pair, so the first pair is inside the second wrapper.
+    if both and parameter.endswith(STACKS[0]):
+        return f"{module}.base_layer"
+    return module
 
 
 def experts_in_link(link: Link) -> list[tuple[Named, ...]]:
-    """Return the matrices of each expert in a stack."""
-    each = 2 if link.theirs[0].name.endswith(STACKS[0]) else 1
-    return list(zip(*(link.ours[first::each] for first in range(each)), strict=True))
+    """Return the matrices of each expert in a stack: gate and up, or down."""
+    if link.theirs[0].name.endswith(STACKS[0]):
+        return list(zip(link.ours[::2], link.ours[1::2], strict=True))
+    return [(down,) for down in link.ours]
 
 
 class Pairs:
-    """The pairs in `source`, with the weights that they stand beside; itself a source with the
-    pairs folded in.
-    """
+    """The LoRA pairs of `source` with their weights; also a source with the pairs merged."""
 
     def __init__(self, source: Source, config: RunConfig) -> None:
-        self.source, self.config = source, config
+        self.source = source
+        self.config = config
         self.infos: Mapping[str, Info] = {
             name: info for name, info in source.infos.items() if not is_of_a_pair(name)
         }
 
     def __str__(self) -> str:
-        return f"low-rank pairs of {describe_pairs(self.config.model)}"
+        return f"LoRA adapters of {describe_pairs(self.config.model)}"
 
     def size(self, name: str) -> PairSize:
-        """Rank and alpha of the pair beside a weight."""
+        """Return rank and alpha of a weight's pair."""
         return self.config.model.lora_pairs[lora_kind(name.removesuffix(".weight"))]
 
     def down_name(self, name: str) -> str:
-        """The matrix A of the pair beside a weight, which may be that of another linear."""
+        """Return the name of A in a weight's pair. Another linear may have the same A."""
         stem = name.removesuffix(".weight")
         shares = self.size(name).shares
-        return f"{stem.rpartition('.')[0]}.{shares}.{A}" if shares else f"{stem}.{A}"
+        if shares:
+            return f"{stem.rpartition('.')[0]}.{shares}.{A}"
+        return f"{stem}.{A}"
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor."""
-        found, stem = self.source.rows(name, start, stop), name.removesuffix("weight")
+        """Return rows [start, stop) of a tensor, with its pair merged."""
+        found = self.source.rows(name, start, stop)
+        stem = name.removesuffix("weight")
         if f"{stem}{B}" not in self.source.infos:
             return found
         wide = accumulation_dtype(found.dtype)
-        up, down = (
-            self.source.rows(f"{stem}{B}", start, stop),
-            whole(self.source, self.down_name(name)),
-        )
-        # [rows, r] x [r, inputs] -> [rows, inputs]
-        scale = self.size(name).scale
-        return found.to(wide).addmm(up.to(wide), down.to(wide), alpha=scale).to(found.dtype)
+        up = self.source.rows(f"{stem}{B}", start, stop).to(wide)  # [rows, r]
+        down = whole(self.source, self.down_name(name)).to(wide)  # [r, inputs]
+        merged = found.to(wide).addmm(up, down, alpha=self.size(name).scale)  # [rows, inputs]
+        return merged.to(found.dtype)
 
 
 def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs | None]:
-    """A checkpoint's weights and config as those of a model without pairs, and the pairs that it
-    has.
+    """Return a checkpoint's weights and config with the pairs merged, and the pairs (None without
+    any).
     """
     if config.model.lora_rank == 0:
         return source, config, None
@@ -111,7 +114,7 @@ def write_adapter(
     base: str | None,
     dtype: torch.dtype | None,
 ) -> int:
-    """Fill a folder that peft loads, for the model named `base`; its elements."""
+    """Write an adapter for the model named `base` in a folder; return its number of elements."""
     from safetensors.torch import save_file
 
     tensors = dict[str, torch.Tensor]()
@@ -135,15 +138,13 @@ class _Joined:
 
 
 def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str, str, _Joined]]:
-    """Yield each module or parameter of the library that has a pair: its name, the pair's module,
-    and the pair.
-    """
-    infos, links = pairs.source.infos, family.links_of_modules(values)
-    targets = {
-        link.theirs[0].name
-        for link in links
-        if any(_stem(named) + B in infos for named in link.ours)
-    }
+    """Yield the name of each module or parameter with a pair, the pair's module, and the pair."""
+    infos = pairs.source.infos
+    links = family.links_of_modules(values)
+    targets = set[str]()
+    for link in links:
+        if any(_stem(named) + B in infos for named in link.ours):
+            targets.add(link.theirs[0].name)
     beside_experts = family.peft_converts or any(name.endswith(STACKS) for name in targets)
     for link in links:
         name = link.theirs[0].name
@@ -157,6 +158,7 @@ def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str,
         of_experts = _joined_pair(pairs, experts_in_link(link))
         up = torch.stack([pair.up for pair in of_experts], 2)  # [rows, r, E]
         if family.in_turns and name.endswith(STACKS[0]):
+            # Let rows of gate and up alternate.
             up = torch.stack(up.chunk(2), 1).flatten(0, 1)
         down = torch.cat([pair.down for pair in of_experts])
         module = modules_of_stacks(name, targets.issuperset(stacks_beside(name)))
@@ -164,30 +166,32 @@ def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str,
 
 
 def _stem(named: Named) -> str:
+    """Return the name of a weight's linear, with a dot."""
     return named.name.removesuffix("weight")
 
 
 def _joined_pair(pairs: Pairs, groups: Sequence[Sequence[Named]]) -> list[_Joined]:
-    """Return a pair of each group of joined linears, all of one rank; at least one linear of a
-    group has a pair.
+    """Return one pair per group of joined linears, all with the same rank.
 
-    All A of a group are stacked, and B of a linear is in the columns of its A.
+    All A of a group are stacked, and the B of a linear is in the columns of its A. At least one
+    linear of a group must have a pair.
     """
     infos = pairs.source.infos
     has = [f"{_stem(named)}{B}" in infos for named in groups[0]]
     names = [pairs.down_name(named.name) for named, one in zip(groups[0], has, strict=True) if one]
     sizes = [pairs.size(named.name) for named, one in zip(groups[0], has, strict=True) if one]
+    # Linears may share an A: `places` has for each pair the index of its A.
     own = list(dict.fromkeys(names))
     places = [own.index(name) for name in names]
     of_groups = []
-    ranks = [1] * len(own)
+    ranks = [1] * len(own)  # of each A
     for group in groups:
         with_pair = [named for named, one in zip(group, has, strict=True) if one]
         downs = {pairs.down_name(named.name): named for named in with_pair}
         a = [whole(pairs.source, name) for name in downs]
         b = [whole(pairs.source, f"{_stem(named)}{B}") for named in with_pair]
         of_groups.append((a, b))
-        # zeros that an adapter got for its rank are not written
+        # Zeros that padded an adapter to its rank are not written.
         for place, up in zip(places, b, strict=True):
             ranks[place] = max(ranks[place], _rank(a[place], up))
     return [
@@ -205,8 +209,10 @@ def _stacked(
     downs: Sequence[torch.Tensor],
     ups: Sequence[torch.Tensor],
 ) -> _Joined:
-    """Stack the pairs of joined linears; `places`: which of `downs` belongs to each of `ups`,
-    `ranks`: of `downs`.
+    """Stack the pairs of joined linears.
+
+    `has`: whether each linear of the group has a pair. `places`: for each of `ups`, the index of
+    its A in `downs`. `ranks`: rank of each of `downs`.
     """
     cut = [_cut(size, ranks[place]) for place, size in zip(places, sizes, strict=True)]
     scale = cut[0].scale
@@ -217,6 +223,7 @@ def _stacked(
         if one:
             place, size, up = next(given)
             up = up[:, : ranks[place]]
+            # The joined pair has one scale, so B is multiplied by the ratio.
             factor = size.scale / scale
             if not math.isclose(factor, 1.0, rel_tol=1e-12):
                 up = (up.double() * factor).to(accumulation_dtype(up.dtype))
@@ -227,15 +234,17 @@ def _stacked(
     down = torch.cat([of_one[:rank] for of_one, rank in zip(downs, ranks, strict=True)])
     alpha = scale * sum(ranks)
     if all(math.isclose(size.scale, scale, rel_tol=1e-12) for size in cut):
-        alpha = sum(dict(zip(places, (size.alpha for size in cut), strict=True)).values())
+        # The sum of the alphas of all A gives the same scale without rounding.
+        alpha_of_place = {place: size.alpha for place, size in zip(places, cut, strict=True)}
+        alpha = sum(alpha_of_place.values())
     return _Joined(down, torch.cat(blocks), PairSize(sum(ranks), alpha))
 
 
 def _cut(size: PairSize, rank: int) -> PairSize:
-    """Return the size of a pair without the zeros above its rank.
+    """Return the size of a pair that is cut to `rank`, without the zeros that padded it.
 
-    Alpha stays if B then changes by a power of two, without rounding: it did not change when the
-    zeros were added.
+    If the ranks differ by a power of two, alpha stays and B is multiplied by that power, which is
+    exact; the adapter had this alpha before it was padded.
     """
     if rank == size.rank:
         return replace(size, shares="")
@@ -244,16 +253,17 @@ def _cut(size: PairSize, rank: int) -> PairSize:
 
 
 def _rank(down: torch.Tensor, up: torch.Tensor) -> int:
-    """Return the rank of a pair without its last rows of A and columns of B that are zero; at least
-    1.
+    """Return the rank of a pair without zeros at the end, where row of A and column of B are zero;
+    at least 1.
     """
     used = (down != 0).any(1) | (up != 0).any(0)
     return max([1, *(used.nonzero().flatten() + 1).tolist()])
 
 
 def _config(model: ModelConfig, sizes: Mapping[str, PairSize], base: str | None) -> dict[str, Any]:
-    """Return an adapter_config.json; `sizes` by module or parameter."""
+    """Return an adapter_config.json; `sizes` has the modules and parameters with pairs."""
     usual = model.usual_pair
+    # Names of parameters end in `.weight` or are stacks; other names are modules.
     parameters = sorted(name for name in sizes if name.endswith((*STACKS, ".weight")))
     content = {
         "peft_type": "LORA",
@@ -261,7 +271,7 @@ def _config(model: ModelConfig, sizes: Mapping[str, PairSize], base: str | None)
         "base_model_name_or_path": base,
         "r": usual.rank,
         "lora_alpha": usual.alpha,
-        # peft has no dropout on pairs beside parameters
+        # peft does not support dropout for pairs of parameters.
         "lora_dropout": 0.0 if parameters else model.lora_dropout,
         "target_modules": sorted(sizes.keys() - set(parameters)) or None,
         "rank_pattern": {

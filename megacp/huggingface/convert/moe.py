@@ -1,5 +1,7 @@
-"""Families with experts. Released folders hold tensors of single experts, as checkpoints of ours
-do; the library's own modules hold those of all experts stacked, and some folders have them so.
+"""Families with experts.
+
+Released folders have one tensor per expert and matrix, like our checkpoints. The library's modules
+stack the matrices of all experts, and some folders do, too.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ from megacp.huggingface.convert.words import (
     routed_layers,
 )
 
+# Fields of the number of experts.
 _COUNTS = ("num_local_experts", "num_experts")
+# The layout of a folder with stacked experts, which can only be read.
 _STACKED = "stacked"
-"""The layout of a folder with stacked experts, which is read alone."""
 
 
 def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[str, ...]]:
-    """The router and the matrices of each expert, with their words for gate, up and down."""
+    """Return the rows of the router and of each expert; `words` name gate, up and down."""
+    # The library calls the router a gate.
     rows = {"gate.weight": "router.weight"}
     for word, name in zip(words, ("gate", "up", "down"), strict=True):
         rows[f"experts.{{e}}.{word}.weight"] = f"experts.{{e}}.{name}.weight"
@@ -46,29 +50,29 @@ def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[s
     }
 
 
+# Mixtral's name of the block. Folders with stacked experts use the name of other families.
 _BLOCK = "block_sparse_moe"
-"""Mixtral's word; with stacked experts it has that of others."""
 _WORDS = ("gate_proj", "up_proj", "down_proj")
 _EACH = DECODER | _experts("mlp", _WORDS)
 _MIXTRAL = DECODER | _experts(_BLOCK, ("w1", "w3", "w2"))
 
 
 def _shared(word: str) -> dict[str, str | tuple[str, ...]]:
-    """An MLP of all tokens."""
-    begin, names = (
-        f"model.layers.{{i}}.mlp.{word}",
-        zip(_WORDS, ("gate", "up", "down"), strict=True),
-    )
+    """Return the rows of a shared expert, which processes all tokens."""
+    begin = f"model.layers.{{i}}.mlp.{word}"
+    names = zip(_WORDS, ("gate", "up", "down"), strict=True)
     return {
         f"{begin}.{theirs}.weight": f"layers.{{i}}.mlp.shared.{ours}.weight"
         for theirs, ours in names
     }
 
 
+# The gate of the shared expert.
 _GATE = {"model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.mlp.shared_gate.weight"}
 QWEN3_5_MOE: Table = QWEN3_5 | _EACH | _shared("shared_expert") | _GATE
 
 
+# The correction of the choice of experts.
 _CORRECTION = {
     "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.correction"
 }
@@ -76,34 +80,37 @@ _GLM: Table = _EACH | _shared("shared_experts") | _CORRECTION
 
 
 def stacked(table: Table, experts: int) -> Table:
-    """Gate and up of each expert in turn, `[E, 2 I, h]`, and down, `[E, h, I]`, behind a router as
-    others name it; and their biases.
+    """Return a table for stacked experts, with their biases.
+
+    The stacks, joined along dim 0, are gate and up of each expert, `[E, 2 I, h]`, and down,
+    `[E, h, I]`. The router has the same name in all families.
     """
-    table = {
+    # Keep all rows that are not of single experts.
+    found = {
         theirs.replace(_BLOCK, "mlp"): ours for theirs, ours in table.items() if "{e}" not in theirs
     }
-    layer = next(theirs for theirs in table if "{i}" in theirs).partition("{i}")[0]
+    layer = next(theirs for theirs in found if "{i}" in theirs).partition("{i}")[0]
+    # `links_of` skips biases that a model does not have.
     for ends, kind in ((STACKS, "weight"), (BIASES, "bias")):
         for end, names in zip(ends, (("gate", "up"), ("down",)), strict=True):
-            ours = [
-                f"layers.{{i}}.mlp.experts.{e}.{name}.{kind}"
-                for e in range(experts)
-                for name in names
-            ]
-            table[f"{layer}{{i}}.mlp{end}"] = tuple(ours)
-    return table
+            # Experts are the outer dimension: gate and up of an expert are next to each other.
+            ours = []
+            for e in range(experts):
+                ours += [f"layers.{{i}}.mlp.experts.{e}.{name}.{kind}" for name in names]
+            found[f"{layer}{{i}}.mlp{end}"] = tuple(ours)
+    return found
 
 
 class ExpertFamily(Family):
-    """A family whose folders may have their experts stacked."""
+    """A family whose folders may stack their experts."""
 
     def links(
         self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None
     ) -> list[Link]:
-        count = values["num_experts"]
-        return self.links_of_table(
-            stacked(self.table, count) if layout == _STACKED else self.table, values
-        )
+        table = self.table
+        if layout == _STACKED:
+            table = stacked(table, values["num_experts"])
+        return self.links_of_table(table, values)
 
     def links_of_modules(self, values: Values) -> list[Link]:
         return self.links(values, _STACKED)
@@ -113,29 +120,33 @@ class ExpertFamily(Family):
 
 
 class Glm4Moe(ExpertFamily):
-    """The family with a further layer behind the last."""
+    """The family with one more layer, for multi-token prediction, after the last."""
 
     usual_further_layers = 1
 
 
 @dataclass(frozen=True)
 class ExpertWords(Words):
-    """Words of a class with experts in every layer, as wide as its config says of an MLP."""
+    """Config fields of a class with experts in every layer, as wide as its field for MLPs."""
 
     experts: tuple[str, int] = ("num_experts", 64)
-    """Its field of their number, which the library reads by either of _COUNTS, and how many without
-    it.
+    """The class's field for the number of experts, and its default. The library reads the field by
+    either name in _COUNTS.
     """
     chosen: int = 8
+    """Default number of experts per token."""
     has_norm: bool = True
-    """Whether `norm_topk_prob` says that a token's weights are those of the chosen alone; they
-    always are otherwise.
+    """Whether the class has `norm_topk_prob`, which normalises a token's weights over its chosen
+    experts. Without the field they are always normalised.
     """
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
+        # Configs use either name of the number of experts.
         name = next((name for name in _COUNTS if c.get(name) is not None), self.experts[0])
-        count = v["num_experts"] = c.number(name, self.experts[1], high=MAX_EXPERTS)
+        count = c.number(name, self.experts[1], high=MAX_EXPERTS)
+        v["num_experts"] = count
+        # Both names, if present, must agree.
         c.only(**dict.fromkeys(_COUNTS, count))
         v["moe_router_topk"] = c.number("num_experts_per_tok", self.chosen, high=count)
         v["moe_router_pre_softmax"] = self.has_norm and not c.switch("norm_topk_prob")
@@ -145,18 +156,20 @@ class ExpertWords(Words):
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v) | {"intermediate_size": resolved(v)["ffn_hidden_size"]}
         content |= {self.experts[0]: v["num_experts"], "num_experts_per_tok": v["moe_router_topk"]}
-        return content | (
-            {"norm_topk_prob": not v["moe_router_pre_softmax"]} if self.has_norm else {}
-        )
+        if self.has_norm:
+            content["norm_topk_prob"] = not v["moe_router_pre_softmax"]
+        return content
 
 
 @dataclass(frozen=True)
 class Qwen3MoeWords(ExpertWords):
-    """Words of a class with dense layers between, whose MLPs have a width of their own."""
+    """Config fields of a class that may also have dense layers, whose MLPs have another width."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
-        every, dense = c.number("decoder_sparse_step", 1), c.get("mlp_only_layers") or []
+        every = c.number("decoder_sparse_step", 1)
+        dense = c.get("mlp_only_layers") or []
+        # A layer has experts if it is one of every N layers and not listed as dense.
         sparse = range(every - 1, v["num_layers"], every) if isinstance(dense, list) else ()
         routed = [i in sparse and i not in dense for i in range(v["num_layers"])]
         if not any(routed):
@@ -170,6 +183,7 @@ class Qwen3MoeWords(ExpertWords):
         routed = routed_layers(v)
         pattern = layer_pattern(routed) or ""
         every = int(pattern) if pattern.isdigit() else 1
+        # Layers that follow no step are listed individually.
         content = super().to_hf(v) | {
             "intermediate_size": v["ffn_hidden_size"],
             "decoder_sparse_step": every,
@@ -180,7 +194,7 @@ class Qwen3MoeWords(ExpertWords):
 
 @dataclass(frozen=True)
 class Qwen35MoeWords(Qwen35Words, ExpertWords):
-    """Words of a class whose experts stand beside one for all tokens, behind a gate."""
+    """Config fields of a class with a gated shared expert."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         width = c.number("shared_expert_intermediate_size", 512)
@@ -193,30 +207,29 @@ class Qwen35MoeWords(Qwen35Words, ExpertWords):
         content = super().to_hf(v) | {
             "shared_expert_intermediate_size": v["moe_shared_expert_intermediate_size"]
         }
+        # The class has no dense MLP, so it has only the width of experts.
         return content | {"moe_intermediate_size": content.pop("intermediate_size")}
 
 
 @dataclass(frozen=True)
 class Glm4MoeWords(ExpertWords):
-    """Words of a class with dense layers first, and sigmoids with a correction, in groups, behind
-    them.
+    """Config fields of a class with dense layers first; later layers route by sigmoids with a
+    correction, in groups of experts.
     """
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
-        first, width = (
-            c.number("first_k_dense_replace", 1, low=0),
-            c.number("moe_intermediate_size", 1408),
-        )
+        first = c.number("first_k_dense_replace", 1, low=0)
+        width = c.number("moe_intermediate_size", 1408)
+        # All layers after the first dense ones have experts.
         routed = [i >= first for i in range(v["num_layers"])]
         if not any(routed):
             c.faults.append(f"first_k_dense_replace {first}: no layer has experts")
         v |= {"moe_ffn_hidden_size": width, "moe_layer_freq": expert_pattern(routed)}
+        # Our single shared expert is as wide as all of the library's together.
         v["moe_shared_expert_intermediate_size"] = width * c.number("n_shared_experts", 1)
-        v |= {
-            "moe_router_pre_softmax": not c.switch("norm_topk_prob", True),
-            "add_qkv_bias": c.switch("attention_bias"),
-        }
+        v["moe_router_pre_softmax"] = not c.switch("norm_topk_prob", True)
+        v["add_qkv_bias"] = c.switch("attention_bias")
         v["qk_layernorm"] = "head" if c.switch("use_qk_norm") else "off"
         v["moe_router_topk_scaling_factor"] = c.number(
             "routed_scaling_factor", 1.0, float, 1e-6, 1e6
@@ -224,41 +237,45 @@ class Glm4MoeWords(ExpertWords):
         return v | {ours: c.number(theirs, 1) for theirs, ours in _GROUPS.items()}
 
     def to_hf(self, v: Values) -> Values:
-        routed, width = routed_layers(v), resolved(v)["moe_ffn_hidden_size"]
+        routed = routed_layers(v)
+        width = resolved(v)["moe_ffn_hidden_size"]
         content = super().to_hf(v) | {theirs: v[ours] for theirs, ours in _GROUPS.items()}
         content |= {"intermediate_size": v["ffn_hidden_size"], "moe_intermediate_size": width}
+        # A model whose dense layers are not first reads back differently and is refused.
         first = routed.index(True) if any(routed) else len(routed)
         content |= {"first_k_dense_replace": first, "num_nextn_predict_layers": 0}
-        content["n_shared_experts"] = (v["moe_shared_expert_intermediate_size"] or 0) // (
-            width or 1
-        )
-        content |= {
-            "norm_topk_prob": not v["moe_router_pre_softmax"],
-            "attention_bias": v["add_qkv_bias"],
-        }
+        shared = v["moe_shared_expert_intermediate_size"] or 0
+        content["n_shared_experts"] = shared // (width or 1)
+        content["norm_topk_prob"] = not v["moe_router_pre_softmax"]
+        content["attention_bias"] = v["add_qkv_bias"]
         content["routed_scaling_factor"] = v["moe_router_topk_scaling_factor"]
         return content | {"use_qk_norm": v["qk_layernorm"] == "head"}
 
 
+# Fields of groups of experts -> our flags.
 _GROUPS = {"n_group": "moe_router_num_groups", "topk_group": "moe_router_group_topk"}
+# The library's defaults for sizes that a config omits, and the fields of each class.
+
 _MIXTRAL_SIZES = OLMO2_SIZES | {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "vocab_size": 32000,
+    "max_position_embeddings": 131072,
 }
-_MIXTRAL_SIZES |= {"max_position_embeddings": 131072}
 _OLMOE_SIZES = OLMO2_SIZES | {
     "num_hidden_layers": 16,
     "num_attention_heads": 16,
     "intermediate_size": 2048,
+    "hidden_size": 2048,
+    "max_position_embeddings": 4096,
 }
-_OLMOE_SIZES |= {"hidden_size": 2048, "max_position_embeddings": 4096}
 _QWEN3_SIZES = QWEN2_SIZES | {
     "num_hidden_layers": 24,
     "hidden_size": 2048,
     "intermediate_size": 6144,
+    "num_key_value_heads": 4,
 }
-_QWEN3_SIZES |= {"num_key_value_heads": 4}
+# Mixtral normalises the weights of the chosen experts.
 _MIXTRAL_WORDS = ExpertWords(
     _MIXTRAL_SIZES,
     1e6,
@@ -274,8 +291,13 @@ _QWEN3_WORDS = Qwen3MoeWords(
 QWEN3_5_MOE_SIZES = {
     name: size for name, size in QWEN3_5_SIZES.items() if name != "intermediate_size"
 }
-QWEN3_5_MOE_SIZES |= {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2}
-QWEN3_5_MOE_SIZES |= {"moe_intermediate_size": 512}
+QWEN3_5_MOE_SIZES |= {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+}
+# The widths of the shared expert and of other experts are separate fields.
 QWEN3_5_MOE_WORDS = Qwen35MoeWords(
     QWEN3_5_MOE_SIZES,
     head_dim=True,
@@ -285,9 +307,16 @@ QWEN3_5_MOE_WORDS = Qwen35MoeWords(
     experts=("num_experts", 256),
     has_norm=False,
 )
-_GLM_SIZES = OLMO2_SIZES | {"hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96}
-_GLM_SIZES |= {"num_key_value_heads": 8, "intermediate_size": 10944, "vocab_size": 151552}
-_GLM_SIZES |= {"max_position_embeddings": 131072}
+_GLM_SIZES = OLMO2_SIZES | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "intermediate_size": 10944,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+}
+# GLM-4.5 chooses experts by sigmoids.
 _GLM_WORDS = Glm4MoeWords(
     _GLM_SIZES,
     rotary_part=0.5,
@@ -295,10 +324,10 @@ _GLM_WORDS = Glm4MoeWords(
     has_norm=False,
     fixed={"moe_router_score_function": "sigmoid"},
 )
+# Fields about an auxiliary loss of training.
 TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
-"""Keys of a loss that training may add."""
+# Fields that are ignored. The class has no dense MLP, so `intermediate_size` has no effect.
 QWEN3_5_MOE_SILENT = QWEN3_5_SILENT | TRAINING | {"intermediate_size"}
-"""There is no dense MLP that would have the width."""
 
 
 def _family(
@@ -311,6 +340,7 @@ def _family(
     kind: type[ExpertFamily] = ExpertFamily,
     peft_converts: bool = True,
 ) -> Family:
+    """Return a family with experts whose config is read and written by `words`."""
     return kind(
         name,
         f"{cls}ForCausalLM",

@@ -1,8 +1,7 @@
-"""Molmo2: the tensors and config fields of both of its layouts, the library's own and the released
-one.
+"""Molmo2: tensors and config fields of its two layouts, the library's and the released one.
 
 The layouts differ in names, in fused tensors (q, k, v in `att_proj`; up, then gate, in `ff_proj`)
-and in where the embedding is split. The config is read in the library's spelling.
+and in how the embedding is split. Configs are read with the library's field names.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from megacp.huggingface.convert.tensors import Info, Link, Named
 from megacp.huggingface.convert.words import SIZES, UNWRITTEN, model_of, sizes_from_hf, sizes_to_hf
 from megacp.training.data.vision.molmo2 import Molmo2Rules
 
+# Config fields with ids of image tokens -> names of these tokens in the image rules.
 _TOKEN_FIELDS = {
     "image_start_token_id": "image_start",
     "low_res_image_start_token_id": "low_res_image_start",
@@ -25,23 +25,27 @@ _TOKEN_FIELDS = {
     "frame_start_token_id": "frame_start",
     "frame_end_token_id": "frame_end",
 }
-"""Ids that stand in the config, by the names of the image rules."""
+# The released embedding: the vocabulary, then the image tokens.
 _SPLIT_EMBEDDING = ("model.transformer.wte.embedding", "model.transformer.wte.new_embedding")
 
 
 def _both(theirs: str, ours: str) -> dict[str, str]:
+    """Return the rows of a module with weight and bias."""
     return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
 
 
 def _attention_rows(theirs: str, ours: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Their q, k, v and output in order."""
-    pairs = zip(names, ("q", "k", "v", "output"), strict=True)
-    return {
-        k: v for their, our in pairs for k, v in _both(f"{theirs}.{their}", f"{ours}.{our}").items()
-    }
+    """Return the rows of an attention block; `names` are the names of q, k, v, output."""
+    rows: dict[str, str] = {}
+    for their, our in zip(names, ("q", "k", "v", "output"), strict=True):
+        rows |= _both(f"{theirs}.{their}", f"{ours}.{our}")
+    return rows
 
 
-_PROJ, _W = ("q_proj", "k_proj", "v_proj", "o_proj"), ("wq", "wk", "wv", "wo")
+# Names of q, k, v and output in both layouts.
+_PROJ = ("q_proj", "k_proj", "v_proj", "o_proj")
+_W = ("wq", "wk", "wv", "wo")
+# The library's names.
 NATIVE_TABLE = {
     **{
         theirs.replace("model.", "model.language_model.", 1): ours
@@ -61,8 +65,11 @@ NATIVE_TABLE = {
     "model.multi_modal_projector.image_projector.up_proj.weight": "connector.mlp.up.weight",
     "model.multi_modal_projector.image_projector.down_proj.weight": "connector.mlp.down.weight",
 }
+# The released names.
 _BLOCK = "model.transformer.blocks.{i}"
+# A layer of the tower.
 _RESBLOCK = "model.vision_backbone.image_vit.transformer.resblocks.{v}"
+# Fused: q, k and v in `att_proj`; up, then gate, in `ff_proj`.
 RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
     f"{_BLOCK}.attn_norm.weight": "layers.{i}.attention_norm.weight",
     f"{_BLOCK}.self_attn.att_proj.weight": tuple(
@@ -91,15 +98,17 @@ RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
 }
 
 
+# Defaults of transformers' Molmo2TextConfig.
 _TEXT = {
     **SIZES,
     "num_hidden_layers": 36,
     "intermediate_size": 12288,
     "num_key_value_heads": 8,
     "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 36864,
 }
-_TEXT |= {"vocab_size": 151936, "max_position_embeddings": 36864}
-"""Defaults of transformers' Molmo2TextConfig."""
+# Size in the config -> our flag and the library's default.
 _TOWER = {
     "vision_config.num_hidden_layers": ("vision_num_layers", 25),
     "vision_config.hidden_size": ("vision_hidden_size", 1152),
@@ -108,10 +117,10 @@ _TOWER = {
     "vision_config.patch_size": ("vision_patch_size", 14),
     "adapter_config.intermediate_size": ("connector_ffn_hidden_size", 18944),
 }
-"""Their size -> our flag and the library's default."""
 
 
 def _from_hf(c: ConfigJson) -> Values:
+    """Return our flags for a config with the library's field names."""
     v = UNWRITTEN | sizes_from_hf(c, _TEXT, "text_config.")
     v |= {
         "untie_embeddings_and_output_weights": True,
@@ -121,11 +130,13 @@ def _from_hf(c: ConfigJson) -> Values:
     v["add_qkv_bias"] = c.switch("text_config.attention_bias")
     v["additional_vocab_size"] = c.number("text_config.additional_vocab_size", 128)
     for path, (ours, default) in _TOWER.items():
-        v[ours] = c.number(path, default, high=4096 if ours == "vision_num_layers" else 2**31 - 1)
-    # the library's class has no pair of tensors to tie, so its head is its own whatever these
-    # fields say
+        high = 4096 if ours == "vision_num_layers" else 2**31 - 1
+        v[ours] = c.number(path, default, high=high)
+    # The library's class cannot tie its head, so these fields have no effect.
     c.switch("tie_word_embeddings")
     c.switch("text_config.tie_word_embeddings")
+    # Settings with only one supported value.
+    # Each of these fields selects one of several implementations in the library.
     c.only("text_config.", qk_norm_type="qwen3", norm_after=False)
     c.only("text_config.", use_qk_norm=True, embedding_dropout=0.0, residual_dropout=0.0)
     c.only("vision_config.", layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
@@ -151,94 +162,111 @@ def _from_hf(c: ConfigJson) -> Values:
     )
     c.full_attention(v["num_layers"], "text_config.")
     scaled = c.get("text_config.rope_scaling_layers")
-    if (
-        scaled is not None
-        and v.get("rope_scaling") != "none"
-        and scaled != list(range(v["num_layers"]))
-    ):
+    # Without scaling the field has no effect.
+    is_scaled = scaled is not None and v.get("rope_scaling") != "none"
+    if is_scaled and scaled != list(range(v["num_layers"])):
         c.faults.append(
             f"text_config.rope_scaling_layers is {shown(scaled)}, megacp can only scale all layers"
         )
-    size = c.get("vision_config.image_size") or [378, 378]
-    square = isinstance(size, list) and len(size) == 2 and size[0] == size[1]
-    if square and type(size[0]) is int and 1 <= size[0] < 2**31:
-        v["vision_image_size"] = size[0]
-        patches, count = (
-            (size[0] // v["vision_patch_size"]) ** 2,
-            c.get("vision_config.num_position_embeddings"),
-        )
-        if count not in (None, patches):
-            c.faults.append(
-                f"vision_config.num_position_embeddings is {shown(count)}, a crop has {patches} "
-                "patches"
-            )
-    else:
-        c.faults.append(
-            f"vision_config.image_size is {shown(size)}, megacp can only express squares"
-        )
+    _read_image_size(c, v)
     for path, (default, one) in _twins(v).items():
-        if (found := c.get(path, default)) != one:
+        # The connector's sizes must match those of the tower and the text model.
+        found = c.get(path, default)
+        if found != one:
             c.faults.append(
-                f"{path} is {shown(found)}, megacp can only express {one} as in what it joins"
+                f"{path} is {shown(found)}, but the sizes of the modules that it connects require "
+                f"{one}"
             )
-    path, count = "adapter_config.vision_feature_layer", v["vision_num_layers"]
-    chosen = c.get(path) or [24, 18]
-    two = isinstance(chosen, list) and len(chosen) == 2
-    if not two or not all(type(i) is int and -count <= i < count for i in chosen):
-        c.faults.append(
-            f"{path} is {shown(chosen)}, megacp can only express two of the {count} layers"
-        )
-    elif max(layer % count for layer in chosen) != count - 1:
-        c.faults.append(
-            f"{path} is {chosen}, which leaves layers of vision_config.num_hidden_layers {count} "
-            "unread"
-        )
-    else:
-        v["vision_feature_layers"] = tuple(chosen)
+    _read_feature_layers(c, v)
     return v
 
 
+def _read_image_size(c: ConfigJson, v: Values) -> None:
+    """Read the size of a crop, which must be square, into the flags."""
+    size = c.get("vision_config.image_size") or [378, 378]
+    is_square = isinstance(size, list) and len(size) == 2 and size[0] == size[1]
+    if not is_square or type(size[0]) is not int or not 1 <= size[0] < 2**31:
+        c.faults.append(
+            f"vision_config.image_size is {shown(size)}, megacp can only express squares"
+        )
+        return
+    v["vision_image_size"] = size[0]
+    # A crop is cut into square patches, each with a learned position.
+    patches = (size[0] // v["vision_patch_size"]) ** 2
+    count = c.get("vision_config.num_position_embeddings")
+    if count not in (None, patches):
+        c.faults.append(
+            f"vision_config.num_position_embeddings is {shown(count)}, but a crop has {patches} "
+            "patches"
+        )
+
+
+def _read_feature_layers(c: ConfigJson, v: Values) -> None:
+    """Read which layers of the tower the connector uses; the last must be one of them."""
+    path = "adapter_config.vision_feature_layer"
+    count = v["vision_num_layers"]
+    # The default of the library; negative numbers count from the last layer.
+    chosen = c.get(path) or [24, 18]
+    is_pair = isinstance(chosen, list) and len(chosen) == 2
+    if not is_pair or not all(type(i) is int and -count <= i < count for i in chosen):
+        c.faults.append(
+            f"{path} is {shown(chosen)}, megacp can only express two of the {count} layers"
+        )
+    # Layers after the last one that is used would be trained without effect.
+    elif max(layer % count for layer in chosen) != count - 1:
+        c.faults.append(
+            f"{path} is {chosen}, which does not use the last layers of "
+            f"vision_config.num_hidden_layers {count}"
+        )
+    else:
+        v["vision_feature_layers"] = tuple(chosen)
+
+
 def _twins(v: Values) -> dict[str, tuple[int, int]]:
-    """Sizes that the library says once more: its default, and the one that fits."""
-    hidden, heads = v["vision_hidden_size"], v["vision_num_attention_heads"]
+    """Return the fields that repeat another size: their default, and the only consistent value."""
+    hidden = v["vision_hidden_size"]
+    heads = v["vision_num_attention_heads"]
     found = {
         "adapter_config.hidden_size": (1152, hidden),
         "adapter_config.text_hidden_size": (3584, v["hidden_size"]),
+        "adapter_config.num_attention_heads": (16, heads),
     }
-    found["adapter_config.num_attention_heads"] = (16, heads)
     for section in ("vision_config", "adapter_config"):
-        found |= {
-            f"{section}.num_key_value_heads": (16, heads),
-            f"{section}.head_dim": (72, hidden // heads),
-        }
+        found[f"{section}.num_key_value_heads"] = (16, heads)
+        found[f"{section}.head_dim"] = (72, hidden // heads)
     return found
 
 
 def _to_hf(v: Values) -> Values:
+    """Return the config of our flags with the library's field names, the inverse of `_from_hf`."""
     sizes = {
         path: v["ffn_hidden_size"] if v[ours] is None else v[ours]
         for path, (ours, _) in _TOWER.items()
     }
+    # Sizes that the library repeats in several places.
     sizes |= {path: one for path, (_, one) in _twins(v).items()}
     content: Values = {"text_config": {"model_type": "molmo2_text"} | sizes_to_hf(v)}
     content["text_config"] |= {
         "attention_bias": v["add_qkv_bias"],
         "num_key_value_heads": model_of(v).query_groups,
-    }
-    content["text_config"] |= {
         "qk_norm_type": "qwen3",
         "norm_after": False,
         "tie_word_embeddings": False,
+        "additional_vocab_size": v["additional_vocab_size"],
+        "rope_scaling_layers": list(range(v["num_layers"])),
     }
-    content["text_config"] |= {"additional_vocab_size": v["additional_vocab_size"]}
-    content["text_config"] |= {"rope_scaling_layers": list(range(v["num_layers"]))}
     for section in ("vision_config", "adapter_config"):
-        inside = {
-            path.split(".")[1]: size for path, size in sizes.items() if path.startswith(section)
+        inside: Values = {"model_type": f"molmo2_{section.removesuffix('_config')}"}
+        for path, size in sizes.items():
+            if path.startswith(section):
+                inside[path.split(".")[1]] = size
+        inside |= {
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "initializer_range": v["init_method_std"],
         }
-        content[section] = {"model_type": f"molmo2_{section.removesuffix('_config')}", **inside}
-        content[section] |= {"attention_bias": True, "attention_dropout": 0.0}
-        content[section] |= {"initializer_range": v["init_method_std"]}
+        content[section] = inside
+    # Fixed settings of the tower and the connector.
     size = v["vision_image_size"]
     content["vision_config"] |= {
         "image_size": [size, size],
@@ -250,11 +278,13 @@ def _to_hf(v: Values) -> Values:
     content["adapter_config"] |= {
         "vision_feature_layer": list(v["vision_feature_layers"]),
         "hidden_act": "silu",
+        "mlp_bias": False,
     }
-    content["adapter_config"] |= {"mlp_bias": False}
     return content | {"initializer_range": v["init_method_std"], "tie_word_embeddings": False}
 
 
+# (section, field) of the library -> the released field. The released name of the section
+# `vision_config` is `vit_config`.
 _SPELLINGS = {
     ("vision_config", "image_size"): "image_default_input_size",
     ("vision_config", "patch_size"): "image_patch_size",
@@ -263,22 +293,26 @@ _SPELLINGS = {
     ("text_config", "attention_bias"): "qkv_bias",
     ("text_config", "rms_norm_eps"): "layer_norm_eps",
 }
-"""(section, field) of the library: the field as it was released; the section `vision_config` was
-`vit_config`.
-"""
+
+
+def _copied(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config and its sections."""
+    return {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in content.items()
+    }
 
 
 class Molmo2(Family):
     """The family with two layouts."""
 
     def native(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """A released tower declares unread layers without weights: they are left out, as the
-        library does.
+        """Return a config with the library's field names.
+
+        A released config counts layers of the tower that have no weights because no module uses
+        their outputs. They are left out, as in the library.
         """
-        found = {
-            key: dict(value) if isinstance(value, Mapping) else value
-            for key, value in content.items()
-        }
+        found = _copied(content)
+        # Only released configs have this section.
         legacy = found.pop("vit_config", None)
         trimmed = legacy is not None and found.get("vision_config") is None
         if trimmed:
@@ -288,25 +322,24 @@ class Molmo2(Family):
             if isinstance(inside, dict) and released in inside:
                 inside[name] = inside.pop(released)
         if trimmed:
-            vision, adapter = found["vision_config"], found.setdefault("adapter_config", {})
-            count, chosen = (
-                vision.get("num_hidden_layers", 25),
-                adapter.get("vision_feature_layer") or [24, 18],
-            )
-            chosen = [layer % count for layer in chosen]
-            adapter["vision_feature_layer"], vision["num_hidden_layers"] = chosen, max(chosen) + 1
+            vision = found["vision_config"]
+            adapter = found.setdefault("adapter_config", {})
+            count = vision.get("num_hidden_layers", 25)
+            chosen = adapter.get("vision_feature_layer") or [24, 18]
+            chosen = [layer % count for layer in chosen]  # counted from the front
+            adapter["vision_feature_layer"] = chosen
+            vision["num_hidden_layers"] = max(chosen) + 1
         return found
 
     def spelled(self, content: Values, layout: str) -> Values:
         if layout == NATIVE:
             return content
-        found = {
-            key: dict(value) if isinstance(value, Mapping) else value
-            for key, value in content.items()
-        }
+        found = _copied(content)
         for (section, name), released in _SPELLINGS.items():
             found[section][released] = found[section].pop(name)
-        vision, adapter = found.pop("vision_config"), found["adapter_config"]
+        # The released section has another name.
+        vision = found.pop("vision_config")
+        adapter = found["adapter_config"]
         adapter["vit_layers"] = [
             layer % vision["num_hidden_layers"] for layer in adapter["vit_layers"]
         ]
@@ -315,24 +348,30 @@ class Molmo2(Family):
     def links(
         self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None
     ) -> list[Link]:
-        """A released embedding is split in two, where the file that is read has it, else behind the
-        vocabulary.
+        """Return the links of all tensors.
+
+        The released layout splits the embedding in two: where the file to read splits it, else
+        after the vocabulary.
         """
         shapes = shapes_of(values)
-        layers = values["num_layers"], values["vision_num_layers"]
+        layers = (values["num_layers"], values["vision_num_layers"])
         if layout == NATIVE:
             return links_of(NATIVE_TABLE, shapes, *layers)
+        # Our embedding has the vocabulary and the image tokens in one tensor.
         total, hidden = shapes["embedding.weight"]
+        first = values["vocab_size"]
         info = (infos or {}).get(_SPLIT_EMBEDDING[0])
-        sound = info is not None and len(info.shape) == 2 and 0 < info.shape[0] < total
-        first = info.shape[0] if info is not None and sound else values["vocab_size"]
-        split = zip(_SPLIT_EMBEDDING, (first, total - first), strict=True)
+        if info is not None and len(info.shape) == 2 and 0 < info.shape[0] < total:
+            first = info.shape[0]
+        sizes = zip(_SPLIT_EMBEDDING, (first, total - first), strict=True)
+        halves = tuple(Named(name, (rows, hidden)) for name, rows in sizes)
         embedding = Named("embedding.weight", (total, hidden))
-        cut = Link(tuple(Named(name, (rows, hidden)) for name, rows in split), (embedding,))
-        return [cut, *links_of(RELEASED_TABLE, shapes, *layers)]
+        return [Link(halves, (embedding,)), *links_of(RELEASED_TABLE, shapes, *layers)]
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
-        return RELEASED if any(name.startswith("model.transformer.") for name in infos) else NATIVE
+        # The released layout has another name for the decoder.
+        is_released = any(name.startswith("model.transformer.") for name in infos)
+        return RELEASED if is_released else NATIVE
 
 
 MOLMO2 = Molmo2(

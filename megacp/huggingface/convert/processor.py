@@ -1,8 +1,7 @@
-"""The processor files of an exported folder: how images become patches and tokens, as the library
-reads it.
+"""The processor files of an exported folder: how the library converts images to patches and tokens.
 
 `megacp.prepare.media.processor_files` reads such files and has their tables. All settings are
-written: the library reads a missing one as its default.
+written, because the library replaces a missing one by its default.
 """
 
 from __future__ import annotations
@@ -21,20 +20,21 @@ from megacp.prepare.media.processor_files import (
 )
 from megacp.training.data.vision.rules import VisionRules
 
+# Image rules in the form of a dataset's manifest.
 Rules = dict[str, Any]
-"""Image rules as a dataset's manifest holds them."""
 
+# Steps of the library's processors that are always done.
 _STEPS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
 
 
 def _settings(rules: Rules, part: ProcessorPart) -> dict[str, Any]:
-    """Return the fields of a part but for its size, and what is fixed in its class."""
+    """Return the fields of a part without its size, with the fixed settings of its class."""
     found = {name: rules[setting.rule] for name, setting in part.settings.items()}
     return {**found, **_STEPS, "resample": part.only["resample"][0]}
 
 
 def _write_windows(rules: Rules, folder: Path) -> None:
-    """Write files for whole images in windows of patches, as Qwen3.5 has them."""
+    """Write Qwen3.5's files: whole images in windows of patches."""
     files = PROCESSOR_FILES["qwen3_5"]
     for name, part, kind in (
         (IMAGES, files.images, "image_processor_type"),
@@ -52,14 +52,15 @@ def _write_windows(rules: Rules, folder: Path) -> None:
 
 
 def _write_crops(rules: Rules, folder: Path) -> None:
-    """Write files for square crops, as Molmo2 has them. ValueError for times that the library
-    cannot leave out.
+    """Write Molmo2's files: images in square crops.
+
+    Raise ValueError for rules without the times of frames, which the library always writes.
     """
     files = PROCESSOR_FILES["molmo2"]
     if rules["time_mode"] != "per-frame":
         raise ValueError(
-            f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of "
-            "frames"
+            f"image rules: time_mode is {rules['time_mode']!r}, but the library always writes the "
+            "times of frames; build the dataset with --time-mode per-frame"
         )
     common = {
         "size": {"height": rules["image_size"], "width": rules["image_size"]},
@@ -68,6 +69,7 @@ def _write_crops(rules: Rules, folder: Path) -> None:
     image = {**_settings(rules, files.images), **common, "image_processor_type": files.images.cls}
     video = {**_settings(rules, files.videos), **common, "video_processor_type": files.videos.cls}
     fps = rules["video_fps"]
+    # A whole number is written without a fraction, as in the library's files.
     video |= {"do_sample_frames": True, "max_fps": int(fps) if fps == int(fps) else fps}
     write_json(folder / IMAGES, image)
     write_json(folder / VIDEOS, video)
@@ -76,15 +78,16 @@ def _write_crops(rules: Rules, folder: Path) -> None:
     write_json(folder / PROCESSOR, {**whole, "image_processor": image, "video_processor": video})
 
 
+# Vision family -> the function that writes its files.
 _WRITERS: dict[str, Callable[[Rules, Path], None]] = {
     "molmo2": _write_crops,
     "qwen3_5": _write_windows,
 }
-"""What writes the files of each vision family."""
 
 
 def write_processor(rules: VisionRules, folder: Path) -> None:
-    """Write the files: one with all parts, and each part for older versions. ValueError for a rule
-    it cannot follow.
+    """Write the processor files: one with all parts, and one per part for older versions.
+
+    Raise ValueError for a rule that the library cannot follow.
     """
     _WRITERS[rules.family](rules.to_dict(), folder)

@@ -1,5 +1,7 @@
-"""Qwen3.5 with its tower, dense or with experts: the text model's words and tensors under
-`text_config` and `language_model`, and a ViT's.
+"""Qwen3.5 with its vision tower, dense or with experts.
+
+The text model has the config fields and tensors of the text family, below `text_config` and
+`language_model`. The tower is a ViT.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from megacp.huggingface.convert.text_families import (
     Qwen35Words,
 )
 
+# Modules of the tower and the connector, all with weight and bias.
 _MODULES = {
     "patch_embed.proj": "vision.patch_embedding",
     "blocks.{v}.norm1": "vision.blocks.{v}.attention_norm",
@@ -40,27 +43,23 @@ _KINDS = ("weight", "bias")
 
 
 def _with_tower(decoder: Table) -> Table:
-    """Tensors of a decoder, and those of the tower before it."""
-    return {
-        **{
-            theirs.replace("model.", "model.language_model.", 1): ours
-            for theirs, ours in decoder.items()
-        },
-        **{
-            f"model.visual.{theirs}.{kind}": f"{ours}.{kind}"
-            for theirs, ours in _MODULES.items()
-            for kind in _KINDS
-        },
-        **{
-            f"model.visual.blocks.{{v}}.attn.qkv.{kind}": tuple(
-                f"vision.blocks.{{v}}.attention.{x}.{kind}" for x in "qkv"
-            )
-            for kind in _KINDS
-        },
-        "model.visual.pos_embed.weight": "vision.position_embedding.weight",
+    """Return the table of a decoder with its vision tower."""
+    table: dict[str, str | tuple[str, ...]] = {
+        theirs.replace("model.", "model.language_model.", 1): ours
+        for theirs, ours in decoder.items()
     }
+    for theirs, module in _MODULES.items():
+        for kind in _KINDS:
+            table[f"model.visual.{theirs}.{kind}"] = f"{module}.{kind}"
+    for kind in _KINDS:
+        # The library joins q, k and v.
+        parts = tuple(f"vision.blocks.{{v}}.attention.{x}.{kind}" for x in "qkv")
+        table[f"model.visual.blocks.{{v}}.attn.qkv.{kind}"] = parts
+    table["model.visual.pos_embed.weight"] = "vision.position_embedding.weight"
+    return table
 
 
+# Size in the config -> our flag and the library's default.
 _TOWER = {
     "depth": ("vision_num_layers", 27),
     "hidden_size": ("vision_hidden_size", 1152),
@@ -68,7 +67,7 @@ _TOWER = {
     "num_heads": ("vision_num_attention_heads", 16),
     "patch_size": ("vision_patch_size", 16),
 }
-"""Their size -> our flag and the library's default."""
+# Config fields with ids of image tokens -> names of these tokens in the image rules.
 _TOKEN_FIELDS = {
     "image_token_id": "image_patch",
     "video_token_id": "video_patch",
@@ -78,50 +77,53 @@ _TOKEN_FIELDS = {
 
 
 def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
-    """Flags of a config whose `text_config` stands at the top."""
+    """Return our flags for a config whose text fields are at the top (see `Qwen35.native`)."""
     v = words.from_hf(c)
     v |= {
         "vision_family": "qwen3_5",
         "image_attention": "causal",
         "connector_ffn_hidden_size": None,
     }
+    # Angles per axis (time, rows, columns); the default of the class.
     v["mrope_section"] = v.get("mrope_section") or (11, 11, 10)
     for name, (ours, default) in _TOWER.items():
-        v[ours] = c.number(
-            f"vision_config.{name}",
-            default,
-            high=4096 if ours == "vision_num_layers" else 2**31 - 1,
-        )
+        high = 4096 if ours == "vision_num_layers" else 2**31 - 1
+        v[ours] = c.number(f"vision_config.{name}", default, high=high)
     c.only("vision_config.", hidden_act="gelu_pytorch_tanh", in_channels=3)
     c.only(
         "vision_config.", spatial_merge_size=2, temporal_patch_size=2, deepstack_visual_indexes=[]
     )
+    # Positions are interpolated for other sizes of images.
     count = c.number("vision_config.num_position_embeddings", 2304)
+    # The table of positions is a square grid of patches.
     v["vision_image_size"] = math.isqrt(count) * v["vision_patch_size"]
     for path, default, one in (
         ("vision_config.num_position_embeddings", 2304, math.isqrt(count) ** 2),
         ("vision_config.out_hidden_size", 3584, v["hidden_size"]),
     ):
-        if (found := c.get(path, default)) != one:
+        found = c.get(path, default)
+        if found != one:
             c.faults.append(f"{path} is {shown(found)}, megacp can only express {one}")
+    # The tower rotates patches by their row and column.
     rope = c.get("vision_config.rope_parameters") or {}
     if rope not in ({}, {"rope_type": "axial", "rope_theta": 10000.0}):
         c.faults.append(
-            f"vision_config.rope_parameters is {shown(rope)}, megacp can only express axial, theta "
-            "10000"
+            f"vision_config.rope_parameters is {shown(rope)}, megacp can only express axial with "
+            "theta 10000"
         )
     return v
 
 
 def _to_hf(words: Qwen35Words, v: Values) -> Values:
-    """The inverse."""
+    """Return the config of our flags, the inverse of `_from_hf`."""
     vision = {name: v[ours] for name, (ours, _) in _TOWER.items()}
-    vision |= {"out_hidden_size": v["hidden_size"], "hidden_act": "gelu_pytorch_tanh"}
+    # The tower itself, without the fields of its processor.
+    side = v["vision_image_size"] // v["vision_patch_size"]
     vision |= {
-        "num_position_embeddings": (v["vision_image_size"] // v["vision_patch_size"]) ** 2,
+        "out_hidden_size": v["hidden_size"],
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_position_embeddings": side**2,
         "in_channels": 3,
-    }
-    vision |= {
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "initializer_range": v["init_method_std"],
@@ -130,39 +132,47 @@ def _to_hf(words: Qwen35Words, v: Values) -> Values:
 
 
 class Qwen35(Family):
-    """The family whose text fields are nested."""
+    """The family whose text fields are inside `text_config`."""
 
     def native(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Move the text fields to the top.
+
+        Raise ValueError for a text field at the top that the library would not read there.
+        """
         text = content.get("text_config")
         if text is not None and not isinstance(text, Mapping):
-            raise ValueError("config.json: text_config is no object")
+            raise ValueError(f"config.json: text_config is {shown(text)}, expected an object")
+        inside = text or {}
+        # Read an empty config to find the fields that the library reads only from text_config.
         probe = ConfigJson({}, self.sections)
         self.from_hf(probe)
-        of_text = probe.names - {
-            "tie_word_embeddings"
-        }  # fields that the library reads inside alone
+        of_text = probe.names - {"tie_word_embeddings"}
+        # Old configs repeat text fields at the top, which is harmless if they agree.
         for name in of_text & content.keys() - GENERAL:
-            if not same((text or {}).get(name), content[name]):
+            if not same(inside.get(name), content[name]):
                 raise ValueError(
-                    f"config.json: {name} is {shown(content[name])} outside text_config, where the "
-                    "library reads "
-                    f"{shown((text or {}).get(name))}: take it out, or write it inside"
+                    f"config.json: {name} is {shown(content[name])} outside text_config, but the "
+                    f"library reads text_config, where it is {shown(inside.get(name))}: remove the "
+                    "outer field, or move it inside"
                 )
-        outside = {
-            name: value for name, value in content.items() if name not in of_text | {"text_config"}
-        }
-        return {**(text or {}), "tie_word_embeddings": False, **outside}
+        skipped = of_text | {"text_config"}
+        # Fields of the whole model have priority, such as token ids.
+        outside = {name: value for name, value in content.items() if name not in skipped}
+        return {**inside, "tie_word_embeddings": False, **outside}
 
     def spelled(self, content: Values, layout: str) -> Values:
+        """Move the text fields into `text_config`."""
+        # Both sections have their own model_type, which the library uses to build them.
         text = {name: value for name, value in content.items() if name != "vision_config"}
-        tied = content["tie_word_embeddings"]
-        nested, vision = ({"model_type": f"{self.name}_{part}"} for part in ("text", "vision"))
-        both = {"text_config": nested | text, "vision_config": vision | content["vision_config"]}
-        return {**both, "tie_word_embeddings": tied}
+        return {
+            "text_config": {"model_type": f"{self.name}_text", **text},
+            "vision_config": {"model_type": f"{self.name}_vision", **content["vision_config"]},
+            "tie_word_embeddings": content["tie_word_embeddings"],
+        }
 
 
 class Qwen35Moe(Qwen35, ExpertFamily):
-    """That with experts."""
+    """The same family with experts."""
 
 
 def _family(
@@ -174,6 +184,7 @@ def _family(
     fits: Values,
     silent: frozenset[str],
 ) -> Qwen35:
+    """Return a family with a tower whose text fields are read and written by `words`."""
     return kind(
         name,
         f"{cls}ForConditionalGeneration",

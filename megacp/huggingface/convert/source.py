@@ -1,7 +1,7 @@
-"""The input of a conversion, by our names: a checkpoint of ours or a Hugging Face folder.
+"""The input of a conversion with our tensor names: a checkpoint of megacp or a Hugging Face folder.
 
-Only headers and configs are read here; tensors are read one by one, already checked against their
-config.
+This module reads only headers and configs, and checks the tensors against the config. Their values
+are read later, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megacp.huggingface.convert.tensors import (
     Info,
     Link,
     Mapped,
+    Named,
     Source,
     dtypes,
     is_finite,
@@ -58,51 +59,60 @@ from megacp.training.data.vision.rules import VisionRules
 from megacp.training.loop.state import stored_state
 from megacp.training.loop.stored import stored_config
 
+# Number of problems that a message lists.
 _TOLD = 20
+# The --dtype values of a run.
 _DTYPES = ("float32", "bfloat16", "float64")
+# Files next to a tokenizer that are copied with it.
 _COMPANIONS = (*TEMPLATE_NAMES, OLDER_NAME, "added_tokens.json")
-"""Files that may lie beside a tokenizer and go with it."""
+# Fields of special tokens in a config.json or generation_config.json.
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
 CONFIG = "config.json"
+# The file by which the library finds an adapter, even next to the weights of a model.
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file by which the library finds an adapter, also next to the weights of a model."""
 
 
 def require_all(
     infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path
 ) -> None:
-    """ValueError that lists every tensor that is missing, unexpected or of another shape."""
-    wanted = [named for link in links for named in (link.theirs if to_ours else link.ours)]
+    """Raise ValueError with each tensor that is missing, unexpected or of a wrong shape.
+
+    `infos` has the library's names if `to_ours`, else our names.
+    """
+    wanted: list[Named] = []
+    for link in links:
+        wanted += link.theirs if to_ours else link.ours
     found = tensor_problems(infos, wanted, IGNORED_TENSORS if to_ours else ())
     if found:
-        raise ValueError(f"{where} does not hold the tensors of its config: {in_brief(found)}")
+        raise ValueError(f"the tensors of {where} do not match its config: {in_brief(found)}")
 
 
 def in_brief(lines: Sequence[str]) -> str:
-    """The first lines in one, and how many more there are."""
+    """Return the first lines in one line, and the number of further lines."""
     return wording.listed(lines, _TOLD, "; ")
 
 
 class CheckpointSource:
-    """The weights of a checkpoint of ours, by global name."""
+    """The weights of a megacp checkpoint, by global name."""
 
     def __init__(self, loaded: LoadedCheckpoint) -> None:
         self._loaded = loaded
         with loaded.reading():
             self._payload = loaded.payload()
         tensors = self._payload.tensors.items()
-        begin = f"{MODEL}."
+        begin = f"{MODEL}."  # without the state of the optimizer
         self.infos = {
-            name.removeprefix(begin): Info(*what)
-            for name, what in tensors
+            name.removeprefix(begin): Info(*shape_and_dtype)
+            for name, shape_and_dtype in tensors
             if name.startswith(begin)
         }
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor."""
+        """Return rows [start, stop) of a tensor. Raise ValueError for inf or NaN."""
         info = self.infos[name]
         tensor = torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype)
+        # A box of rows, which may be spread over the files of several ranks.
         offsets = (start, *[0] * (len(info.shape) - 1))
         with self._loaded.reading():
             self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
@@ -115,7 +125,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model to be converted, by our names and flags, wherever it comes from."""
+    """A model to convert, with our names and flags, from a folder or a checkpoint."""
 
     folder: Path
     family: Family
@@ -124,21 +134,21 @@ class Loaded:
     rules: VisionRules | None
     checkpoint: LoadedCheckpoint | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
-    """The config.json it was read from."""
+    """The config.json of a folder."""
     files: Sequence[str] = ()
-    """Names of a folder's files of weights."""
+    """Names of a folder's weight files."""
     pairs: Pairs | None = None
-    """Low-rank pairs of a checkpoint; `source` and `config` are without them: they are folded into
-    the weights.
+    """The LoRA pairs of a checkpoint. `source` has them merged into the weights, and `config` has
+    none.
     """
     left_out: Sequence[str] = ()
-    """Fields of the config.json that change nothing in the library."""
+    """Fields of the config.json that have no effect in the library."""
     processor: FolderRules | None = None
-    """What a folder's processor files say, also where ids of image tokens are not known."""
+    """Rules of a folder's processor files, also if the ids of image tokens are unknown."""
     unused: Sequence[str] = ()
-    """A line for each kind of fields, files or tensors that a folder has and that is not used."""
+    """A message for each group of fields, files or tensors of a folder that is not used."""
     cls: str = ""
-    """The library's class of a folder."""
+    """The library's class of a folder's model."""
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
@@ -147,77 +157,83 @@ class Loaded:
 
     @property
     def stated_dtype(self) -> str | None:
-        """The dtype in config.json; None where it names none."""
+        """The dtype in config.json; None if it has no such field."""
         content = {**(self.content.get("text_config") or {}), **self.content}
-        said = content.get("dtype") or content.get("torch_dtype")
-        return said.removeprefix("torch.") if isinstance(said, str) else None
+        stated = content.get("dtype") or content.get("torch_dtype")
+        return stated.removeprefix("torch.") if isinstance(stated, str) else None
 
     @functools.cached_property
     def settled_dtype(self) -> str | None:
-        """The dtype in config.json of weights that are float32 and bfloat16, as published norms
-        are; else None.
+        """The dtype in config.json for weights in both float32 and bfloat16; else None.
+
+        Some published models have norms in float32 and other weights in bfloat16.
         """
         found = {str(dtype).removeprefix("torch.") for dtype in dtypes(self.source)}
-        said = self.stated_dtype
-        return said if found == {"float32", "bfloat16"} and said in found else None
+        stated = self.stated_dtype
+        if found == {"float32", "bfloat16"} and stated in found:
+            return stated
+        return None
 
     def notes(self, dtype_given: bool) -> list[str]:
-        """List what was decided about a folder, a line each."""
+        """Return a message for each decision about a folder.
+
+        `dtype_given`: whether --dtype is set.
+        """
         found = []
         if self.left_out:
-            found.append(
-                f"config.json: {', '.join(self.left_out)} left out, the library names no such field"
-            )
+            fields = ", ".join(self.left_out)
+            found.append(f"config.json: {fields} ignored, the library has no such field")
         found += self.unused
-        if not dtype_given and self.settled_dtype is not None:
+        if dtype_given:
+            return found
+        if self.settled_dtype is not None:
             found.append(
-                f"weights of float32 and bfloat16 become {self.settled_dtype}, the dtype of "
-                "config.json"
+                f"weights in float32 and bfloat16 are converted to {self.settled_dtype}, the dtype "
+                "of config.json"
             )
+        # The weights decide, not the config.
         kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes(self.source)]
-        if (
-            not dtype_given
-            and len(kinds) == 1
-            and self.stated_dtype not in (None, "auto", kinds[0])
-        ):
-            said = self.stated_dtype
+        stated = self.stated_dtype
+        if len(kinds) == 1 and stated not in (None, "auto", kinds[0]):
             found.append(
-                f"config.json: dtype {said} not used: the weights are {kinds[0]} and stay so "
-                "without --dtype"
+                f"config.json: dtype {stated} not used: the weights are {kinds[0]} and are not "
+                "converted without --dtype"
             )
         return found
 
 
 def read_checkpoint(path: Path, world: Axis) -> Loaded:
-    """The newest whole checkpoint below `path`, or that step. Collective over `world`, which shares
-    the hashing.
+    """Open the newest complete checkpoint below `path`, or the step that it names.
+
+    Collective over `world`, whose ranks share the hashing.
     """
     loaded = load_checkpoint(path, world)
     return on_each(world, lambda: _described(loaded))
 
 
 def _described(loaded: LoadedCheckpoint) -> Loaded:
-    stored, folder = (
-        stored_config(loaded),
-        Path(str(loaded.path)),
-    )  # one of this machine, as `path` is
+    """Return the model of a checkpoint. Raise ValueError if no family can express it."""
+    stored = stored_config(loaded)
+    folder = Path(str(loaded.path))  # a local path, since `path` is local
     source, config, pairs = folded(CheckpointSource(loaded), stored)
     values = flatten(config)
     family = of_values(values)
-    family.config(values)  # refuses what it cannot say
+    family.config(values)  # raises ValueError for a model that the family cannot express
     require_all(source.infos, family.links(values), False, folder)
+    # Rules by which the run's dataset was built.
     given = stored_state(loaded).image_rules
     rules = rules_from_dict(given) if given is not None else None
     return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
 
 
 def read_hf(path: Path, flag: str = "--input", adapter: Path | None = None) -> Loaded:
-    """Open a Hugging Face folder; `adapter` is the folder of --load-adapter, which the caller
-    applies.
+    """Open a Hugging Face folder.
 
-    ValueError names the flag, and the field, file or tensor at fault.
+    `adapter` is the folder of --load-adapter, which the caller applies. Raise ValueError with the
+    flag and the invalid field, file or tensor.
     """
     try:
+        # Checks that need no parsing come first.
         refuse_other_input(path, "hf")
         refuse_embedded_adapter(path, adapter)
         return _of_folder(path)
@@ -226,25 +242,31 @@ def read_hf(path: Path, flag: str = "--input", adapter: Path | None = None) -> L
 
 
 def _of_folder(path: Path) -> Loaded:
+    """Read config and headers of a folder, and match its tensors with ours."""
     whole = read_object(path / CONFIG)
     kind = whole.get("model_type")
+    # A vision-language model of which only the text model is supported.
     part = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     content = whole if part is None else text_content(whole, part)
     family = of_config(content)
     fields: list[str] = []
     unused: list[str] = []
+    # Read the config, and check that a run could have this model.
     values = family.values(content, fields, unused)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
-    if reasons := check(config, 1, trains=False):
+    reasons = check(config, 1, trains=False)
+    if reasons:
         raise ValueError(
-            f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}"
+            f"{path / CONFIG} describes a model that megacp cannot run: {'; '.join(reasons)}"
         )
     unused += _unused_ties(whole, values)
+    # Special tokens may be in either place.
     for section in (content, content.get("text_config")):
         if isinstance(section, dict):
             require_ids(path / CONFIG, section)
     unused += generation_notes(path)
     weights: Source
+    # Of a vision-language model without a supported tower, only the text model is read.
     if part is None:
         weights = files = hf_files.SafetensorsFolder(path)
     else:
@@ -252,13 +274,15 @@ def _of_folder(path: Path) -> Loaded:
         weights = TextTensors(files)
         unused.append(left_out(whole, files.left_out))
     weights = family.opened(weights, values)
+    # Some models store layers for multi-token prediction, which training does not use.
     further = further_tensors(weights.infos, values["num_layers"], family.further_layers(content))
     if further:
         names = wording.listed([*further], 3)
         unused.append(
-            f"tensors of layers that predict further tokens left out, as in the library: {names}"
+            f"tensors of layers for multi-token prediction ignored, as in the library: {names}"
         )
     infos = {name: info for name, info in weights.infos.items() if name not in further}
+    # The file decides whether embedding and head are really tied.
     found = _links_of_file(family, values, weights, infos)
     if found.untied:
         config = with_values(config, {"untie_embeddings_and_output_weights": True})
@@ -266,16 +290,17 @@ def _of_folder(path: Path) -> Loaded:
         unused.append(found.note)
     require_all(found.infos, found.links, True, path)
     source = Mapped(weights, found.links, to_ours=True)
-    processor, rules = None, None
+    processor: FolderRules | None = None
+    rules: VisionRules | None = None
     if config.vision.vision_num_layers:
         processor, rules = rules_of(path, content, config, family)
         unused += notes_on_rules(processor, rules)
-    elif others := [
-        name for name in processor_files.PROCESSOR_NAMES if os.path.lexists(path / name)
-    ]:
-        unused.append(
-            f"{', '.join(others)}: not used, the model of config.json has no vision tower"
-        )
+    else:
+        present = [name for name in processor_files.PROCESSOR_NAMES if os.path.lexists(path / name)]
+        if present:
+            unused.append(
+                f"{', '.join(present)}: not used, the model of config.json has no vision tower"
+            )
     return Loaded(
         path,
         family,
@@ -293,247 +318,255 @@ def _of_folder(path: Path) -> Loaded:
 
 
 def _unused_ties(content: Mapping[str, Any], values: Values) -> list[str]:
-    """Return a line if a config says twice whether it ties, differently, or says it of a family
-    without a tie.
+    """Return a message if a `tie_word_embeddings` of the config differs from the library's choice.
 
-    Raises ValueError for an inner field that is neither true nor false; the outer one has been
-    checked.
+    The config may have the field twice, or its class may not read it. Raise ValueError for an inner
+    field that is not true or false; the outer one is checked elsewhere.
     """
     inside = content.get("text_config")
-    said = {"tie_word_embeddings": content.get("tie_word_embeddings", ABSENT)}
+    stated = {"tie_word_embeddings": content.get("tie_word_embeddings", ABSENT)}
     if isinstance(inside, Mapping):
-        said["text_config.tie_word_embeddings"] = inside.get("tie_word_embeddings", ABSENT)
-    for name, value in said.items():
+        stated["text_config.tie_word_embeddings"] = inside.get("tie_word_embeddings", ABSENT)
+    for name, value in stated.items():
         if value is not ABSENT and not isinstance(value, bool):
             raise ValueError(f"config.json: {name} is {shown(value)}, expected true or false")
     tied = not values["untie_embeddings_and_output_weights"]
-    unused = [name for name, value in said.items() if value is not ABSENT and value != tied]
+    unused = [name for name, value in stated.items() if value is not ABSENT and value != tied]
     if not unused:
         return []
-    what = "ties the head to the embedding" if tied else "does not tie the head to the embedding"
-    return [
-        f"config.json: {' and '.join(unused)} {str(not tied).lower()} not used, the library {what}"
-    ]
+    choice = "ties the head to the embedding" if tied else "does not tie the head to the embedding"
+    value = str(not tied).lower()
+    return [f"config.json: {' and '.join(unused)} {value} not used, the library {choice}"]
 
 
 @dataclass(frozen=True)
 class _LinksOfFile:
-    """How the tensors of a folder become ours."""
+    """How the tensors of a folder correspond to ours."""
 
     links: Sequence[Link]
     infos: Mapping[str, Info]
-    """The tensors that `links` must name, and no others."""
+    """The tensors of the folder, exactly those that `links` must name."""
     untied: bool = False
-    """Whether the config ties embedding and head, and the file has two that differ."""
+    """Whether the config ties embedding and head although the file has two that differ."""
     note: str = ""
-    """A line about a tie that the file decides differently from the config."""
+    """A message if the file overrides the tie of the config."""
 
 
 def _links_of_file(
     family: Family, values: Values, weights: Source, infos: Mapping[str, Info]
 ) -> _LinksOfFile:
-    """Link a folder's tensors to ours, and settle a tied head as the library does
-    (`PreTrainedModel.tie_weights`).
+    """Link a folder's tensors to ours; treat a tied head like `PreTrainedModel.tie_weights`.
 
-    A config that ties says what happens to a missing tensor. Of two tensors that differ, the
-    library keeps both.
+    If the config ties embedding and head, one of them may be missing. If the file has both and they
+    differ, the library keeps both.
     """
+    # Names of the file, and of our tensors.
     layout = family.layout_of(infos)
     links = family.links(values, layout, infos)
     if values["untie_embeddings_and_output_weights"]:
         return _LinksOfFile(links, infos)
-    # the names of both tensors in this family and layout
+    # Find the names of both tensors in this family and layout.
     apart = family.links({**values, "untie_embeddings_and_output_weights": True}, layout, infos)
-    (head,) = (link for link in apart if any(named.name == HEAD for named in link.ours))
-    (embedding,) = (link for link in apart if any(named.name == EMBEDDING for named in link.ours))
-    name_of_head, name_of_embedding = head.theirs[0].name, embedding.theirs[0].name
+    by_ours: dict[str, Link] = {}
+    for link in apart:
+        by_ours |= dict.fromkeys((named.name for named in link.ours), link)
+    head = by_ours[HEAD]
+    embedding = by_ours[EMBEDDING]
+    name_of_head = head.theirs[0].name
+    name_of_embedding = embedding.theirs[0].name
     if name_of_head not in infos:
         return _LinksOfFile(links, infos)
     if name_of_embedding not in infos:
         of_head = Link(head.theirs, embedding.ours)
-        others = [link for link in links if link != embedding]
-        return _LinksOfFile(
-            [of_head, *others], infos, note=f"{name_of_head} is also the embedding: they are tied"
-        )
+        remaining = [link for link in links if link != embedding]
+        note = f"{name_of_head} is also used as the embedding: they are tied"
+        return _LinksOfFile([of_head, *remaining], infos, note=note)
     if same_values(weights, name_of_embedding, name_of_head):
-        # some files hold a tied head all the same
-        return _LinksOfFile(
-            links, {name: info for name, info in infos.items() if name != name_of_head}
-        )
+        # Some files store a tied head as a copy, which is not needed.
+        without_head = {name: info for name, info in infos.items() if name != name_of_head}
+        return _LinksOfFile(links, without_head)
     note = (
         f"tie_word_embeddings is true, but {name_of_head} differs from {name_of_embedding}: both "
-        "are kept and not "
-        "tied, as by the library"
+        "are kept and not tied, as in the library"
     )
     return _LinksOfFile(apart, infos, True, note)
 
 
+# Names of modules for multi-token prediction, and of layers, which may be such modules.
 _FURTHER_TENSOR = re.compile(r"(^|\.)(mtp|nextn)(_[a-z]+)*\.")
 _OF_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d{1,9})\.")
 
 
 def further_tensors(names: Iterable[str], layers: int, further: int) -> dict[str, None]:
-    """Return the tensors of layers that predict further tokens, in order: by name, or after the
-    last of `layers`.
+    """Return the tensors of layers for multi-token prediction, in order.
+
+    They are found by name, or as tensors of `further` layers after the model's `layers`.
     """
     found = dict[str, None]()
     for name in names:
+        # The further layers follow the model's last layer, or have a module with its own name.
         numbered = _OF_LAYER.match(name)
-        is_behind = numbered is not None and layers <= int(numbered[1]) < layers + further
-        if is_behind or _FURTHER_TENSOR.search(name):
+        is_further = numbered is not None and layers <= int(numbered[1]) < layers + further
+        if is_further or _FURTHER_TENSOR.search(name):
             found[name] = None
     return found
 
 
 def require_ids(path: Path, content: Mapping[str, Any]) -> None:
-    """ValueError for special tokens in a file that are not ids."""
+    """Raise ValueError for special tokens of a file that are not ids."""
     for name in SPECIAL:
         found = content.get(name)
+        if found is None:
+            continue
         ids = found if isinstance(found, list) else [found]
-        if found is not None and (not ids or any(type(one) is not int for one in ids)):
+        if not ids or any(type(one) is not int for one in ids):
             raise ValueError(
                 f"{path}: {name} is {shown(found)}, expected the id of a token, or a list of ids"
             )
 
 
 def read_generation(path: Path) -> dict[str, Any]:
-    """Read a generation_config.json. ValueError for one whose special tokens are not ids."""
+    """Return a generation_config.json. Raise ValueError if its special tokens are not ids."""
     content = read_object(path)
     require_ids(path, content)
     return content
 
 
+# Prefixes of fields in generation settings that do not affect the choice of tokens, or that are
+# used.
 _NO_CHOICE = ("transformers_version", "use_cache", "output_", "return_", "cache_", "_", *SPECIAL)
-"""How fields of generation settings begin that choose no token, or that are used."""
 
 
 def generation_notes(folder: Path) -> list[str]:
-    """List what is not used of a folder's generation settings, in one line at most. ValueError for
-    a damaged file.
+    """Return at most one message, with the unused generation settings of a folder.
 
-    Zeros and ones change nothing: no beams, no penalty, a temperature of 1.
+    Raise ValueError for an invalid file. Zeros and ones have no effect: they mean no beams, no
+    penalty, a temperature of 1.
     """
+    # A dangling link exists too, and is reported when it is read.
     if not os.path.lexists(folder / GENERATION):
         return []
     content = read_generation(folder / GENERATION)
     settings = []
     for name, value in sorted(content.items()):
-        if not name.startswith(_NO_CHOICE) and (
-            value is True or value not in (None, False, 0, 1, [], {})
-        ):
+        # True == 1, so it needs a comparison by identity.
+        has_effect = value is True or value not in (None, False, 0, 1, [], {})
+        if has_effect and not name.startswith(_NO_CHOICE):
             settings.append(f"{processor_files.printable(name)} {shown(value)}")
     if not settings:
         return []
-    told = wording.listed(settings, 10)
     return [
-        f"{GENERATION}: {told} not used: kept for the export, generation takes the flags of its "
-        "command"
+        f"{GENERATION}: {wording.listed(settings, 10)} not used: these settings are kept for the "
+        "export, and generation is controlled by the flags of its command"
     ]
 
 
 def rules_of(
     folder: Path, content: dict[str, Any], config: RunConfig, family: Family
 ) -> tuple[FolderRules | None, VisionRules | None]:
-    """Return what a folder's processor files say, and its rules with ids from its tokenizer or its
-    config.
+    """Return the rules of a folder's processor files without and with the ids of image tokens.
 
-    The first is None without such files, the second also where an id is not known.
+    The ids come from its tokenizer or config. Both results are None without processor files, and
+    the second also if an id is unknown.
     """
-    ids, vision = dict[str, int](), config.vision
+    ids: dict[str, int] = {}
+    vision = config.vision
+    # The tokenizer knows the texts of image tokens; the config has only some of the ids.
     texts = RULES[vision.vision_family].token_texts
     if (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
         found = {name: tokenizer.token_id(text) for name, text in texts.items()}
         ids = {name: i for name, i in found.items() if i is not None}
-    said = {name: content[field] for field, name in family.token_fields.items() if field in content}
-    if wrong := [name for name in said if ids.get(name, said[name]) != said[name]]:
-        words = ", ".join(f"{name} {said[name]} and {ids[name]}" for name in wrong)
+    fields = family.token_fields.items()
+    stated = {name: content[field] for field, name in fields if field in content}
+    wrong = [name for name in stated if ids.get(name, stated[name]) != stated[name]]
+    if wrong:
+        words = ", ".join(f"{name} {stated[name]} and {ids[name]}" for name in wrong)
         raise ValueError(f"{folder}: config.json and tokenizer.json have different ids for {words}")
     processor = processor_files.read_processor(folder, vision.vision_family)
     if processor is None:
         return None, None
-    ids = {**said, **ids}
+    ids = {**stated, **ids}
+    # Check the rules against the tower: patch size, image size.
     rules = processor.with_ids(ids)
-    if misfit := rules.misfit(vision):
+    misfit = rules.misfit(vision)
+    if misfit:
         raise ValueError(f"{folder}: its processor {misfit}")
-    # without a tokenizer the ids of column tokens are not known
+    # Without a tokenizer some ids are unknown, such as those of column tokens.
     return processor, rules if set(ids) == set(texts) else None
 
 
 def notes_on_rules(processor: FolderRules | None, rules: VisionRules | None) -> list[str]:
-    """List what is not used of the processor files of a folder with a tower, a line each."""
+    """Return a message for each unused part of the processor files of a model with a tower."""
     if processor is None:
         return [
-            f"there is no {processor_files.IMAGES}: the packs alone say how images become tokens"
+            f"the folder has no {processor_files.IMAGES}: image rules come only from the dataset"
         ]
     found = list(processor.notes)
     if rules is None:
         files = ", ".join(processor.files)
         found.append(
-            f"{files}: not kept for an export, since the folder does not say the ids of all image "
-            "tokens"
+            f"{files}: not kept for the export, because the ids of some image tokens are unknown"
         )
     return found
 
 
 def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:
-    """Copy what lies beside a tokenizer, but for the files named in `without`."""
+    """Copy the files next to a tokenizer, except those named in `without`."""
     for name in _COMPANIONS:
         if name not in without and (source / name).is_file():
             hf_files.copy_file(source / name, folder / name)
-    for path in (
-        sorted((source / TEMPLATE_FOLDER).iterdir()) if (source / TEMPLATE_FOLDER).is_dir() else []
-    ):
+    templates = source / TEMPLATE_FOLDER
+    if not templates.is_dir():
+        return
+    target = folder / TEMPLATE_FOLDER
+    for path in sorted(templates.iterdir()):
         if path.suffix == ".jinja" and path.is_file():
-            if (folder / TEMPLATE_FOLDER).is_symlink():
-                (folder / TEMPLATE_FOLDER).unlink()
-            (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-            hf_files.copy_file(path, folder / TEMPLATE_FOLDER / path.name)
+            # Never write through a link.
+            if target.is_symlink():
+                target.unlink()
+            target.mkdir(exist_ok=True)
+            hf_files.copy_file(path, target / path.name)
 
 
 def model_dtype(source: Source) -> str:
-    """The `--dtype` of weights. ValueError where no run has such weights."""
+    """Return the `--dtype` of weights. Raise ValueError if megacp does not support it."""
     dtype = str(one_dtype(source)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise ValueError(
-            f"the weights are {dtype}, runs of megacp have {', '.join(_DTYPES)}: choose with "
+            f"the weights are {dtype}, megacp supports {', '.join(_DTYPES)}: choose one with "
             "--dtype"
         )
     return dtype
 
 
 def keep_generation(loaded: Loaded, folder: Path) -> None:
-    """Copy a folder's generation settings; where it has none, write the special ids of its
-    config.
-    """
+    """Copy a folder's generation settings, or write the special ids of its config."""
     given = loaded.folder / GENERATION
     if given.is_file():
-        read_generation(given)  # refused now rather than when it is exported
+        read_generation(given)  # refuses an invalid file now, not at the export
         hf_files.copy_file(given, folder / GENERATION)
         return
     text = loaded.content.get("text_config")
-    said = {
-        **(text if isinstance(text, dict) else {}),
-        **{k: v for k, v in loaded.content.items() if v is not None},
-    }
-    ids = {key: said[key] for key in SPECIAL if said.get(key) is not None}
+    stated: dict[str, Any] = dict(text) if isinstance(text, dict) else {}
+    for name, value in loaded.content.items():
+        if value is not None:
+            stated[name] = value
+    ids = {key: stated[key] for key in SPECIAL if stated.get(key) is not None}
     if ids:
         hf_files.write_json(folder / GENERATION, ids)
 
 
 def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
-    """Copy the tokenizer that a folder brings; its hash as a run records it, or nothing where there
-    is none.
-    """
+    """Copy a folder's tokenizer; return its hash as stored by a run ("" without a tokenizer)."""
     names = tokenizer_files(loaded.folder)
     if not names:
         return ""
-    tokenizer = load_tokenizer(
-        ",".join(str(loaded.folder / name) for name in names), engine="reference"
-    )
-    source = tokenizer.files[
-        0
-    ].parent  # another one than the folder where the library has made one of its files
+    paths = ",".join(str(loaded.folder / name) for name in names)
+    tokenizer = load_tokenizer(paths, engine="reference")
+    # If the library had to convert the tokenizer, its file is in another folder.
+    source = tokenizer.files[0].parent
+    # A run's folder gets the same files, so an export finds them there.
     for name in (*(path.name for path in tokenizer.files), "tokenizer_config.json"):
         if (source / name).is_file():
             hf_files.copy_file(source / name, folder / name)
@@ -548,39 +581,41 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
 
 
 def refuse_embedded_adapter(path: Path, applied: Path | None = None) -> None:
-    """ValueError for a model's folder with an adapter in it that is not `applied`: the library
-    would apply it.
+    """Raise ValueError if a model's folder has an adapter other than `applied`.
+
+    The library would apply it without being asked to.
     """
     if not os.path.lexists(path / ADAPTER_CONFIG):
         return
+    # --load-adapter names this folder: the adapter is applied.
     if applied is not None and applied.exists() and applied.samefile(path):
         return
     raise ValueError(
-        f"the folder holds a model and an adapter ({ADAPTER_CONFIG}), which the transformers "
-        "library applies: train "
-        f"on with --load-hf and --load-adapter {path}, merge it into the weights (peft: "
-        "merge_and_unload), or move "
-        "the adapter's files to another folder"
+        f"the folder has a model and an adapter ({ADAPTER_CONFIG}), which the transformers library "
+        f"applies: use --load-hf and --load-adapter {path} to continue training the adapter, "
+        "merge it into the weights (peft: merge_and_unload), or move the adapter's files to "
+        "another folder"
     )
 
 
 def refuse_other_input(path: Path, kind: str) -> None:
-    """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is
-    instead.
-    """
+    """Raise ValueError if `path` is not a folder of this kind (`hf`, `megacp`); name its kind."""
+    if not path.exists():
+        raise ValueError("the folder does not exist")
     if not path.is_dir():
-        raise ValueError(
-            "it is a file, expected a folder" if path.exists() else "there is no such folder"
-        )
+        raise ValueError("this is a file, expected a folder")
+    # Recognise the other kinds of folders, for a helpful message.
     names = {entry.name for entry in path.iterdir()}
     is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
     if kind == "hf" and CONFIG not in names:
-        also = ", it is a checkpoint of megacp: --from megacp" if is_checkpoint else ""
+        advice = ""
         if ADAPTER_CONFIG in names:
-            also = ", it is an adapter: give its model with --load-hf, and the adapter with --load-adapter"
-        raise ValueError(f"the folder has no {CONFIG}{also}")
+            advice = "; this is an adapter: use --load-hf MODEL and --load-adapter ADAPTER"
+        elif is_checkpoint:
+            advice = "; this is a megacp checkpoint: use --from megacp"
+        raise ValueError(f"the folder has no {CONFIG}{advice}")
     if kind == "megacp" and not is_checkpoint and CONFIG in names:
         raise ValueError(
-            f"there is no committed checkpoint, it is a Hugging Face folder with a {CONFIG}: "
-            "--from hf"
+            "the folder has no complete checkpoint; this is a Hugging Face folder with a "
+            f"{CONFIG}: use --from hf"
         )

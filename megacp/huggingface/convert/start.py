@@ -1,9 +1,9 @@
-"""A run that starts from a Hugging Face folder: its model by our flags, its weights by our names,
-its tokenizer.
+"""Training from a Hugging Face folder: its model as flags, its weights with our names, and its
+tokenizer.
 
-Tokenizer and generation settings are kept beside the run's checkpoints, so an export finds them
-there. A text model may get a vision tower, that of a Molmo2 folder or a new one; a tied head
-becomes a copy of the embedding then.
+Tokenizer and generation settings are stored next to the run's checkpoints, where an export finds
+them. A text model may get a vision tower: the tower of a Molmo2 folder or a new one. A tied head
+then becomes a copy of the embedding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 
 
 class Together:
-    """Tensors of several sources: ours by name -> the source, and the name there."""
+    """Tensors of several sources under our names.
+
+    `places` has for each of our names the source and the tensor's name there.
+    """
 
     def __init__(self, places: Mapping[str, tuple[Source, str]]) -> None:
         self._places = places
@@ -60,71 +63,70 @@ class Together:
 def with_tower(
     text: Loaded, tower: Loaded | None, config: RunConfig, given: Collection[str]
 ) -> tuple[RunConfig, Source, dict[str, int], str]:
-    """Put a vision tower before a text model: that of `tower`, or a new one as the flags of
-    `config` describe it.
+    """Add a vision tower to a text model: the tower of `tower`, or a new one with the flags of
+    `config`.
 
-    Return the config, its tensors, how many rows of tensors are read (the remaining rows are new),
-    and a note. Raises ValueError for a second tower, for none, and for one that cannot stand before
-    another text model.
+    Return the config, its tensors, the number of rows to read from each partly read tensor (the
+    remaining rows are new), and a message. Raise ValueError if the model has a tower, if no tower
+    is given, or if the given tower cannot be combined with another text model.
     """
+    # One family has a tower that fits any text model.
     (giver,) = (family for family in FAMILIES.values() if family.gives_tower)
     if text.config.vision.vision_num_layers:
         raise ValueError(
-            f"--vision-from-hf adds a tower to a text model, {text.folder} has one: leave the flag "
-            "out"
+            f"--vision-from-hf adds a tower to a text model, but {text.folder} already has one; "
+            "remove the flag"
         )
     if tower is not None and tower.family is not giver:
         raise ValueError(
-            f"--vision-from-hf {tower.folder} is a {tower.family.name}, a {giver.name} is needed"
+            f"--vision-from-hf {tower.folder} is a {tower.family.name}; use a {giver.name}"
         )
     if tower is None and not config.vision.vision_num_layers:
         raise ValueError(
-            "--vision-from-hf none makes a new tower: give its --vision-num-layers, such as 25"
+            "--vision-from-hf none creates a new tower; set its --vision-num-layers, for example 25"
         )
     if tower is None and config.vision.vision_family != giver.name:
         raise ValueError(
-            f"--vision-from-hf none makes the tower of a {giver.name}, --vision-family is "
+            f"--vision-from-hf none creates a tower of {giver.name}, but --vision-family is "
             f"{config.vision.vision_family}"
         )
+    # Take all flags of the tower from its folder, or from the command line.
     values = flatten(config if tower is None else tower.config)
     changes = {name: values[name] for name, info in fields().items() if info.room == "vision"}
-    usual = VISION_FAMILIES[giver.name].token_rows
-    asked = config.model.additional_vocab_size if "additional_vocab_size" in given else usual
+    token_rows = VISION_FAMILIES[giver.name].token_rows
+    if "additional_vocab_size" in given:
+        token_rows = config.model.additional_vocab_size
+    # Rows of the embedding for image tokens, and a head that is separate from it.
     changes |= {
-        "additional_vocab_size": asked,
+        "additional_vocab_size": token_rows,
         "untie_embeddings_and_output_weights": True,
         "hf_model_type": None,
     }
     whole = with_values(text.config, changes)
+    # Where each tensor of the new model is read.
     places = {name: (text.source, name) for name in text.source.infos}
-    places.setdefault(HEAD, (text.source, EMBEDDING))
-    flags = flatten(whole)
-    wanted = shapes_of(flags)
+    places.setdefault(HEAD, (text.source, EMBEDDING))  # a tied head becomes a copy
+    wanted = shapes_of(flatten(whole))
     if tower is not None:
-        infos = {
-            name: info
-            for name, info in tower.source.infos.items()
-            if name.startswith(("vision.", "connector."))
-        }
-        places |= {
-            name: (tower.source, name) for name, info in infos.items() if info.shape == wanted[name]
-        }
+        # Tensors of the connector whose size depends on another text model do not fit.
+        for name, info in tower.source.infos.items():
+            is_vision = name.startswith(("vision.", "connector."))
+            if is_vision and info.shape == wanted[name]:
+                places[name] = (tower.source, name)
+    # Tensors in no source are initialised; of the embedding only the image tokens' rows.
     new = [name for name in wanted if name not in places]
     known = {EMBEDDING: text.config.model.vocab_size, **dict.fromkeys(new, 0)}
-    told = (
-        [name for name in new if name.startswith("connector.")]
-        if tower is not None
-        else ["tower and connector"]
-    )
-    note = (
-        f"new and not read: {', '.join([*told, f'{asked} rows of the embedding for image tokens'])}"
-    )
+    parts = ["tower and connector"]
+    if tower is not None:
+        parts = [name for name in new if name.startswith("connector.")]
+    parts.append(f"{token_rows} rows of the embedding for image tokens")
+    note = f"newly initialised: {', '.join(parts)}"
     return whole, Together(places), known, note
 
 
 @dataclass
 class FolderStart:
-    """The weights of a folder, as `megacp.training.checkpoint.weights.Weights`."""
+    """The weights of a folder, as a `megacp.training.checkpoint.weights.Weights`."""
 
     loaded: Loaded
     place: Path
@@ -134,49 +136,49 @@ class FolderStart:
     files: Mapping[str, Path] = field(default_factory=dict)
     known_rows: Mapping[str, int] = field(default_factory=dict)
     tower: Loaded | None = None
-    """The folder of --vision-from-hf, whose image tokens have other ids in this model."""
+    """The folder of --vision-from-hf. Its image tokens have other ids in this model."""
 
     @property
     def image_rules(self) -> Mapping[str, Any] | None:
-        """Rules by which images become tokens, as a manifest has them; None where they are not
-        known.
-        """
+        """Image rules in the form of a dataset's manifest; None if they are unknown."""
         if self.tower is not None or self.loaded.rules is None:
             return None
         return self.loaded.rules.to_dict()
 
     def image_misfits(self, where: str, image_rules: Mapping[str, Any]) -> list[str]:
-        """List how packs at `where`, made by `image_rules`, differ from the processor files of the
-        folder.
+        """Return at most one message: how a dataset's image rules differ from the folder's files.
+
+        `where` names the dataset, and `image_rules` are those of its manifest.
         """
-        flag, loaded = (
-            ("--vision-from-hf", self.tower)
-            if self.tower is not None
-            else ("--load-hf", self.loaded)
-        )
+        flag = "--load-hf"
+        loaded = self.loaded
+        if self.tower is not None:
+            flag = "--vision-from-hf"
+            loaded = self.tower
         processor = loaded.processor
         if processor is None or image_rules.get("family", next(iter(RULES))) != processor.family:
-            return []  # other families are refused by name elsewhere
+            # Another vision family is refused elsewhere, by its name.
+            return []
+        # Compare every rule, so the message can list all differences.
         found = processor.differences(image_rules)
         if self.tower is None and loaded.rules is not None:
-            said, given = loaded.rules.token_ids, image_rules.get("token_ids", {})
-            found += [
-                f"the id of {name} is {given[name]}, the folder's is {said[name]}"
-                for name in said
-                if given.get(name, said[name]) != said[name]
-            ]
+            # With a tower of another folder, image tokens have other ids.
+            given = image_rules.get("token_ids", {})
+            for name, i in loaded.rules.token_ids.items():
+                if given.get(name, i) != i:
+                    found.append(f"the id of {name} is {given[name]}, the folder's is {i}")
         if not found:
             return []
-        again = "build it again by the folder's (without these flags)"
         return [
-            f"{where} was built with other image rules than those of {flag} {loaded.folder}: "
-            f"{'; '.join(found)}: "
-            f"{again}, or write the dataset's numbers into the folder's files"
+            f"{where} was built with different image rules from {flag} {loaded.folder}: "
+            f"{'; '.join(found)}. Build it again with the folder's rules (without these flags), or "
+            "write the dataset's numbers into the folder's files"
         ]
 
     def keep(self, folder: Place) -> None:
-        """Put tokenizer and generation settings beside the run's checkpoints."""
+        """Store tokenizer and generation settings next to the run's checkpoints."""
         with tempfile.TemporaryDirectory() as own:
+            # Files for a URL are written locally first.
             local = folder if isinstance(folder, Path) else Path(own)
             copy_tokenizer(self.loaded, local)
             keep_generation(self.loaded, local)
@@ -186,78 +188,85 @@ class FolderStart:
 
 
 def _adapter(config: RunConfig, loaded: Loaded, given: Collection[str]) -> Adapter:
-    """The adapter of --load-adapter. ValueError where a flag in `given` contradicts it."""
+    """Return the adapter of --load-adapter.
+
+    Raise ValueError if it is invalid, or if one of the flags `given` contradicts it.
+    """
     path = config.checkpoint.load_adapter
     try:
         adapter = Adapter(Path(str(path)), loaded.family, loaded.values)
     except (ValueError, OSError) as error:
         raise ValueError(f"--load-adapter {path}: {error}") from error
-    has = with_values(loaded.config, adapter.flags).model
     flags = flatten(config)
-    said = {name: flags[name] if name in given else value for name, value in adapter.flags.items()}
-    asked = with_values(loaded.config, said).model
-    wanted, held = (
-        {kind: model.lora_pairs[kind] for kind in lora_kinds(model)} for model in (asked, has)
-    )
-    if wanted != held:
-        told = " ".join(f"{flag(name)} {value}" for name, value in adapter.flags.items())
-        raise ValueError(f"--load-adapter {path} has {told}: leave these flags out")
+    requested = {
+        name: flags[name] if name in given else value for name, value in adapter.flags.items()
+    }
+    # Different flags may describe the same pairs, so the pairs are compared.
+    has = with_values(loaded.config, adapter.flags).model
+    wanted = with_values(loaded.config, requested).model
+    pairs_of_adapter = {kind: has.lora_pairs[kind] for kind in lora_kinds(has)}
+    pairs_wanted = {kind: wanted.lora_pairs[kind] for kind in lora_kinds(wanted)}
+    if pairs_wanted != pairs_of_adapter:
+        words = " ".join(f"{flag(name)} {value}" for name, value in adapter.flags.items())
+        raise ValueError(f"--load-adapter {path} has {words}; remove these flags")
     return adapter
 
 
 def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, FolderStart, str]:
-    """The config with the model of --load-hf, as far as no flag in `given` says what it is; the
-    start; a note.
+    """Open the folder of --load-hf, with --vision-from-hf and --load-adapter.
 
-    Only headers are read. ValueError for a folder that cannot be taken.
+    Return the config with the folder's model (flags in `given` have priority), the start, and a
+    message. Only headers are read. Raise ValueError for a folder that cannot be used.
     """
     if importlib.util.find_spec("safetensors") is None:
-        raise ValueError(
-            "--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'"
-        )
-    folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
+        raise ValueError("--load-hf requires the package safetensors: pip install 'megacp[hf]'")
+    folder = Path(str(config.checkpoint.load_hf))
+    vision = config.checkpoint.vision_from_hf
     applied = config.checkpoint.load_adapter
     loaded = read_hf(folder, "--load-hf", None if applied is None else Path(applied))
     try:
-        said = config.training.dtype if "dtype" in given else loaded.settled_dtype
-        dtype = said or model_dtype(loaded.source)
-        sha256 = load_tokenizer(str(folder), "reference").sha256 if tokenizer_files(folder) else ""
+        # The dtype of a flag has priority, then config.json's for mixed weights, then the weights'.
+        chosen = config.training.dtype if "dtype" in given else loaded.settled_dtype
+        dtype = chosen or model_dtype(loaded.source)
+        sha256 = ""
+        if tokenizer_files(folder):
+            sha256 = load_tokenizer(str(folder), "reference").sha256
     except ValueError as error:
         raise ValueError(f"--load-hf {folder}: {error}") from error
-    stored, source, known, notes = (
-        loaded.config,
-        loaded.source,
-        dict[str, int](),
-        loaded.notes("dtype" in given),
-    )
+    stored = loaded.config
+    source = loaded.source
+    known: dict[str, int] = {}
+    notes = loaded.notes("dtype" in given)
     files = {f"--load-hf {name}": folder / name for name in loaded.files}
     tower: Loaded | None = None
     if vision is not None:
-        tower = read_hf(Path(vision), "--vision-from-hf") if vision != "none" else None
-        stored, source, known, told_new = with_tower(loaded, tower, config, given)
-        notes += [told_new, *(tower.notes(True) if tower is not None else ())]
-        files |= {
-            f"--vision-from-hf {name}": Path(vision) / name
-            for name in (tower.files if tower else ())
-        }
+        if vision != "none":
+            tower = read_hf(Path(vision), "--vision-from-hf")
+        stored, source, known, note_of_tower = with_tower(loaded, tower, config, given)
+        notes.append(note_of_tower)
+        if tower is not None:
+            notes += tower.notes(True)
+            files |= {f"--vision-from-hf {name}": Path(vision) / name for name in tower.files}
     stored = with_values(stored, {"dtype": dtype})
-    if config.checkpoint.load_adapter is not None:
+    if applied is not None:
         adapter = _adapter(config, loaded, given)
         notes += adapter.notes
-        files |= {
-            f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name
-            for name in ADAPTER_FILES
-        }
-        config, stored = with_values(config, adapter.flags), with_values(stored, adapter.flags)
-        source = Together({name: (each, name) for each in (source, adapter) for name in each.infos})
+        files |= {f"--load-adapter {name}": Path(applied) / name for name in ADAPTER_FILES}
+        # The adapter's flags become flags of the run and of the folder's model.
+        config = with_values(config, adapter.flags)
+        stored = with_values(stored, adapter.flags)
+        places = {name: (source, name) for name in source.infos}
+        places |= {name: (adapter, name) for name in adapter.infos}
+        source = Together(places)
+    # Flags that the user gave must agree with the folder's model.
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
-    # pairs that nothing has begin as they are drawn
-    known |= dict.fromkeys(
-        (pair.name for pair in pair_tensors(config.model) if pair.name not in source.infos), 0
-    )
-    told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
+    # Pairs that are in no source are initialised, so no row of them is read.
+    new_pairs = (pair.name for pair in pair_tensors(config.model) if pair.name not in source.infos)
+    known |= dict.fromkeys(new_pairs, 0)
+    tensors = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
-    described = [told, flatten(stored), sorted(files), rules]
+    # Ranks compare this, to find machines with different copies of the folder.
+    described = [tensors, flatten(stored), sorted(files), rules]
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     start = FolderStart(
         loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, files, known, tower

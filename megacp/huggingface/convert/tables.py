@@ -1,7 +1,8 @@
-"""Names of a decoder's tensors in the library and here, and the tensors of a model that a table of
-names links.
+"""Names of a decoder's tensors in the library and in megacp, and the tensors of a model that a
+table of names covers.
 
-Rows of q and k are in the library's order (rotary by halves), which is ours; nothing is permuted.
+Rows of q and k are in the library's order (rotary embedding by halves), which is also ours; nothing
+is permuted.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from megacp.engine.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import Values
 from megacp.huggingface.convert.tensors import Link, Named, Shape
 
+# Our names of the two tensors that a model may tie.
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
-"""Our names of the two tensors that a model may tie."""
+# The library's names, and those of a release before its class was in the library.
 NATIVE, RELEASED = "native", "released"
 NAMINGS = (NATIVE, RELEASED)
+# Library name -> our name, or several of our names whose tensors are stacked. `{i}` counts decoder
+# layers, `{v}` layers of a vision tower, `{e}` experts.
 Table = Mapping[str, str | tuple[str, ...]]
-"""The library's name -> ours, or several of ours stacked. `{i}` counts decoder layers, `{v}` layers
-of a tower, `{e}` experts.
-"""
 
+# Linears of a layer, whose weight and bias are named alike.
 _LINEARS = {
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
@@ -33,6 +35,7 @@ _LINEARS = {
     "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down",
 }
+# The names of most classes. `links_of` skips rows whose tensors a model does not have.
 DECODER: dict[str, str | tuple[str, ...]] = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.layers.{i}.input_layernorm.weight": "layers.{i}.attention_norm.weight",
@@ -50,18 +53,18 @@ DECODER: dict[str, str | tuple[str, ...]] = {
     "model.norm.weight": "final_norm.weight",
     "lm_head.weight": "head.weight",
 }
-"""The names that most classes have. A tensor that a model does not have is left out."""
 
 
 def shapes_of(values: Values) -> dict[str, Shape]:
     """Return the global shapes of a model's tensors by our names, without padding.
 
-    They include what is saved in addition to parameters, but not a tied head.
+    Saved buffers are included, a tied head is not.
     """
     config = with_values(RunConfig(), values)
     tensors = (*decoder_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
     found = {tensor.name: tensor.shape for tensor in tensors}
     if config.model.moe_router_score_function == "sigmoid":
+        # The correction is a saved buffer, which `decoder_tensors` leaves out.
         tensor = correction_tensor(config.model)
         routed = (layer.name for layer in layers_of(config.model) if layer.is_routed)
         found |= {f"{name}.{MOE.name}.{tensor.name}": tensor.shape for name in routed}
@@ -71,7 +74,10 @@ def shapes_of(values: Values) -> dict[str, Shape]:
 def links_of(
     table: Table, shapes: Mapping[str, Shape], layers: int, tower_layers: int = 0, experts: int = 0
 ) -> list[Link]:
-    """Return a table with its counters filled in, as far as `shapes` has the tensors of a row."""
+    """Return the links of a table for each layer and expert.
+
+    A row whose tensors are not in `shapes` is skipped.
+    """
     found = []
     for i in range(max(1, layers, tower_layers)):
         for theirs, ours in table.items():
@@ -85,9 +91,11 @@ def links_of(
             stacked = (ours,) if isinstance(ours, str) else ours
             for e in range(experts if "{e}" in theirs else 1):
                 names = [name.format(i=i, v=i, e=e) for name in stacked]
+                # The model has no such tensor, for example no bias.
                 if not all(name in shapes for name in names):
                     continue
                 parts = tuple(Named(name, shapes[name]) for name in names)
+                # Their tensor is ours, joined along dim 0.
                 rows = sum(part.shape[0] for part in parts)
                 shape = (rows, *parts[0].shape[1:])
                 found.append(Link((Named(theirs.format(i=i, v=i, e=e), shape),), parts))

@@ -1,9 +1,9 @@
-"""Tensors of one naming seen under another: tables of links, and a view that reads through them
-tensor by tensor.
+"""Tensors with the names of another model: tables of links, and a view that reads tensors through
+them.
 
-A link says that some of their tensors and some of ours, each joined along dim 0, are the same rows.
-That covers renaming, fused projections and a split embedding, in both directions. Nothing is read
-before its values are needed.
+A link states that some of the library's tensors and some of ours, each joined along dim 0, have the
+same rows. Links cover renaming, fused projections and a split embedding, in both directions.
+Nothing is read before its values are needed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from megacp.storage.wording import listed
 
 Shape = tuple[int, ...]
+# Ends of names of stacked expert matrices.
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
-"""Ends of names of the matrices of all experts, stacked."""
+# Ends of names of stacked expert biases.
 BIASES = (".experts.gate_up_proj_bias", ".experts.down_proj_bias")
+# Ends of names of tensors that are float32 in a model of any dtype.
 WIDE = (".router.correction", ".e_score_correction_bias")
-"""Ends of names of what is float32 in a model of any dtype."""
+# Ends of names of packed tensors: numbers of a few bits, and the exponents of their blocks.
 PACKED = ("_blocks", "_scales")
-"""Ends of names of what is packed in bytes: numbers of few bits, and the exponents of their blocks.
-"""
+# Number of problems that a message lists.
 _TOLD = 20
-"""Problems that a message names."""
+# Number of elements that are compared at a time.
 _COMPARED = 16 << 20
-"""Numbers of two tensors that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -42,47 +42,52 @@ class Info:
 
 @dataclass(frozen=True)
 class Named:
+    """Name and shape of a tensor."""
+
     name: str
     shape: Shape
 
 
 @dataclass(frozen=True)
 class Link:
-    """`theirs`, joined along dim 0, equal `ours`, joined along dim 0. Shapes are global, without
-    padding.
+    """Tensors `theirs` and `ours` with the same rows when each are joined along dim 0.
+
+    Shapes are global, without padding.
     """
 
     theirs: tuple[Named, ...]
     ours: tuple[Named, ...]
 
     def __post_init__(self) -> None:
+        # Both sides must have the same rows of the same shape.
         tails = {named.shape[1:] for named in (*self.theirs, *self.ours)}
-        rows = {sum(named.shape[0] for named in side) for side in (self.theirs, self.ours)}
-        assert len(tails) == 1 and len(rows) == 1, f"{self} does not join"
+        their_rows = sum(named.shape[0] for named in self.theirs)
+        our_rows = sum(named.shape[0] for named in self.ours)
+        assert len(tails) == 1 and their_rows == our_rows, f"{self} does not join"
 
 
 class Source(Protocol):
-    """Tensors by name that are read when asked for, in whole or in part."""
+    """Named tensors that are read on demand, in whole or in part."""
 
     @property
     def infos(self) -> Mapping[str, Info]:
-        """Shape and dtype of every tensor by name."""
+        """Shape and dtype of every tensor, by name."""
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor, on the CPU."""
+        """Return rows [start, stop) of a tensor, on the CPU."""
 
 
 def whole(source: Source, name: str) -> torch.Tensor:
-    """All of one tensor."""
+    """Return all rows of a tensor."""
     return source.rows(name, 0, source.infos[name].shape[0])
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds neither inf nor NaN.
+    """Return whether a tensor has neither inf nor NaN.
 
-    The least and the largest number are NaN as soon as any number is. Finding both takes one pass
-    at the speed of memory and no second tensor; `torch.isfinite(tensor).all()` takes forty times as
-    long in bfloat16.
+    The minimum and the maximum are NaN if any number is. Finding both takes one pass at memory
+    speed and no second tensor; `torch.isfinite(tensor).all()` takes forty times as long in
+    bfloat16.
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
@@ -91,19 +96,20 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def not_finite(name: str, tensor: torch.Tensor) -> str:
-    """Say how many numbers of a tensor are inf or NaN; empty if none is."""
+    """Return a phrase with the number of inf and NaN in a tensor; empty if there are none."""
     count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
     return f"{name} ({count:,} of {tensor.numel():,})" if count else ""
 
 
 def same_values(source: Source, first: str, second: str) -> bool:
-    """Return whether two tensors hold the same numbers, in whatever dtypes; a part of both is in
+    """Return whether two tensors have the same numbers, in any dtypes. Only a part of both is in
     memory at a time.
     """
     info = source.infos[first]
     if info.shape != source.infos[second].shape or not info.shape:
         return False
     rows = info.shape[0]
+    # Compare blocks of rows in the wider of both dtypes.
     step = max(1, _COMPARED // max(1, math.prod(info.shape[1:])))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -118,29 +124,38 @@ def same_values(source: Source, first: str, second: str) -> bool:
 def tensor_problems(
     infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()
 ) -> list[str]:
-    """Tensors that are missing, unexpected or of another shape, a line each, but for ends of names
-    in `ignored`.
+    """Return a message for each tensor that is missing, unexpected or of a wrong shape.
+
+    Unexpected tensors are accepted if their name ends with one of `ignored`.
     """
+    # Missing tensors first, then unexpected ones and wrong shapes.
     shapes = {named.name: named.shape for named in wanted}
     found = [f"{name} is missing" for name in shapes if name not in infos]
     for name, info in infos.items():
         if name not in shapes:
-            found += [] if name.endswith(tuple(ignored)) else [f"{name} is unexpected"]
+            if not name.endswith(tuple(ignored)):
+                found.append(f"{name} is unexpected")
         elif tuple(info.shape) != shapes[name]:
-            found.append(f"{name} has shape {tuple(info.shape)}, the config says {shapes[name]}")
+            found.append(
+                f"{name} has shape {tuple(info.shape)}, the config requires {shapes[name]}"
+            )
     return found
 
 
 class Mapped:
-    """A source seen under the names of the other side of `links`; rows that lie in one tensor are
-    not copied.
+    """A view of a source with the names of the other side of `links`.
+
+    Rows that are in one tensor are not copied.
     """
 
     def __init__(self, source: Source, links: Sequence[Link], to_ours: bool) -> None:
-        """The source must hold what the links ask for. ValueError when tensors to be joined differ
-        in dtype.
+        """View `source`, which must have the tensors of the links.
+
+        `to_ours`: whether the view has our names. Raise ValueError if tensors of a link differ in
+        dtype.
         """
         self._source = source
+        # name -> the tensors of its link, and its first row in them
         self._parts: dict[str, tuple[tuple[Named, ...], int]] = {}
         self._infos: dict[str, Info] = {}
         for link in links:
@@ -150,7 +165,7 @@ class Mapped:
                 names = ", ".join(
                     f"{part.name} {source.infos[part.name].dtype}" for part in sources
                 )
-                raise ValueError(f"tensors that belong together have different dtypes: {names}")
+                raise ValueError(f"tensors to be joined have different dtypes: {names}")
             first = 0
             for target in targets:
                 self._parts[target.name] = (sources, first)
@@ -163,10 +178,14 @@ class Mapped:
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         sources, first = self._parts[name]
-        start, stop = first + start, first + stop  # now rows of what all sources are joined
-        found, begin = [], 0
+        # From here on, rows are counted in the joined sources.
+        start += first
+        stop += first
+        found = []
+        begin = 0  # first row of a part
         for part in sources:
-            low, high = max(start, begin), min(stop, begin + part.shape[0])
+            low = max(start, begin)
+            high = min(stop, begin + part.shape[0])
             if low < high:
                 found.append(self._source.rows(part.name, low - begin, high - begin))
             begin += part.shape[0]
@@ -174,28 +193,28 @@ class Mapped:
 
 
 class Joined:
-    """A source whose stacks of matrices, `[n, rows, columns]`, and of biases, are seen as one `[n
-    rows, columns]`.
+    """A view of a source whose stacks, `[n, rows, columns]`, become `[n rows, columns]`. The same
+    holds for stacked biases.
     """
 
     def __init__(self, source: Source, experts: int = 0) -> None:
-        """`experts`: how many matrices each stack must have; 0: any number.
+        """View `source`, whose stacks must have `experts` matrices; 0 accepts any number.
 
-        Raises ValueError for a stack of another number. Joined, twice as many of half the rows have
-        the same shape.
+        Raise ValueError for a stack of another size. Without the check, a stack with twice the
+        matrices of half the rows would have the same joined shape.
         """
         self._source = source
         self.infos: dict[str, Info] = {**source.infos}
-        self._rows = dict[str, int]()  # of one matrix
-        wrong = list[str]()
+        self._rows: dict[str, int] = {}  # rows of one matrix
+        wrong: list[str] = []
         for name, info in source.infos.items():
-            if (name.endswith(STACKS), name.endswith(BIASES), len(info.shape)) in (
-                (1, 0, 3),
-                (0, 1, 2),
-            ):
+            is_stack = name.endswith(STACKS) and len(info.shape) == 3
+            is_bias = name.endswith(BIASES) and len(info.shape) == 2
+            if is_stack or is_bias:
                 count, self._rows[name], *columns = info.shape
                 if experts and count != experts:
-                    wrong.append(f"{name} has {count} experts, the config says {experts}")
+                    wrong.append(f"{name} has {count} experts, the config requires {experts}")
+                # Matrices of all experts below each other.
                 self.infos[name] = Info((count * self._rows[name], *columns), info.dtype)
             elif name.endswith(WIDE):
                 self.infos[name] = Info(info.shape, torch.float32)
@@ -205,17 +224,21 @@ class Joined:
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._rows:
             return self._source.rows(name, start, stop).to(self.infos[name].dtype)
+        # Read the whole matrices that have these rows, and cut them.
         rows = self._rows[name]
         first = start // rows
-        found = self._source.rows(name, first, -(-stop // rows)).flatten(0, 1)  # whole matrices
+        found = self._source.rows(name, first, -(-stop // rows)).flatten(0, 1)
         return found[start - first * rows : stop - first * rows]
 
 
 class Cast:
-    """A source with its tensors cast to another dtype, but for those that are float32 in any."""
+    """A view of a source that casts tensors to another dtype, except those that are always
+    float32.
+    """
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        self._source, self._dtype = source, dtype
+        self._source = source
+        self._dtype = dtype
 
     @property
     def infos(self) -> Mapping[str, Info]:
@@ -230,19 +253,22 @@ class Cast:
         if name.endswith(WIDE):
             return found
         cast = found.to(self._dtype)
+        # A large number becomes inf in float16.
         if not is_finite(cast):
             dtype = str(self._dtype).removeprefix("torch.")
-            raise ValueError(f"{not_finite(name, cast)} has numbers that are too large for {dtype}")
+            raise ValueError(f"{not_finite(name, cast)} has numbers too large for {dtype}")
         return cast
 
 
 def in_dtype(source: Source, dtype: torch.dtype | None) -> Source:
-    """A source with its tensors in a dtype; None leaves them as they are."""
+    """Return a source with its tensors in a dtype; None leaves them unchanged."""
     return source if dtype is None else Cast(source, dtype)
 
 
 def dtypes(source: Source) -> dict[torch.dtype, str]:
-    """The dtypes of tensors, without what is float32 in any model, and the first name of each."""
+    """Return each dtype with the first tensor that has it, without tensors that are always
+    float32.
+    """
     first: dict[torch.dtype, str] = {}
     for name, info in source.infos.items():
         if not name.endswith(WIDE):
@@ -251,7 +277,9 @@ def dtypes(source: Source) -> dict[torch.dtype, str]:
 
 
 def one_dtype(source: Source) -> torch.dtype:
-    """The dtype of all tensors. ValueError names two that differ: a checkpoint of ours has one."""
+    """Return the common dtype of all tensors. Raise ValueError with two tensors that differ: a
+    megacp checkpoint has one dtype.
+    """
     first = dtypes(source)
     if len(first) != 1:
         words = " and ".join(
@@ -262,5 +290,5 @@ def one_dtype(source: Source) -> torch.dtype:
 
 
 def num_bytes(info: Info) -> int:
-    """Size of a tensor in memory and on disk."""
+    """Return the size of a tensor in memory and on disk, in bytes."""
     return math.prod(info.shape) * info.dtype.itemsize

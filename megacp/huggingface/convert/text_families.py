@@ -1,5 +1,5 @@
-"""The families of text without experts: tables of names, sizes, words of their own, and their
-rows.
+"""The families of text models without experts: tensor names, default sizes, config fields and the
+families themselves.
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ from megacp.huggingface.convert.words import (
 
 _SLIDING, _FULL = LAYER_TYPES
 _STATE = "linear_attention"
+# Fields that have no effect if `use_sliding_window` is false.
 NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-"""Fields without a meaning while `use_sliding_window` is false."""
+# Fields that are ignored: of the layers for multi-token prediction, which the library skips too,
+# and of a dtype that --dtype sets.
 QWEN3_5_SILENT = frozenset(
     {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}
 )
-"""Fields of layers that predict further tokens, which the library leaves out as well, and of a
-dtype that is ours.
-"""
 
-# Names of tensors, of classes that differ from DECODER.
+# Tensor names of classes that differ from DECODER.
 
-OLMO2 = {
-    {
-        "model.layers.{i}.input_layernorm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-        "model.layers.{i}.post_attention_layernorm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
-    }.get(theirs, theirs): ours
-    for theirs, ours in DECODER.items()
+# OLMo 2 normalises the outputs of attention and MLP, so its norms are one place later.
+_OLMO2_NORMS = {
+    "input_layernorm": "post_attention_layernorm",
+    "post_attention_layernorm": "post_feedforward_layernorm",
 }
+_NORM_NAMES = {
+    f"model.layers.{{i}}.{before}.weight": f"model.layers.{{i}}.{after}.weight"
+    for before, after in _OLMO2_NORMS.items()
+}
+OLMO2 = {_NORM_NAMES.get(theirs, theirs): ours for theirs, ours in DECODER.items()}
+# Gemma 3 has norms before and after attention and MLP.
 GEMMA3 = DECODER | {
     "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.attention_output_norm.weight",
     "model.layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.mlp_norm.weight",
     "model.layers.{i}.post_feedforward_layernorm.weight": "layers.{i}.mlp_output_norm.weight",
 }
+# Tensors of a layer with the gated delta rule.
 _DELTA = {
     "in_proj_z.weight": "z.weight",
     "in_proj_b.weight": "b.weight",
@@ -53,6 +57,7 @@ _DELTA = {
     "norm.weight": "norm.weight",
     "out_proj.weight": "output.weight",
 }
+# Qwen3.5 joins q, k and v of the gated delta rule, and their convolutions.
 QWEN3_5: dict[str, str | tuple[str, ...]] = {
     **DECODER,
     **{
@@ -70,6 +75,7 @@ QWEN3_5: dict[str, str | tuple[str, ...]] = {
         "layers.{i}.linear_attention.convolution_v.weight",
     ),
 }
+# Phi-3 joins q, k and v, and gate and up.
 PHI3 = {
     **{theirs: ours for theirs, ours in DECODER.items() if "_proj" not in theirs},
     "model.layers.{i}.self_attn.qkv_proj.weight": (
@@ -85,8 +91,9 @@ PHI3 = {
     "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.mlp.down.weight",
 }
 
-# Sizes that absent fields mean to the library.
+# The library's defaults for sizes that a config omits.
 
+# For classes without the field `head_dim`.
 _NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
 _MISTRAL_SIZES = SIZES | {
     "intermediate_size": 14336,
@@ -137,6 +144,7 @@ QWEN3_5_SIZES = SIZES | {
     "vocab_size": 248_320,
     "max_position_embeddings": 32768,
 }
+# Our flags of the gated delta rule have the names of the library's fields.
 _DELTA_SIZES = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -145,28 +153,36 @@ _DELTA_SIZES = {
     "linear_value_head_dim": 128,
 }
 
-# Words of classes that say more than `Words` can read or write.
+# Classes with config fields that `Words` cannot read or write.
 
 
 @dataclass(frozen=True)
 class LlamaWords(Words):
-    """Words of a class that asks for whole heads."""
+    """Config fields of a class that requires the hidden size to be a multiple of the number of
+    heads.
+    """
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
+        # The library refuses such a config, even with an explicit head_dim.
         if v["hidden_size"] % v["num_attention_heads"]:
-            c.faults.append(f"hidden_size {v['hidden_size']} is no multiple of num_attention_heads")
+            c.faults.append(
+                f"hidden_size {v['hidden_size']} must be a multiple of num_attention_heads "
+                f"{v['num_attention_heads']}"
+            )
         return v
 
 
 @dataclass(frozen=True)
 class Olmo3Words(Words):
-    """Words of a class that names each kind of layer's rotary embedding; older configs stretch only
-    full ones.
+    """Config fields of a class with one set of rotary parameters for each kind of layer.
+
+    In older configs, `rope_scaling` applies only to layers with full attention.
     """
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
+        # An older config: layers with a window keep the unscaled embedding.
         if v["rope_scaling"] != "none" and not isinstance(c.get("rope_parameters"), dict):
             v["window_rotary_base"] = v["rotary_base"]
         return v
@@ -174,29 +190,31 @@ class Olmo3Words(Words):
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v)
         far = content["rope_parameters"]
-        near = (
-            {"rope_type": "default", "rope_theta": v["window_rotary_base"]}
-            if v["window_rotary_base"]
-            else far
-        )
+        near = far
+        if v["window_rotary_base"]:
+            near = {"rope_type": "default", "rope_theta": v["window_rotary_base"]}
         return content | {"rope_parameters": {_SLIDING: near, _FULL: far}}
 
 
 @dataclass(frozen=True)
 class Gemma3Words(Olmo3Words):
-    """Words of a class that scales its embedding, says its scale of scores, and gates by GELU."""
+    """Config fields of a class with a scaled embedding, its own softmax scale and GELU gates."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
         if not isinstance(c.get("rope_parameters"), dict):
+            # An older config, which has the base of layers with a window in its own field.
             v["window_rotary_base"] = c.number("rope_local_base_freq", 1e4, float, 1.0, 1e12)
         c.only(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
         c.only(final_logit_softcapping=None, attn_logit_softcapping=None)
+        # Scores are divided by the root of this field.
+        # Embeddings are multiplied by the root of the hidden size.
         scale = c.number("query_pre_attn_scalar", 256) ** -0.5
         return v | {"softmax_scale": scale, "embedding_multiplier": v["hidden_size"] ** 0.5}
 
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v) | {"hidden_activation": "gelu_pytorch_tanh"}
+        # The class has another field for its activation.
         del content["hidden_act"]
         content["rope_local_base_freq"] = v["window_rotary_base"] or v["rotary_base"]
         return content | {"query_pre_attn_scalar": round(resolved(v)["softmax_scale"] ** -2)}
@@ -204,28 +222,28 @@ class Gemma3Words(Olmo3Words):
 
 @dataclass(frozen=True)
 class Qwen35Words(Words):
-    """Words of a class whose layers may have a gated delta rule instead of attention."""
+    """Config fields of a class whose layers may use a gated delta rule instead of attention."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
-        layers, every = v["num_layers"], c.number("full_attention_interval", 4)
+        layers = v["num_layers"]
+        every = c.number("full_attention_interval", 4)
         c.only(attn_output_gate=True, mlp_only_layers=[])
-        if (gate := c.get("output_gate_type", "silu")) not in ("silu", "swish"):
+        gate = c.get("output_gate_type", "silu")
+        if gate not in ("silu", "swish"):  # two names of one function
             c.faults.append(f"output_gate_type is {shown(gate)}, megacp can only express silu")
-        kinds = c.get("layer_types") or [
-            _FULL if (i + 1) % every == 0 else _STATE for i in range(layers)
-        ]
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != layers
-            or not {*map(str, kinds)} <= {_STATE, _FULL}
-        ):
+        kinds = c.get("layer_types")
+        if not kinds:
+            kinds = [_FULL if (i + 1) % every == 0 else _STATE for i in range(layers)]
+        is_list = isinstance(kinds, list) and len(kinds) == layers
+        if not is_list or not {*map(str, kinds)} <= {_STATE, _FULL}:
             c.faults.append(
                 f"layer_types is {shown(kinds)}, expected {_STATE} or {_FULL} for each of {layers} "
                 "layers"
             )
         elif _STATE in kinds:
             full = [kind == _FULL for kind in kinds]
+            # Without a layer with attention there is no pattern, and `[1]` selects all layers.
             v["linear_attention_freq"] = layer_pattern(full, "01") or "[1]"
         return v | {name: c.number(name, default) for name, default in _DELTA_SIZES.items()}
 
@@ -235,25 +253,24 @@ class Qwen35Words(Words):
         return {}
 
     def to_hf(self, v: Values) -> Values:
+        # The class reads the kind of each layer.
         kinds = [_STATE if layer.has_state else _FULL for layer in layers_of(model_of(v))]
         return super().to_hf(v) | {"layer_types": kinds} | {name: v[name] for name in _DELTA_SIZES}
 
 
 @dataclass(frozen=True)
 class SmolLM3Words(Words):
-    """Words of a class with layers that have no rotary embedding."""
+    """Config fields of a class with layers that have no rotary embedding."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
-        every, count = c.number("no_rope_layer_interval", 4), v["num_layers"]
-        rotates = c.get("no_rope_layers")  # 1 is a layer with a rotary embedding
+        every = c.number("no_rope_layer_interval", 4)
+        count = v["num_layers"]
+        rotates = c.get("no_rope_layers")  # despite its name, 1 is a layer with a rotary embedding
         if rotates is None:
             rotates = [int((layer + 1) % every != 0) for layer in range(count)]
-        if (
-            isinstance(rotates, list)
-            and len(rotates) >= count
-            and all(x in (0, 1) for x in rotates)
-        ):
+        is_long_enough = isinstance(rotates, list) and len(rotates) >= count
+        if is_long_enough and all(x in (0, 1) for x in rotates):
             v["no_rope_freq"] = layer_pattern([x == 0 for x in rotates[:count]])
         else:
             c.faults.append(
@@ -262,6 +279,7 @@ class SmolLM3Words(Words):
         return v
 
     def to_hf(self, v: Values) -> Values:
+        # In the library 1 means that a layer has a rotary embedding.
         without = [not layer.rotates for layer in layers_of(model_of(v))]
         content = super().to_hf(v) | {"no_rope_layers": [int(not one) for one in without]}
         every = layer_pattern(without)
@@ -270,7 +288,7 @@ class SmolLM3Words(Words):
         return content
 
 
-# The rows.
+# The families.
 
 
 def _text(
@@ -281,6 +299,7 @@ def _text(
     table: Table = DECODER,
     harmless: frozenset[str] = frozenset(),
 ) -> Family:
+    """Return a family whose config is read and written by `words`."""
     return Family(
         name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, fits, harmless
     )
@@ -295,6 +314,7 @@ _LLAMA = _text(
         PLAIN_DECODER | {"add_qkv_bias": True, "add_attention_output_bias": True},
     ),
 )
+# Mistral is Llama with a sliding window in all layers.
 _MISTRAL = _text(
     "mistral",
     "Mistral",
@@ -305,11 +325,10 @@ _PHI3 = _text(
     "phi3",
     "Phi3",
     Words(_PHI3_SIZES, rope_kinds=("default",), window="sliding_window"),
-    fits=(),  # as llama or mistral, but for the names of its tensors
+    fits=(),  # the same models as llama or mistral, with other tensor names
     table=PHI3,
-    harmless=frozenset(
-        {"original_max_position_embeddings"}
-    ),  # of scaled rotary embeddings, which are refused
+    # Part of scaled rotary embeddings, which are refused.
+    harmless=frozenset({"original_max_position_embeddings"}),
 )
 _OLMO_NORMS: Values = {"norm_position": "after", "qk_layernorm": "all_heads"}
 _OLMO2 = _text(
@@ -332,6 +351,7 @@ _OLMO3 = _text(
     fits=(PLAIN_DECODER | _OLMO_NORMS | {"window_size": True},),
     table=OLMO2,
 )
+# Gemma 3 alternates layers with a sliding window and full layers, each with its rotary base.
 _GEMMA3 = _text(
     "gemma3_text",
     "Gemma3",
@@ -354,6 +374,7 @@ _GEMMA3 = _text(
     table=GEMMA3,
     harmless=frozenset({"_sliding_window_pattern", "rope_local_base_freq"}),
 )
+# Some layers of SmolLM3 have no rotary embedding.
 _SMOLLM3 = _text(
     "smollm3",
     "SmolLM3",
@@ -378,6 +399,7 @@ _QWEN3_5 = _text(
     table=QWEN3_5,
     harmless=QWEN3_5_SILENT,
 )
+# Qwen2 always has biases of q, k and v, and none of the output.
 _QWEN2 = _text(
     "qwen2",
     "Qwen2",
@@ -385,6 +407,7 @@ _QWEN2 = _text(
     fits=(WITH_WINDOWS | {"add_qkv_bias": True, "add_attention_output_bias": False},),
     harmless=NO_WINDOW,
 )
+# Qwen3 normalises each head of q and k.
 _QWEN3 = _text(
     "qwen3",
     "Qwen3",

@@ -1,9 +1,8 @@
-"""The text model inside a folder whose vision tower we do not have: its config and tensors, as a
-text folder has them.
+"""The text model of a folder whose vision tower megacp does not support: its config and tensors, in
+the form of a text folder.
 
-A row of `TEXT_PARTS` says what such a folder's class has where its config is silent. The tower, the
-projector and their fields are left out. Tokens of images stay in the vocabulary, as ordinary
-tokens.
+A row of `TEXT_PARTS` has the library's defaults for such a class. The tower, the projector and
+their fields are left out. Image tokens stay in the vocabulary as ordinary tokens.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from megacp.huggingface.convert.config_json import Values, shown
 from megacp.huggingface.convert.tensors import Info, Source
 from megacp.huggingface.convert.words import SIZES
 
+# Prefixes of the text model's tensor names in such folders, older and current ones -> prefixes in a
+# text folder.
 _TEXT_NAMES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
 )
-"""How names of the text model begin in such folders, older ones and those of the library: how they
-begin in ours.
-"""
+# Modules of such folders without the text model.
 _PARTS = (
     "vision_tower",
     "vision_model",
@@ -35,39 +34,41 @@ _PARTS = (
     "connector",
     "image_newline",
 )
-NOT_TEXT = tuple(f"{begin}{part}" for begin in ("", "model.") for part in _PARTS)
-"""How names of the tower and of what joins it to the text model begin."""
+# Prefixes of the tensor names of the tower and the projector.
+NOT_TEXT = _PARTS + tuple(f"model.{part}" for part in _PARTS)
+# Config fields about images.
 _FIELDS = frozenset(
-    (
+    {
+        # the tower
         "vision_config",
         "vision_feature_layer",
         "vision_feature_select_strategy",
         "vision_aspect_ratio",
-    )
-    + (
+        # tokens of images
         "image_token_index",
         "image_token_id",
         "video_token_index",
         "video_token_id",
         "vision_token_id",
-    )
-    + ("boi_token_index", "eoi_token_index", "vision_start_token_id", "vision_end_token_id")
-    + (
+        "boi_token_index",
+        "eoi_token_index",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        # the layout of an image
         "ignore_index",
         "image_seq_length",
         "image_grid_pinpoints",
         "mm_tokens_per_image",
         "use_image_newline_parameter",
-    )
-    + (
+        # the projector
         "projector_hidden_act",
         "multimodal_projector_bias",
         "spatial_merge_size",
         "downsample_ratio",
         "scale_factor",
-    )
+    }
 )
-"""Fields of a whole model's config that are about images."""
+# Config fields that affect the text model's computation.
 _OF_TEXT = frozenset(SIZES) | {
     "rope_theta",
     "rope_scaling",
@@ -75,46 +76,45 @@ _OF_TEXT = frozenset(SIZES) | {
     "sliding_window",
     "layer_types",
 }
-"""Fields that say what a text model computes."""
+# Files about images.
 PROCESSORS = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
 )
-"""Files about images."""
+# Parameters of rotary positions on three axes. For text, all axes have the same position, which
+# gives the usual rotary embedding.
 _SECTIONS = ("mrope_section", "mrope_interleaved")
-"""Parameters of rotary positions on three axes. In a text these are equal, which is the usual
-rotary embedding.
-"""
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """A class of the library with a tower and a text model."""
+    """A class of the library that combines a vision tower and a text model."""
 
     cls: str
     """The library's class of the whole model."""
     text: str
-    """The `model_type` of its text model where the config does not say."""
+    """Default `model_type` of its text model."""
     tied: bool = False
-    """Whether the whole model ties its head where the config does not say."""
+    """Whether the whole model ties its head by default."""
     asks_text: bool = False
-    """Whether a text model that says it is tied is believed where the whole model does not say so.
+    """Whether `tie_word_embeddings` of the text model applies if the whole model has no such field
+    or a false one.
     """
     families: Mapping[str, str] = field(default_factory=dict)
-    """A `model_type` that only such text models have -> the family that computes the same."""
+    """`model_type` that only such text models have -> the family with the same computation."""
     defaults: Values = field(default_factory=dict)
-    """Sizes of the text model where its config is silent, as far as they are not those of its
-    family.
-    """
+    """Default sizes of the text model that differ from its family's."""
     flat: bool = False
-    """Whether fields of the text model are at the top in older configs."""
+    """Whether older configs have the text model's fields at the top."""
 
 
 def _of_llava(
     cls: str, text: str = "llama", tied: bool = False, asks_text: bool = False
 ) -> TextPart:
+    """Return a class whose text model has a `model_type` of its own folders."""
     return TextPart(f"{cls}ForConditionalGeneration", text, tied, asks_text)
 
 
+# Defaults of transformers' Qwen2VLTextConfig.
 _QWEN2_VL: Values = {
     "vocab_size": 152064,
     "hidden_size": 8192,
@@ -126,6 +126,7 @@ _QWEN2_VL: Values = {
     "rope_theta": 1e6,
     "max_window_layers": 80,
 }
+# `model_type` of the whole model -> its class.
 TEXT_PARTS = {
     "gemma3": _of_llava("Gemma3", "gemma3_text", tied=True),
     "mistral3": _of_llava("Mistral3", "mistral", tied=True),
@@ -163,7 +164,7 @@ TEXT_PARTS = {
 def text_content(content: Mapping[str, Any], part: TextPart) -> dict[str, Any]:
     """Return the config.json of a text folder with the text model of `content`.
 
-    Raises ValueError for a `text_config` that is no object, or is missing.
+    Raise ValueError if `text_config` is missing or is not an object.
     """
     outside = {name: value for name, value in content.items() if name not in _FIELDS}
     inside = outside.pop("text_config", None)
@@ -172,17 +173,15 @@ def text_content(content: Mapping[str, Any], part: TextPart) -> dict[str, Any]:
     elif not isinstance(inside, Mapping):
         raise ValueError(f"config.json: text_config is {shown(inside)}, expected an object")
     else:
-        # the library reads the text model's sizes from `text_config` only, also if they are missing
-        # there
+        # The library reads the text model's sizes only from `text_config`, even if it lacks them.
         outside = {name: value for name, value in outside.items() if name not in _OF_TEXT}
     kind = inside.get("model_type", part.text)
     found = {**part.defaults, **outside, **inside}
-    # the whole model's words on these come first, as in the library
-    found |= {
-        name: value
-        for name, value in outside.items()
-        if name.endswith("_token_id") and value is not None
-    }
+    # For token ids the whole model has priority, as in the library.
+    for name, value in outside.items():
+        if name.endswith("_token_id") and value is not None:
+            found[name] = value
+    # A false value of the whole model may be a default, so the text model decides for some classes.
     tied = content.get("tie_word_embeddings", part.tied)
     if tied is not False or not part.asks_text:
         found["tie_word_embeddings"] = tied
@@ -190,7 +189,9 @@ def text_content(content: Mapping[str, Any], part: TextPart) -> dict[str, Any]:
         found["tie_word_embeddings"] = inside["tie_word_embeddings"]
     else:
         found.pop("tie_word_embeddings", None)
-    found["model_type"] = part.families.get(kind, kind) if isinstance(kind, str) else kind
+    if isinstance(kind, str):
+        kind = part.families.get(kind, kind)
+    found["model_type"] = kind
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(found.get(name), Mapping):
             found[name] = _on_one_axis(found[name])
@@ -198,7 +199,7 @@ def text_content(content: Mapping[str, Any], part: TextPart) -> dict[str, Any]:
 
 
 def _on_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a rotary embedding without the sections of its axes."""
+    """Return rotary parameters for text positions, which have one axis."""
     found = {name: value for name, value in rope.items() if name not in _SECTIONS}
     for name in ("type", "rope_type"):
         if found.get(name) == "mrope":
@@ -207,12 +208,12 @@ def _on_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TextTensors:
-    """The tensors of a text model, by the names they have in a folder of their own."""
+    """The tensors of a text model, by their names in a text folder."""
 
     def __init__(self, source: Source) -> None:
-        """Raises ValueError when two tensors would have one name."""
+        """Rename the tensors of `source`. Raise ValueError if two of them get the same name."""
         self._source = source
-        self._names: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # name in a text folder -> name in `source`
         for theirs in source.infos:
             name = theirs
             for begin, ours in _TEXT_NAMES:
@@ -229,16 +230,13 @@ class TextTensors:
         }
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor."""
+        """Return rows [start, stop) of a tensor."""
         return self._source.rows(self._names[name], start, stop)
 
 
 def left_out(content: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Say in a line what of a folder is not taken; `names` are those of its tensors that are left
-    out.
-    """
+    """Return a message about the unused part of a folder; `names` are its unused tensors."""
     return (
-        f"{content['model_type']}: the text model is taken; the vision tower and its {len(names)} "
-        "tensors are not "
-        "(images cannot be trained, an export is a folder of the text model)"
+        f"{content['model_type']}: only the text model is used, without the vision tower and its "
+        f"{len(names)} tensors (images cannot be trained, and an export is a text model)"
     )

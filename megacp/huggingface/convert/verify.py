@@ -1,10 +1,10 @@
-"""--verify: the model that was written is the one that was read, by every tensor, every field,
-logits and token ids.
+"""--verify: compare the written model with its input by tensors, config fields, logits and token
+ids.
 
 Tensors are compared bit by bit, then the fields of both configs. The library loads its folder, and
-its logits are held against ours in float32: they see what reader and writer get wrong alike. Rows
-are one document of noise each: text, several images, images beside a video (on one image alone no
-plan sorts, and a wrong order would agree).
+its float32 logits are compared with ours, which finds errors that reader and writer have in common.
+Each row is one document of noise: text, several images, or images with a video. One image would not
+be enough: its order is the same for every plan.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ from megacp.training.data.images import joined, position_axes
 from megacp.training.data.vision.molmo2 import Molmo2Rules, frame_layout
 from megacp.training.data.vision.rules import VisionRules
 
+# Accepted difference as a fraction of the largest logit, in float32. A wrong theta exceeds it; a
+# different order of sums is usually far below.
 _TOLERANCE = 1e-4
-"""Part of the largest logit, in float32: a wrong theta is above it, another order of sums mostly
-far below.
-"""
+# A difference up to this multiple of our float32 rounding error is accepted, too: the library's
+# error is similar.
 _ROUNDINGS = 8
-"""What float32 moves our logits by, so often, is no difference either: the library's are moved
-about as far.
-"""
+# A function that returns the logits `[T, vocab]` of a row.
 Logits = Callable[[PackedBatch], torch.Tensor]
-"""Logits `[T, vocab]` of a row."""
+# Marks a frame of a video; an image has its width and height in crops instead.
 _FRAME = (0, 0)
-"""Stands for a frame of a video where an image has its width and height in crops."""
+# Name of a row -> its images and frames.
 _MEDIA = {
     "random images": ((2, 1), (1, 1), (1, 2)),
     "random images and video": ((2, 1), *(_FRAME,) * 8, (1, 1)),
@@ -55,9 +54,11 @@ _MEDIA = {
 
 
 def rows_for(config: RunConfig, rules: VisionRules | None) -> dict[str, PackedBatch]:
-    """Random rows that use all of a model: text, and those of _MEDIA for one with a tower whose
-    `rules` are known.
+    """Return random rows that use all parts of a model.
+
+    They have text and, for a model with a tower and known `rules`, the images and videos of _MEDIA.
     """
+    # A few tokens are enough to find a difference, and fast on a CPU.
     count = min(64, config.model.max_position_embeddings or config.data.seq_length)
     rows = {"random text": _row(config, rules, count, ())}
     if config.vision.vision_num_layers and rules is not None:
@@ -69,18 +70,21 @@ def rows_for(config: RunConfig, rules: VisionRules | None) -> dict[str, PackedBa
 def _row(
     config: RunConfig, rules: VisionRules | None, count: int, media: Sequence[tuple[int, int]]
 ) -> PackedBatch:
-    """One document of noise: `media` with `count` random tokens before, between and behind them."""
+    """Return a document of noise: `media`, with `count` random tokens between and around them."""
     rng = np.random.default_rng(0)
     images = list(rules.token_ids.values()) if rules is not None else []
+    # Random text must not contain tokens of images.
     words = np.setdiff1d(np.arange(config.model.vocab_size), images)
-    tokens, span, layouts, pixels = [rng.choice(words, count)], [np.zeros(count, np.int32)], [], []
+    tokens = [rng.choice(words, count)]
+    span = [np.zeros(count, np.int32)]  # 1 for tokens of an image that see each other
+    layouts = []
+    pixels = []
+    sees_all = config.data.image_attention != "causal"
     for size in media:
-        assert rules is not None, "a model with a tower is compared by image rules"
-        side = (
-            rules.image_size
-            if isinstance(rules, Molmo2Rules)
-            else 4 * config.vision.vision_patch_size
-        )
+        assert rules is not None, "image rules are needed to compare a model with a tower"
+        side = 4 * config.vision.vision_patch_size
+        if isinstance(rules, Molmo2Rules):
+            side = rules.image_size
         width, height = (side * max(1, crops) for crops in size)
         noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         if size == _FRAME and isinstance(rules, Molmo2Rules):
@@ -91,9 +95,9 @@ def _row(
             pixels.append(rules.pixels_of_image(noise))
         layouts.append(layout)
         tokens += [layout.tokens, rng.choice(words, count)]
-        seen = config.data.image_attention != "causal"
-        span += [np.full(len(layout.tokens), seen, np.int32), np.zeros(count, np.int32)]
-    row, vision = np.concatenate(tokens), None  # int64 [T]
+        span += [np.full(len(layout.tokens), sees_all, np.int32), np.zeros(count, np.int32)]
+    row = np.concatenate(tokens)  # int64 [T]
+    vision: VisionInputs | None = None
     grids = np.array([layout.grid for layout in layouts if layout.grid is not None], np.int64)
     if rules is not None and media:
         vision = VisionInputs(
@@ -104,7 +108,8 @@ def _row(
             *joined(pixels, rules.patch_shape),
             grids=grids if len(grids) else None,
         )
-    leave, weights = np.full(len(row), len(row), np.int32), np.ones(len(row), np.float32)
+    leave = np.full(len(row), len(row), np.int32)  # the document has no branch
+    weights = np.ones(len(row), np.float32)
     spans = np.concatenate(span)
     batch = PackedBatch(
         row, np.zeros_like(row), weights, np.arange(len(row)), leave, spans, (0,), vision
@@ -115,27 +120,23 @@ def _row(
 
 
 def tensor_differences(before: Source, after: Source) -> list[str]:
-    """Differences of the tensors of two sources, one line each; bits are compared, so NaN equals
-    itself.
-    """
+    """Return a message for each tensor that differs. Bits are compared, so NaN equals itself."""
     found = []
     for name in sorted(before.infos.keys() | after.infos.keys()):
         if before.infos.get(name) != after.infos.get(name):
             found.append(f"{name} is {after.infos.get(name)}, it was {before.infos.get(name)}")
             continue
-        first, second = (
-            whole(source, name).contiguous().view(torch.uint8) for source in (before, after)
-        )
+        first = whole(before, name).contiguous().view(torch.uint8)
+        second = whole(after, name).contiguous().view(torch.uint8)
         if not torch.equal(first, second):
-            found.append(f"{name} has other bits")
+            found.append(f"{name} has different values")
     return found
 
 
 def our_logits(config: RunConfig, source: Source, dtype: str = "float32") -> Logits:
-    """Logits of the weights of `source`, by our names, on one process."""
-    own = RunConfig(
-        model=config.model, vision=config.vision, data=config.data
-    )  # nothing of its grid or its device
+    """Return a function for our model's logits with the weights of `source`, on one process."""
+    # Leave out the run's device grid and device.
+    own = RunConfig(model=config.model, vision=config.vision, data=config.data)
     grid = build_grid(GridShape(), 0)
     plain = with_values(own, {"dtype": dtype, "transformer_impl": "native"})
     model: LanguageModelChunk = build_chunks(plain, grid, drawn=lambda name: False)[0].eval()
@@ -152,8 +153,10 @@ def our_logits(config: RunConfig, source: Source, dtype: str = "float32") -> Log
 
 
 def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None) -> Logits:
-    """Logits by the transformers library in float32, weights of a folder `rounded_to` another dtype
-    before. ValueError names missing, unexpected or mismatched tensors.
+    """Return a function for the logits of a folder in the transformers library, in float32.
+
+    The weights are first rounded to `rounded_to`, if given. Raise ValueError with missing,
+    unexpected or mismatched tensors.
     """
     import transformers
 
@@ -165,23 +168,28 @@ def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None
         output_loading_info=True,
         attn_implementation="eager",
     )
+    # The library would initialise missing tensors silently.
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    if wrong := [
+    wrong = [
         f"{kind}: {in_brief(sorted(map(str, info[kind])))}" for kind in kinds if info.get(kind)
-    ]:
+    ]
+    if wrong:
         raise ValueError(f"the transformers library reads {folder} with {'; '.join(wrong)}")
-    for parameter in model.parameters() if rounded_to is not None else ():
-        parameter.data = parameter.data.to(rounded_to).float()
+    if rounded_to is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(rounded_to).float()
     model.eval()
 
     @torch.no_grad()
     def logits(batch: PackedBatch) -> torch.Tensor:
         images: dict[str, Any] = {}
+        # Each vision family of the library has its own inputs: first Qwen3.5's, then Molmo2's.
         if batch.vision is not None and batch.vision.grids is not None:
             kinds = np.zeros(len(batch), np.int64)
             kinds[batch.vision.feature_rows] = 1
             images = {
                 "pixel_values": torch.from_numpy(batch.vision.patches[:, 0]),
+                # in patches; a pooled token has 2 x 2 of them
                 "image_grid_thw": torch.tensor(
                     [[1, 2 * rows, 2 * columns] for rows, columns in batch.vision.grids]
                 ),
@@ -195,17 +203,17 @@ def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None
                 "image_grids": torch.tensor([[len(pooling), 1, 0, 0]]),
                 "mm_token_type_ids": torch.from_numpy((batch.span > 0).astype(np.int64))[None],
             }
-        found: torch.Tensor = model(
-            input_ids=torch.from_numpy(batch.tokens)[None], **images
-        ).logits[0]
+        output = model(input_ids=torch.from_numpy(batch.tokens)[None], **images)
+        found: torch.Tensor = output.logits[0]
         return found
 
     return logits
 
 
 def logits_of(loaded: Loaded, dtype: torch.dtype | None = None) -> Logits:
-    """A model to ask for logits, its weights rounded to `dtype`: a checkpoint of ours, or a folder
-    by the library.
+    """Return a function for the logits of a model with weights rounded to `dtype`.
+
+    A checkpoint is run by megacp, a folder by the library.
     """
     if loaded.checkpoint is not None:
         return our_logits(loaded.config, in_dtype(loaded.source, dtype))
@@ -213,23 +221,26 @@ def logits_of(loaded: Loaded, dtype: torch.dtype | None = None) -> Logits:
 
 
 def rounding(loaded: Loaded, dtype: torch.dtype | None, row: PackedBatch) -> float:
-    """How far float32 moves our logits: far where norms divide by little, and by the processor's
-    order of sums.
+    """Return the rounding error of our float32 logits, the largest difference from float64.
+
+    It is large where norms divide by small numbers, and depends on the processor's order of sums.
     """
     source = in_dtype(loaded.source, dtype)
-    narrow, wide = (
-        our_logits(loaded.config, source, name)(row).double() for name in ("float32", "float64")
-    )
+    narrow = our_logits(loaded.config, source, "float32")(row).double()
+    wide = our_logits(loaded.config, source, "float64")(row).double()
     return float((narrow - wide).abs().max())
 
 
 def compare_logits(
     first: Logits, second: Logits, row: PackedBatch, rounded: Callable[[], float] = lambda: 0.0
 ) -> tuple[bool, str]:
-    """Whether two models agree on a row, and how far their logits are apart; `rounded` is asked
-    where it decides.
+    """Return whether two models agree on a row, and a phrase with the difference of their logits.
+
+    `rounded` returns the rounding error; it is called only if the result depends on it.
     """
-    expected, other = first(row).double(), second(row).double()
+    # [T, vocab]
+    expected = first(row).double()
+    other = second(row).double()
     largest = float(expected.abs().max())
     agreement = float((expected.argmax(-1) == other.argmax(-1)).double().mean())
     gap = float((expected - other).abs().nan_to_num(nan=torch.inf).max())
@@ -238,56 +249,49 @@ def compare_logits(
         f"({gap / max(largest, 1e-30):.2g} of it)"
     )
     agrees = gap <= _TOLERANCE * largest or gap <= _ROUNDINGS * rounded()
-    return agrees, f"{words}, same likeliest token at {100 * agreement:.2f} %"
+    return agrees, f"{words}, same most likely token at {100 * agreement:.2f} %"
 
 
 def verify_conversion(
     before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: Given | None
 ) -> bool:
-    """Print how far the result is from what was read, cast to `dtype`; whether it is the same
-    model.
+    """Compare the output with the input, cast to `dtype`, and print the result.
+
+    Return whether both are the same model.
     """
     given = in_dtype(before.source, dtype)
     wrong = tensor_differences(given, after.source)
-    names = [
-        loaded.family.values(loaded.family.config(loaded.values)).keys()
-        for loaded in (before, after)
-    ]
-    first, second = resolved(before.values), resolved(after.values)
-    fields = [
-        f"{flag(name)} is {first[name]} in what was read and {second[name]} in what was written"
-        for name in names[0] | names[1]
-        if name != "seq_length" and first[name] != second[name]  # rows are the run's
-    ]
+    fields = _field_differences(before, after)
     if wrong:
         print(
-            f"verify: {len(wrong)} of {len(given.infos)} tensors are not those of what was read: "
+            f"verify: {len(wrong)} of {len(given.infos)} tensors differ from the input: "
             f"{in_brief(wrong)}"
         )
     else:
-        print(f"verify: all {len(given.infos)} tensors are those of what was read, bit for bit")
-    print(
-        f"verify: {in_brief(fields)}"
-        if fields
-        else "verify: all fields of the model are those of what was read"
-    )
+        print(f"verify: all {len(given.infos)} tensors are identical to the input, bit for bit")
+    if fields:
+        print(f"verify: {in_brief(fields)}")
+    else:
+        print("verify: all fields of the model are identical to the input")
     if wrong or fields:
         return False
+    # Only equal tensors and fields are worth running.
     rows = rows_for(before.config, before.rules)
     if before.config.vision.vision_num_layers and before.rules is None:
-        print(
-            "verify: no images are compared: the folder has no processor that says how they become tokens"
-        )
-    models = logits_of(before, dtype), logits_of(after)
-    found = {
-        name: compare_logits(*models, row, partial(rounding, before, dtype, row))
-        for name, row in rows.items()
-    }
-    for name, (_, words) in found.items():
+        print("verify: images are not compared: the folder has no processor with image rules")
+    first = logits_of(before, dtype)
+    second = logits_of(after)
+    agrees = {}
+    phrases = {}
+    for name, row in rows.items():
+        rounded = partial(rounding, before, dtype, row)
+        agrees[name], phrases[name] = compare_logits(first, second, row, rounded)
+    for name, words in phrases.items():
         print(f"verify: {name}: {words}")
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
+        # A large limit avoids a warning about long texts.
         library = AutoTokenizer.from_pretrained(
             after.folder, local_files_only=True, model_max_length=1 << 30
         )
@@ -295,7 +299,26 @@ def verify_conversion(
             tokenizer, lambda text: library.encode(text, add_special_tokens=False), PROBE
         )
         print(
-            f"verify: {len(PROBE)} texts get the ids of --tokenizer from the library's "
-            "AutoTokenizer"
+            f"verify: the library's AutoTokenizer gives {len(PROBE)} texts the same ids as "
+            "--tokenizer"
         )
-    return all(agrees for agrees, _ in found.values())
+    return all(agrees.values())
+
+
+def _field_differences(before: Loaded, after: Loaded) -> list[str]:
+    """Return a message for each flag of the model that differs."""
+    # A family's config has only the flags that matter to it.
+    names = [
+        loaded.family.values(loaded.family.config(loaded.values)).keys()
+        for loaded in (before, after)
+    ]
+    first = resolved(before.values)
+    second = resolved(after.values)
+    found = []
+    for name in names[0] | names[1]:
+        # The sequence length belongs to the run, not to the model.
+        if name != "seq_length" and first[name] != second[name]:
+            found.append(
+                f"{flag(name)} is {first[name]} in the input and {second[name]} in the output"
+            )
+    return found

@@ -1,3 +1,1 @@
-"""Generation: a prompt from a record or from flags, and the model's answer to it, token by
-token.
-"""
+"""Text generation: prompts from records or flags, and answers token by token."""

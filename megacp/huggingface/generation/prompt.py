@@ -1,9 +1,8 @@
-"""What a model is asked: a record without its last answer, or a text after images, as tokens with
-pixels.
+"""Prompts as tokens with pixels: a record without its last answer, or a text after images.
 
-Parser, image layout, tokenizer calls, collation and decoder are those of training, so a question
-has the tokens it had there. A question that was one of several branches is the one branch of its
-document, and sees what it saw.
+The parser, image layout, tokenizer calls, collation and decoder are those of training, so a
+question has the same tokens as in training. A question that is one of several branches of its
+record becomes the only branch of its document, and attends to the same tokens as before.
 """
 
 from __future__ import annotations
@@ -41,32 +40,32 @@ from megacp.training.data.vision.rules import Pixels, VisionRules
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One document to be continued."""
+    """One document to continue."""
 
     tokens: np.ndarray
     """int64 [n], n >= 1."""
     branch_start: int | None = None
-    """Where the question begins, as a branch of what stands before it; None = the document has no
-    branch.
+    """Index of the token at which the question begins, as a branch of the tokens before it; None if
+    the document has no branch.
     """
     units: tuple[SegmentUnit, ...] = ()
-    """Its images and frames."""
+    """The document's images and frames."""
     encoded: tuple[tuple[bytes, int], ...] = ()
-    """Sources of the units, in order: a file, and the index among its taken frames (-1: it is an
-    image).
+    """The file of each unit, in order, and the frame's index among the sampled frames of its video
+    (-1 for an image).
     """
     question: str = ""
-    """The texts before the answer as they are tokenized; images and tokens that no text spells are
+    """The text before the answer, as it is tokenized; images and special tokens without text are
     left out.
     """
     expected: str | None = None
-    """The record's own answer; None where it has none."""
+    """The record's answer; None if it has none."""
     images: tuple[str, ...] = ()
     """The files that the record names, in order."""
 
 
 class PromptMaker:
-    """Makes prompts with one tokenizer and, for images, one set of rules and one directory."""
+    """Builds prompts with one tokenizer and, for images, one set of rules and one directory."""
 
     def __init__(
         self,
@@ -76,12 +75,13 @@ class PromptMaker:
         template: ChatTemplate | None = None,
         as_messages: bool = False,
     ) -> None:
-        """`template`: what wrote the messages that the model learned; None for the house's own
-        form.
+        """Build prompts with `template`, the chat template of training; None for megacp's own
+        format.
 
-        `as_messages`: whether Alpaca's records, too, were written in the house's own form.
+        `as_messages`: whether Alpaca records are written in megacp's own format, too.
         """
         self._template = template
+        # Without a template, Alpaca records get the format that answers had in training.
         self._rules = replace(FOR_PROMPTS, form=AS_MESSAGES if as_messages else "")
         self._maker = DocumentMaker(
             tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {}, template
@@ -89,35 +89,45 @@ class PromptMaker:
         self._media = MediaReader(rules, image_root) if rules is not None else None
 
     def of_record(self, record: Any) -> list[Prompt]:
-        """The questions of a record as for preprocess_data.py: its branches, or itself.
+        """Return the prompts of a record of preprocess_data.py: one per branch, or one for the
+        record.
 
-        The last learned text, if there is text before, is what to answer. Where the last message is
-        not an assistant's, the header of an assistant's stands behind it. RecordError (a
-        ValueError) says what is wrong with it.
+        The prompt ends before the record's last learned text, if there is text before it. If the
+        last message is not from the assistant, the header of an assistant message is added. Raise
+        RecordError (a ValueError) for an invalid record.
         """
         sample = parse_record(record, self._rules, self._template)
         if sample.branches:
             return [
                 self._prompt(sample.prefix, *_without_answer(branch)) for branch in sample.branches
             ]
+        # Remove the learned text at the end, which is the expected answer.
         rest, answer = _without_answer(sample.prefix)
-        if not rest:  # a plain text is to be continued
-            rest, answer = [piece for piece in sample.prefix if not piece.is_end], None
+        if not rest:
+            # All of the text is learned: a plain text, which the model continues.
+            rest = [piece for piece in sample.prefix if not piece.is_end]
+            answer = None
         return [self._prompt(rest, None, answer)]
 
     def of_text(self, text: str, media: Sequence[Media] = ()) -> Prompt:
-        """Images and videos, then `text` as it is. RecordError names a bad one's `key`."""
-        return self._prompt(
-            [*(SamplePart(None, 0.0, one) for one in media), SamplePart(text, 0.0)], None, None
-        )
+        """Return a prompt of images and videos, then `text` unchanged.
+
+        Raise RecordError with the `key` of an invalid image or video.
+        """
+        pieces = [SamplePart(None, 0.0, one) for one in media]
+        pieces.append(SamplePart(text, 0.0))
+        return self._prompt(pieces, None, None)
 
     def of_question(self, text: str, media: Sequence[Media] = ()) -> Prompt:
-        """Images and videos, then `text`, as a user's message in the house's own form. RecordError
-        as of `of_text`.
+        """Return a prompt of images and videos, then `text`: a user message in megacp's format.
+
+        Raise RecordError with the `key` of an invalid image or video.
         """
-        said = [*(SamplePart(None, 0.0, one) for one in media), SamplePart(text, 0.0)]
-        headers = turn_header("user", first=True), turn_header(LEARNED_ROLES[0], first=False)
-        return self._prompt([headers[0], *said, headers[1]], None, None)
+        pieces = [turn_header("user", first=True)]
+        pieces += [SamplePart(None, 0.0, one) for one in media]
+        pieces.append(SamplePart(text, 0.0))
+        pieces.append(turn_header(LEARNED_ROLES[0], first=False))
+        return self._prompt(pieces, None, None)
 
     def _prompt(
         self,
@@ -125,36 +135,45 @@ class PromptMaker:
         branch: Sequence[SamplePart] | None,
         expected: str | None,
     ) -> Prompt:
+        """Tokenize a document of a prefix and at most one branch."""
         texts = [pieces for pieces in (prefix, branch) if pieces]
-        media = [piece.media for pieces in texts for piece in pieces if piece.media is not None]
-        items: list[bytes] = []
+        whole = list(itertools.chain.from_iterable(texts))
+        media = [piece.media for piece in whole if piece.media is not None]
+        items: list[bytes] = []  # the encoded files
+        # Images and videos become units with their tokens, as in a build.
         parts: list[Sequence[RecordPart]] = [*texts]
         if self._media is not None:
             parts = [self._media.expand(pieces, {}, items) for pieces in texts]
         elif media:
             raise RecordError(
-                f"`{media[0].key}` is of kind {media[0].kind}, and the checkpoint has no image "
-                "rules"
+                f"`{media[0].key}` is of kind {media[0].kind}, but the checkpoint cannot read "
+                "images: it has no image rules"
             )
         document = next(self._maker.encode([parts]))
+        # A text without tokens is an error only if the whole prompt is empty.
         if document.problem not in (None, NO_TOKEN):
             raise RecordError(document.problem)
         if not len(document.tokens):
             raise RecordError("the prompt is empty; give at least one token of text")
+        # A branch without tokens leaves a document of only its prefix.
         start = next(iter(document.branch_starts), len(document.tokens))
+        branch_start = start if start < len(document.tokens) else None
         return Prompt(
             document.tokens.astype(np.int64),
-            start if start < len(document.tokens) else None,  # it may be all in the beginning
+            branch_start,
             document.units,
             encoded=tuple((items[unit.item], unit.frame) for unit in document.units),
-            question="".join(x.text or "" for pieces in texts for x in pieces),
+            question="".join(piece.text or "" for piece in whole),
             expected=expected,
             images=tuple(str(one.value) for one in media if one.source == "path"),
         )
 
 
 def _without_answer(pieces: Sequence[SamplePart]) -> tuple[list[SamplePart], str | None]:
-    """The pieces before the learned texts at the end, and those texts; None when there are none."""
+    """Split off the learned texts at the end: return the pieces before them, and their text (None
+    without any).
+    """
+    # Walk back over the end token and the learned texts.
     rest = list(pieces)
     if rest and rest[-1].is_end:
         rest.pop()
@@ -165,12 +184,12 @@ def _without_answer(pieces: Sequence[SamplePart]) -> tuple[list[SamplePart], str
 
 
 def prompt_pixels(prompts: Sequence[Prompt], rules: VisionRules) -> Pixels:
-    """All pixels of a row of these prompts, in the order in which its batch counts them."""
-    decoder, found = RulesDecoder(rules), []
-    units = [unit for prompt in prompts for unit in prompt.encoded]
-    begins = [
-        number for number, (_, frame) in enumerate(units) if frame <= 0
-    ]  # of images and of videos
+    """Return all pixels of a row of these prompts, in the order of its batch."""
+    decoder = RulesDecoder(rules)
+    found = []
+    units = list(itertools.chain.from_iterable(prompt.encoded for prompt in prompts))
+    # An image has frame -1, and frame 0 starts a video, whose frames are decoded together.
+    begins = [number for number, (_, frame) in enumerate(units) if frame <= 0]
     for begin, end in itertools.pairwise([*begins, len(units)]):
         data, first = units[begin]
         frames = [frame for _, frame in units[begin:end]]
@@ -179,11 +198,15 @@ def prompt_pixels(prompts: Sequence[Prompt], rules: VisionRules) -> Pixels:
 
 
 def prompt_grids(prompts: Sequence[Prompt]) -> np.ndarray | None:
-    """int64 `[units, 2]`, rows and columns of the pooled tokens of each; None where their family
-    states none.
+    """Return int64 `[units, 2]`: rows and columns of each unit's pooled tokens.
+
+    Return None for a vision family without such grids.
     """
-    grids = [unit.grid for prompt in prompts for unit in prompt.units]
-    return np.array(grids, np.int64) if grids and grids[0] is not None else None
+    units = itertools.chain.from_iterable(prompt.units for prompt in prompts)
+    grids = [unit.grid for unit in units]
+    if not grids or grids[0] is None:
+        return None
+    return np.array(grids, np.int64)
 
 
 def prompt_row(
@@ -192,32 +215,40 @@ def prompt_row(
     image_attention: str,
     token_ids: Mapping[str, int],
 ) -> tuple[PackedBatch, np.ndarray]:
-    """The row of `prompts`, each a document, with the `answers` so far; `token_ids`: of the image
-    rules; no pixels.
+    """Return the row of `prompts`, one document each, with the `answers` so far, and without
+    pixels.
 
-    Also int64 [prompts]: the places of the tokens after which each answer goes on.
+    `token_ids` are the image rules' ids. Also return int64 [prompts]: the index of each document's
+    last token, which predicts the next token of its answer.
     """
-    with_images = any(prompt.units for prompt in prompts)
-    feature_ids = tuple(token_ids[name] for name in FEATURE_TOKENS if name in token_ids)
+    feature_ids: tuple[int, ...] = ()
+    if any(prompt.units for prompt in prompts):
+        feature_ids = tuple(token_ids[name] for name in FEATURE_TOKENS if name in token_ids)
+    # Each prompt is a pack of one document; the row is collated as in training.
     packs = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         tokens = np.concatenate((prompt.tokens, np.array(answer, np.int64)))
-        packs.append(_pack(number, prompt, tokens, feature_ids if with_images else ()))
+        packs.append(_pack(number, prompt, tokens, feature_ids))
+    # Documents are in order in the row, so the last token of each follows from the lengths.
     ends = np.cumsum([len(pack.tokens) for pack in packs]) - 1
     return collate(packs, image_attention=image_attention), ends
 
 
 def _pack(number: int, prompt: Prompt, tokens: np.ndarray, feature_ids: tuple[int, ...]) -> Pack:
-    """A prompt with its answer so far as a pack of one document."""
+    """Return a prompt with its answer so far as a pack of one document."""
     start = len(tokens) if prompt.branch_start is None else prompt.branch_start
-    branches = np.array(
-        [(start, len(tokens) - start, len(tokens))] if start < len(tokens) else [], BRANCH_DTYPE
-    )
+    # The answer continues the branch, if there is one, else the prefix.
+    branches = np.array([], BRANCH_DTYPE)
+    if start < len(tokens):
+        branches = np.array([(start, len(tokens) - start, len(tokens))], BRANCH_DTYPE)
+    # The tables of a stored pack with one document.
     segment = np.zeros(1, SEGMENT_DTYPE)
     segment["true_length"] = segment["padded_length"] = len(tokens)
-    segment["prefix_length"], segment["num_branches"] = start, len(branches)
+    segment["prefix_length"] = start
+    segment["num_branches"] = len(branches)
     images = None
     if feature_ids:
+        # One entry per image or frame, with offsets into crops and pooled tokens.
         units = np.zeros(len(prompt.units), UNIT_DTYPE)
         units["item"] = np.arange(len(units))
         for name in ("start", "num_tokens", "frame"):

@@ -1,1 +1,1 @@
-"""Tests of names, files and tokenizers between megacp and Hugging Face."""
+"""Tests of tensor names, files and tokenizers in conversions to and from Hugging Face folders."""

@@ -1,48 +1,52 @@
-"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+"""Mistakes that the tests of this folder detect; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/training/loop/state.py", "tests/huggingface/convert/test_start.py"): [
         (
             "else lambda name: False",
             "else lambda name: True",
-            "weights are drawn before a checkpoint is read",
+            "weights are initialised before a checkpoint is read",
         ),
         (
             "lambda name: weights is None or",
             "lambda name: True or",
-            "weights are drawn before --load-hf is read",
+            "weights are initialised before --load-hf is read",
         ),
     ],
     ("megacp/engine/models/vision.py", "tests/huggingface/convert/test_exact.py"): [
-        ("np.full(len(place), number)", "np.full(len(place), 0)", "images see each other"),
-        (".swapaxes(1, 2).reshape(-1)", ".reshape(-1)", "patches stand row by row"),
+        ("np.full(len(place), number)", "np.full(len(place), 0)", "images attend to each other"),
+        (".swapaxes(1, 2).reshape(-1)", ".reshape(-1)", "patches are in row order"),
     ],
     ("megacp/attention/ops/rotary.py", "tests/huggingface/convert/test_exact.py"): [
         (
             "            axes[angle] = axis",
             "            axes[angle] = 0",
-            "image tokens turn by time alone",
+            "image tokens are rotated only by time",
         ),
     ],
     ("megacp/training/loop/stored.py", "tests/huggingface/convert/test_start.py"): [
         (
             "FINETUNING_RATE_OF_PAIRS if config.model.lora_rank else ",
             "",
-            "pairs learn at the rate of whole weights",
+            "pairs are trained with the learning rate of full weights",
         ),
-        ("stored.training.lr, f", "config.training.lr, f", "a run goes on at the default rate"),
+        (
+            "stored.training.lr, f",
+            "config.training.lr, f",
+            "a resumed run uses the default learning rate",
+        ),
     ],
     ("megacp/huggingface/convert/card.py", "tests/huggingface/convert/test_card.py"): [
-        ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
-        ("hub = re.fullmatch(", "hub = re.match(", "a path is the name of a model on a hub"),
+        ('value.rstrip("/").rpartition("/")[2]', "value", "a model card has paths of the machine"),
+        ("hub = re.fullmatch(", "hub = re.match(", "a path is taken for a model's name on a hub"),
     ],
     ("megacp/huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
-        ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
+        ('*root.glob("*.py"), ', "", "fields that only the code of masks reads are unknown"),
     ],
     ("megacp/huggingface/convert/family.py", "tests/huggingface/convert/test_families.py"): [
         (
-            'values["num_experts"]\n        return',
-            'values["num_experts"] - 1\n        return',
+            'values["num_experts"],\n        )',
+            'values["num_experts"] - 1,\n        )',
             "the converter drops an expert",
         ),
     ],
@@ -50,19 +54,19 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             '"moe_shared_expert_intermediate_size": width,\n            "moe_shared_expert_gate": True,',
             '"moe_shared_expert_intermediate_size": width,\n            "moe_shared_expert_gate": False,',
-            "the gate of a shared expert is open",
+            "the gate of a shared expert is lost",
         ),
-        ('_BLOCK, "mlp")', '_BLOCK, "moe")', "stacked experts have Mixtral's own word"),
+        ('_BLOCK, "mlp")', '_BLOCK, "moe")', "stacked experts have Mixtral's block name"),
         ("range(every - 1, v", "range(0, v", "the first of N layers has experts"),
         (
             "c.only(router_jitter_noise=0.0, clip_qkv=None)",
             "pass",
-            "queries are not clipped, in silence",
+            "clipping of queries is ignored silently",
         ),
         (
             'resolved(v)["ffn_hidden_size"]',
             'v["ffn_hidden_size"]',
-            "experts have the width of no layer",
+            "the width of experts is unresolved",
         ),
     ],
     ("megacp/huggingface/convert/gpt_oss.py", "tests/huggingface/convert/test_families.py"): [
@@ -75,12 +79,12 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "torch.stack(found.chunk(2, 1), 2).flatten(1, 2)",
             "found",
-            "gates are written before ups",
+            "all rows of gate are written before up",
         ),
         (
             '"truncate": False,',
             '"truncate": True,',
-            "the ends of a silent config's yarn are rounded",
+            "the default of YaRN rounds the ends of its ramp",
         ),
     ],
     (
@@ -90,9 +94,13 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "elif scales != blocks[:3]:",
             "elif len(scales) != 3:",
-            "scales of one column are broadcast",
+            "scales with one column are broadcast",
         ),
-        ("if infos[name].dtype != torch.uint8:", "if False:", "scales in bfloat16 are exponents"),
+        (
+            "if infos[name].dtype != torch.uint8:",
+            "if False:",
+            "scales in bfloat16 are read as exponents",
+        ),
         ("if stack in infos:", "if False:", "a packed tensor hides a plain one"),
         ("if (scales == _NAN).any():", "if False:", "a scale that is NaN is called too large"),
         ("if not is_finite(found):", "if False:", "an expert is infinite"),
@@ -104,7 +112,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "if experts and count != experts:",
             "if False:",
-            "twice as many experts of half the rows are read",
+            "a stack with twice the experts of half the rows is accepted",
         ),
         ("if not is_finite(cast):", "if False:", "a cast makes infinite weights"),
         ("math.isfinite(largest.item())", "True", "inf is finite"),
@@ -113,32 +121,32 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "megacp/huggingface/convert/hf_files.py",
         "tests/huggingface/convert/test_malformed_weights.py",
     ): [
-        ("if not is_finite(found):", "if False:", "weights that are NaN are trained"),
-        ("if size < expected:", "if False:", "half a download has no sizes"),
+        ("if not is_finite(found):", "if False:", "weights with NaN are trained"),
+        ("if size < expected:", "if False:", "an incomplete download is accepted"),
     ],
     ("megacp/huggingface/convert/source.py", "tests/huggingface/convert/test_tied_heads.py"): [
         (
             "if same_values(weights, name_of_embedding, name_of_head):",
             "if True:",
-            "a head that differs is dropped",
+            "a head that differs from the embedding is dropped",
         ),
         (
             "return _LinksOfFile(apart, infos, True, note)",
             "return _LinksOfFile(apart, infos)",
-            "two heads, one is tied",
+            "the config ties a separate head",
         ),
         (
             "if name_of_embedding not in infos:",
             "if False:",
-            "a head is not taken for the embedding",
+            "the head is not used as the missing embedding",
         ),
     ],
     ("megacp/huggingface/convert/text_part.py", "tests/huggingface/convert/test_tied_heads.py"): [
-        ("or not part.asks_text", "or True", "a tie that only the text's config says is lost"),
+        ("or not part.asks_text", "or True", "a tie that only text_config sets is lost"),
         (
             '"gemma3_text", tied=True',
             '"gemma3_text", tied=False',
-            "a silent Gemma 3 has a head of its own",
+            "a Gemma 3 without the field has a separate head",
         ),
     ],
     ("megacp/huggingface/convert/text_part.py", "tests/huggingface/convert/test_text_part.py"): [
@@ -146,19 +154,19 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "{**part.defaults, **outside, **inside}",
             "{**outside, **inside, **part.defaults}",
-            "silence wins over a config",
+            "defaults have priority over a config",
         ),
         (
-            'for begin in ("", "model.")',
-            'for begin in ("",)',
-            "a tower by its newer names is unexpected",
+            'NOT_TEXT = _PARTS + tuple(f"model.{part}" for part in _PARTS)',
+            "NOT_TEXT = _PARTS",
+            "tensors of a tower with newer names are unexpected",
         ),
     ],
     ("megacp/huggingface/convert/moe.py", "tests/huggingface/convert/test_exact.py"): [
         (
             "i >= first for i",
             "i > first for i",
-            "one dense layer more than first_k_dense_replace says",
+            "one dense layer more than first_k_dense_replace",
         ),
         (
             "width * c.number(",
@@ -168,20 +176,20 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             'not c.switch("norm_topk_prob", True)',
             'c.switch("norm_topk_prob", True)',
-            "sigmoids are shares, or not",
+            "the normalisation of sigmoids is inverted",
         ),
-        ("and not c.switch", "and c.switch", "a token's weights are those of all experts, or not"),
+        ("and not c.switch", "and c.switch", "the normalisation over chosen experts is inverted"),
         (
-            "for e in range(experts)\n                for name in names",
-            "for name in names\n                for e in range(experts)",
-            "stacked gates stand before all ups",
+            'for e in range(experts):\n                ours += [f"layers.{{i}}.mlp.experts.{e}.{name}.{kind}" for name in names]',
+            'for name in names:\n                ours += [f"layers.{{i}}.mlp.experts.{e}.{name}.{kind}" for e in range(experts)]',
+            "the gates of all experts are stacked before all ups",
         ),
     ],
     ("megacp/huggingface/convert/tensors.py", "tests/huggingface/convert/test_exact.py"): [
         (
             "found[start - first * rows : stop",
             "found[0 : stop",
-            "an expert's rows begin at its stack's",
+            "an expert's rows begin at the start of its stack",
         ),
     ],
     (
@@ -191,7 +199,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             'kept is None and not generator.step and tokenizer.kind == "huggingface"',
             'kept is None and generator.step and tokenizer.kind == "huggingface"',
-            "a folder's template is unread",
+            "a folder's template is not read",
         ),
     ],
     ("megacp/prepare/command.py", "tests/huggingface/convert/test_folder_rules.py"): [
@@ -203,14 +211,14 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "    if overridden:\n",
             "    if False:\n",
-            "a flag overrides the folder's files in silence",
+            "a flag overrides the folder's files silently",
         ),
     ],
     ("megacp/train.py", "tests/huggingface/convert/test_folder_rules.py"): [
         (
             "if misfits := weights.image_misfits(where, sources.image_rules):",
             "if misfits := list[str]():",
-            "packs by other image rules than the folder's are trained on",
+            "packs built with different image rules are trained",
         ),
     ],
     ("megacp/training/loop/state.py", "tests/huggingface/convert/test_folder_rules.py"): [
@@ -222,7 +230,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "image_rules=state.image_rules or was.image_rules",
             "image_rules=state.image_rules",
-            "a finetuning on text forgets the image rules",
+            "finetuning on text forgets the image rules",
         ),
     ],
     ("megacp/huggingface/convert/source.py", "tests/huggingface/convert/test_folder_rules.py"): [
@@ -244,7 +252,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "if not value or same(value, _USUAL.get(key))",
             "if True",
-            "fields that are not used are not told",
+            "unused fields are not reported",
         ),
     ],
     ("megacp/huggingface/convert/start.py", "tests/huggingface/convert/test_start.py"): [
@@ -254,55 +262,55 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a model is not compared",
         ),
         (
-            'f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name\n            for name in ADAPTER_FILES',
-            'f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name for name in ()',
-            "an adapter is not compared",
+            'f"--load-adapter {name}": Path(applied) / name for name in ADAPTER_FILES',
+            'f"--load-adapter {name}": Path(applied) / name for name in ()',
+            "the files of an adapter are not compared",
         ),
     ],
     ("megacp/huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
         (
             "for pair in of_experts], 2)",
             "for pair in of_experts], 1)",
-            "B of experts is written by expert",
+            "B of experts is ordered by expert",
         ),
         (
-            '.base_layer" if both and',
-            '.base_layer" if False and',
-            "gate and up of experts have the place of down",
+            "if both and parameter.endswith(STACKS[0]):",
+            "if False and parameter.endswith(STACKS[0]):",
+            "the pair of gate and up overwrites that of down",
         ),
         (
             "if family.in_turns and name",
             "if False and name",
-            "gate and up of a written pair are not in turns",
+            "rows of gate and up do not alternate in a written pair",
         ),
         (
             "name if beside_experts and",
             "name if False and",
-            "peft takes an MLP beside experts for them",
+            "peft treats an MLP next to experts as an expert",
         ),
     ],
     ("megacp/huggingface/convert/lora.py", "tests/huggingface/convert/test_adapters.py"): [
         (
             "is_exact = math.frexp(rank / size.rank)[0] == 0.5",
             "is_exact = False",
-            "zeros of a rank leave another alpha",
+            "cutting the zeros of a rank changes alpha",
         ),
         (
             "ranks[place] = max(ranks[place], _rank(a[place], up))",
             "ranks[place] = len(a[place])",
-            "zeros are exported",
+            "padding zeros are exported",
         ),
     ],
     ("megacp/huggingface/convert/adapter.py", "tests/huggingface/convert/test_lora.py"): [
         (
             "up.unflatten(1, (rank, count)).permute(2, 0, 1)",
             "up.unflatten(1, (count, rank)).transpose(0, 1)",
-            "B is by expert",
+            "B is read as ordered by expert",
         ),
         (
             "if self._in_turns and place",
             "if False and place",
-            "gate and up of a read pair are not in turns",
+            "alternating rows of gate and up are not separated",
         ),
     ],
     ("megacp/huggingface/convert/adapter.py", "tests/huggingface/convert/test_adapters.py"): [
@@ -314,17 +322,17 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "        if missing:\n",
             "        if False:\n",
-            "pairs in some layers become pairs of all",
+            "pairs in some layers are accepted",
         ),
         (
             "            if in_blocks:\n",
             "            if False:\n",
-            "pairs that were joined stay joined",
+            "joined pairs are not split",
         ),
         (
             "known[0] if known else table)",
             "table)",
-            "an adapter of the text model does not fit its tower",
+            "an adapter of only the text model is refused for a vision model",
         ),
     ],
     (
@@ -334,9 +342,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "        if strange:\n",
             "        if False:\n",
-            "a target parameter of no linear is not told",
+            "an unknown target parameter is accepted",
         ),
-        ("if not tensor.isfinite().all():", "if False:", "pairs that are not finite are trained"),
+        ("if not tensor.isfinite().all():", "if False:", "pairs with inf or NaN are trained"),
     ],
     (
         "megacp/huggingface/convert/adapter_config.py",
@@ -345,23 +353,23 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "is not None and not is_sound(value)",
             "is not None and False",
-            "a field may have any type",
+            "the types of fields are not checked",
         ),
-        ("        if strange:\n", "        if False:\n", "DoRA is read as plain pairs"),
+        ("        if strange:\n", "        if False:\n", "DoRA is read as plain LoRA"),
     ],
     (
         "megacp/huggingface/convert/adapter_config.py",
         "tests/huggingface/convert/test_adapters.py",
     ): [
         (
-            "for pattern, number in self._alphas if pattern.match(name)",
-            "for pattern, number in ()",
-            "one alpha for all",
+            "_first_match(self._alphas, name,",
+            "_first_match((), name,",
+            "alpha_pattern is ignored",
         ),
         (
             "alpha * rank**0.5 if self._is_root else alpha",
             "alpha",
-            "alpha is divided by a rank, not by its root",
+            "alpha is divided by the rank, not by its square root",
         ),
     ],
     ("megacp/prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [

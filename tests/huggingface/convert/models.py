@@ -1,5 +1,5 @@
-"""Tiny random models made and saved by the transformers library, in every variant that is
-converted.
+"""Tiny random models, created and saved by the transformers library, one for each convertible
+variant.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megacp.training.data.vision.molmo2 import Molmo2Rules
 from megacp.training.data.vision.qwen3_5 import Qwen35Rules
 from tests.prepare.media.pictures import TINY
 
+# The byte tokenizer's vocabulary, followed by the image tokens of TINY.
 BYTES, EXTRA = 257, 8
-"""The byte tokenizer's vocabulary, and the image tokens of TINY behind it."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -98,7 +98,10 @@ NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
 def sizes_of(kind: str) -> dict[str, Any]:
-    """Without the width of a dense MLP, where there is none."""
+    """Return the library's sizes of a model, without the width of a dense MLP if it has none.
+    molmo2: Return a model with grouped queries in its text part and different widths nearly
+    everywhere. qwen3_5: Return a model whose vision tower has 12 x 12 positions.
+    """
     return {
         name: size
         for name, size in SIZES.items()
@@ -281,14 +284,14 @@ MODELS = {
 
 
 def correct(model: Any) -> None:
-    """Give the choice of experts a correction, where there is one."""
+    """Randomise the correction that routers add when they choose experts, if there is one."""
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
 
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Save one of MODELS with random weights far from their initial values; the model."""
+    """Save one of MODELS with random weights far from their initial values; return the model."""
     torch.manual_seed(sum(map(ord, name)))
     model = MODELS[name]().to(dtype)
     with torch.no_grad():
@@ -311,7 +314,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
 
 
 def packed(rows: int, columns: int, seed: int, count: int = 3) -> dict[str, torch.Tensor]:
-    """Matrices in 4 bits: any bytes, and scales from 2^-7 to 2^-2."""
+    """Return random matrices in 4 bits with scales from 2^-7 to 2^-2."""
     drawn = torch.Generator().manual_seed(seed)
     blocks = torch.randint(
         0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8, generator=drawn

@@ -1,5 +1,5 @@
-"""Adapters in every ordinary form: peft's own merge of them, the pairs that a run trains, and what
-it exports.
+"""Adapters in every usual form: peft's merge of them, the pairs that a run trains, and their
+export.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PREFIX = "base_model.model."
 
 
 def base_of(name: str) -> Any:
-    """A random model in float64 that computes its experts one by one."""
+    """Return a random float64 model that computes experts in a loop."""
     torch.manual_seed(0)
     base = MODELS[name]().double().eval()
     base.config._experts_implementation = base.config._attn_implementation = "eager"
@@ -59,7 +59,7 @@ def base_of(name: str) -> Any:
 
 
 def made_by_peft(folder: Path, name: str, **more: Any) -> Any:
-    """A random model, with an adapter in `folder`, as peft makes and saves it."""
+    """Return a random model, and save an adapter for it in `folder` with peft."""
     base = base_of(name)
     wanted = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, **more})
     model = peft.get_peft_model(copy.deepcopy(base), wanted)
@@ -71,8 +71,8 @@ def made_by_peft(folder: Path, name: str, **more: Any) -> Any:
 
 
 def of_single_experts(folder: Path, name: str, words: list[str], **more: Any) -> Any:
-    """A random model, with an adapter of a pair beside each linear of each expert, as peft made it
-    when these were modules.
+    """Return a random model, and save an adapter with one pair per linear and expert, as peft did
+    when experts were modules.
     """
     base = base_of(name)
     family, values = described(base)
@@ -98,13 +98,13 @@ def of_single_experts(folder: Path, name: str, words: list[str], **more: Any) ->
 
 
 def described(base: Any) -> tuple[Any, dict[str, Any]]:
-    """The family of a model, and our flags for it."""
+    """Return the family of a model and our flags for it."""
     content = base.config.to_dict()
     return of_config(content), of_config(content).values(content)
 
 
 def opened(base: Any, adapter: Adapter) -> tuple[Any, Pairs]:
-    """The weights of a model by our names with an adapter folded in, and its pairs."""
+    """Return a model's weights by our names with an adapter merged, and its pairs."""
     family, values = described(base)
     links = family.links_of_modules(values)
     weights = Mapped(family.opened(Tensors(dict(base.state_dict()))), links, to_ours=True)
@@ -117,7 +117,7 @@ def opened(base: Any, adapter: Adapter) -> tuple[Any, Pairs]:
 
 
 def logits_and_pairs(base: Any, folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
-    """What peft computes with an adapter, the pairs that it then holds, and its model."""
+    """Return peft's logits with an adapter, the pairs that peft loaded, and the model."""
     model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
     with torch.no_grad():
         logits = model(input_ids=torch.arange(2, 30)[None]).logits
@@ -204,8 +204,8 @@ SINGLE: dict[str, tuple[str, list[str], dict[str, Any], list[str]]] = {
 
 
 def read(folder: Path, base: Any, kinds: list[str]) -> Adapter:
-    """An adapter whose kinds are these, whose pairs are those of a run with its flags, and whose
-    merge is peft's.
+    """Read an adapter; check its kinds, its pairs in a run with its flags, and the merge against
+    peft's.
     """
     family, values = described(base)
     adapter = Adapter(folder, family, values)
@@ -224,8 +224,8 @@ def read(folder: Path, base: Any, kinds: list[str]) -> Adapter:
 
 
 def exports_the_same(folder: Path, base: Any, adapter: Adapter, again: Path) -> None:
-    """Whether an export without a step gives peft the logits and, bit for bit, the pairs of the
-    adapter.
+    """Return whether an export without a training step gives peft the same logits and bit-identical
+    pairs.
     """
     family, values = described(base)
     again.mkdir()
@@ -260,7 +260,7 @@ def test_pairs_of_single_experts_are_read_as_peft_converts_them(form: str, tmp_p
 
 
 def test_single_experts_may_have_a_rank_of_their_own(tmp_path: Path) -> None:
-    """Each pair is that of its module, though peft of today could not convert the two ranks."""
+    """Each pair keeps its rank, although current peft cannot convert different ranks."""
     base = of_single_experts(
         tmp_path, "olmoe", MLP, rank_pattern={"up_proj": 2}, alpha_pattern={"down_proj": 3}
     )
@@ -286,7 +286,7 @@ def test_single_experts_may_have_a_rank_of_their_own(tmp_path: Path) -> None:
 
 
 def steps_of_peft(base: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """The pairs after some steps of peft and torch's AdamW."""
+    """Return the pairs after some steps of peft with torch's AdamW."""
     model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder, is_trainable=True)
     trained = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -306,8 +306,8 @@ def steps_of_peft(base: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def steps_of_ours(base: Any, folder: Path, again: Path) -> dict[str, torch.Tensor]:
-    """The pairs after as many steps of a run that begins with the adapter, exported, as peft loads
-    them.
+    """Return the pairs after the same steps of a run that starts from the adapter, exported and
+    loaded by peft.
     """
     family, values = described(base)
     adapter = Adapter(folder, family, values)
@@ -359,7 +359,7 @@ def test_a_run_that_continues_an_adapter_takes_the_steps_of_peft(
 
 
 def renamed(folder: Path, change: Callable[[str], str]) -> None:
-    """Give the tensors of an adapter other names."""
+    """Rename the tensors of an adapter."""
     path = folder / "adapter_model.safetensors"
     save_file({change(name): x for name, x in load_file(path).items()}, path)
 
@@ -388,12 +388,12 @@ def test_an_adapter_of_the_text_model_fits_the_model_with_a_tower(tmp_path: Path
     [
         (
             lambda name: name.removeprefix(PREFIX),
-            "the prefix base_model.model. of peft's names is missing",
+            "peft's prefix base_model.model. is missing",
         ),
         (lambda name: name.replace(".model.layers", ".layers"), "the prefix 'model.' is missing"),
         (
             lambda name: name.replace("model.layers.1", "model.language_model.layers.1"),
-            "names begin in two ways",
+            "names have two different prefixes",
         ),
         (lambda name: name.replace("q_proj", "query"), "q_proj has no pair"),
     ],
@@ -427,9 +427,7 @@ def test_pairs_in_some_layers_are_refused_and_those_in_all_are_read(tmp_path: Pa
 
 
 def test_a_joined_linear_without_a_trained_pair_has_none(tmp_path: Path) -> None:
-    """An export of pairs on only the queries of Phi-3 has rows for keys and values, which are
-    zero.
-    """
+    """If only the queries of Phi-3 have pairs, the export has zero rows for keys and values."""
     base = made_by_peft(tmp_path, "phi3", target_modules=["qkv_proj"])
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -442,9 +440,7 @@ def test_a_joined_linear_without_a_trained_pair_has_none(tmp_path: Path) -> None
 
 
 def test_pairs_that_were_joined_for_an_export_are_read_apart(tmp_path: Path) -> None:
-    """Pairs on q, k and v of Phi-3 are exported as one: their A below each other, their B in blocks
-    on the diagonal.
-    """
+    """Pairs on q, k and v of Phi-3 are exported as one: A stacked, B block-diagonal."""
     base = made_by_peft(tmp_path, "phi3", target_modules=["qkv_proj"], r=6, lora_alpha=9)
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -492,7 +488,7 @@ def test_a_run_continues_the_pairs_of_an_adapter_and_exports_no_others(
     assert "on attention.q, shared.gate, shared.up, shared.down)" in told
     assert "no low-rank pairs: linear_attention of layers 0-2 (the adapter names none)" in told
     assert "experts are not trained: 69.1 k parameters in 6 experts of 4 layers" in told
-    assert "lora_dropout 0.25 is not used, --lora-dropout decides" in told
+    assert "lora_dropout 0.25 is not used; set --lora-dropout" in told
     flags = [
         "--from",
         "megacp",

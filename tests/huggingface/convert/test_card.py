@@ -1,4 +1,4 @@
-"""The model card of an export, as huggingface_hub reads it."""
+"""The model card of an export, parsed by huggingface_hub."""
 
 from __future__ import annotations
 

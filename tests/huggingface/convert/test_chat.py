@@ -1,5 +1,5 @@
-"""Chat templates of exported models: the transformers library makes the ids that a build made of
-the same messages.
+"""Chat templates of exported models: the transformers library gives messages the same ids as a
+build.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ LLAMA3 += r"\s+(?!\S)|\s+"
 
 
 def bpe(folder: Path, before: Any, roles: bool = False) -> str:
-    """A tokenizer.json of byte-level BPE whose merges cross every border that its pattern lets them
-    cross.
+    """Return a tokenizer.json of byte-level BPE with merges across every border that its pattern
+    allows.
     """
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = before
@@ -74,13 +74,13 @@ def split(pattern: str) -> Any:
     return pre.Sequence([cut, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+# A tokenizer, and whether its merges stay inside headers and contents.
 KINDS: dict[str, tuple[Callable[[Path], str], bool]] = {
     "bytes": (lambda folder: "byte", True),
     "roles as special tokens": (lambda folder: bpe(folder, split(LLAMA3), roles=True), False),
     "SentencePiece": (lambda folder: train(folder, "bpe", **OPTIONS["of train_tokenizer"]), False),
     "SentencePiece to which newlines are spaces": (lambda folder: train(folder, "bpe"), True),
 }
-"""A tokenizer, and whether its merges keep within headers and contents."""
 TURNS: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief.\n"},
     {"role": "user", "content": "Which animal is it?"},
@@ -120,7 +120,7 @@ def test_the_library_makes_the_ids_of_a_build_or_there_is_no_template(
     tokenizer = load_tokenizer(make(tmp_path), engine="reference")
     (tmp_path / "out").mkdir()
     if not fits:
-        with pytest.raises(ValueError, match="gets other ids than its messages got in a build"):
+        with pytest.raises(ValueError, match="gets different ids from those of a build"):
             exported(tokenizer, tmp_path / "out", images=False)
         assert not (tmp_path / "out" / chat.TEMPLATE_FILE).exists()
         return
@@ -181,7 +181,7 @@ def test_the_processor_makes_the_ids_of_a_build_after_a_token_of_its_own(
 
 
 def trained(folder: Path, text: bool = False) -> Path:
-    """A checkpoint of a vision model as a run saves it."""
+    """Write a checkpoint of a vision model as a run saves it."""
     from megacp.verify.cases import MODELS
     from tests.tools.test_convert_checkpoint import saved_on_grid
 
@@ -213,7 +213,7 @@ def test_an_exported_vision_model_has_the_template_of_its_training(
         == 0
     )
     assert (
-        "chat template: that of records with `messages`, with the ids of a build\n"
+        "chat template: megacp's format of `messages` records, with the ids of a build\n"
         in capsys.readouterr().out
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
@@ -231,7 +231,7 @@ def test_a_text_model_gets_the_template_on_demand_and_keeps_its_own(
     run = trained(tmp_path / "run", text=True)
     assert convert("megacp", "hf", run, tmp_path / "a", "--tokenizer", "byte") == 0
     assert (
-        "chat template: none; --chat-template messages writes that of records with `messages`"
+        "chat template: none; --chat-template messages exports megacp's format of `messages` records"
         in capsys.readouterr().out
     )
     assert not (tmp_path / "a" / chat.TEMPLATE_FILE).exists()
@@ -244,7 +244,7 @@ def test_a_text_model_gets_the_template_on_demand_and_keeps_its_own(
     (tmp_path / chat.TEMPLATE_FILE).write_text("{{ 'mine' }}")
     assert convert("megacp", "hf", run, tmp_path / "c", "--tokenizer", own) == 0
     assert (
-        "chat template: the tokenizer's own; --chat-template messages writes"
+        "chat template: from the tokenizer; --chat-template messages exports"
         in capsys.readouterr().out
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "c")
@@ -287,9 +287,7 @@ def test_rules_come_back_from_the_files(rules: Molmo2Rules, tmp_path: Path) -> N
 
 
 def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """transformers' Molmo2Processor of a folder; what it would ask torchvision for is done by
-    torch.
-    """
+    """Return transformers' Molmo2Processor of a folder, with torch in place of torchvision."""
     pytest.importorskip("transformers")
     import transformers
     import transformers.models.molmo2.image_processing_molmo2 as images
@@ -323,7 +321,7 @@ def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_library_makes_our_tokens_and_pixels_after_a_token_of_its_own(
     rules: Molmo2Rules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It puts the tokenizer's bos, or else eos, before a text; all that follows is ours."""
+    """The library adds bos, or else eos, before a text; all following tokens are ours."""
     processor.write_processor(rules, tmp_path)
     write_tokenizer(given("byte", images=True), tmp_path, 512, ())
     (tmp_path / "config.json").write_text('{"model_type": "molmo2"}')
@@ -372,7 +370,9 @@ def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refus
 
 
 def test_windows_by_files_of_any_version_and_what_a_video_may_not_say(tmp_path: Path) -> None:
-    """An older file has its pixels beside `size`, and settings of videos are those of images."""
+    """Older files have the pixel limits next to `size`, and the settings of images also apply to
+    videos.
+    """
     rules = Qwen35Rules(
         token_ids={name: n for n, name in enumerate(Qwen35Rules.token_texts)},
         resize_pixels=(1024, 4096),

@@ -1,5 +1,5 @@
-"""What lies beside a tokenizer: chat templates and named special tokens of a folder, converted
-there and back.
+"""Files next to a tokenizer, such as chat templates and special tokens, converted in both
+directions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TEMPLATES = {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}", "rag": "{{
 
 
 def write(folder: Path, **settings: Any) -> Path:
-    """A tokenizer.json of letters, the word `<s>` and `SPECIAL`, 97 ids at most, with settings
-    beside it.
+    """Write a tokenizer.json of letters, the word `<s>` and `SPECIAL`, at most 97 ids, with its
+    settings.
     """
     folder.mkdir(exist_ok=True)
     letters = [
@@ -56,14 +56,14 @@ def write(folder: Path, **settings: Any) -> Path:
 
 
 def original_of(folder: Path, **settings: Any) -> Given:
-    """The tokenizer of `write`, and an empty folder for its export."""
+    """Return the tokenizer of `write` and an empty folder for its export."""
     (folder / "out").mkdir()
     return given(str(write(folder / "t", **{**NAMED, **settings}) / "tokenizer.json"))
 
 
 def write_templates(folder: Path) -> None:
-    """TEMPLATES as the library writes them, those that are asked for by name in a folder, one
-    through a link.
+    """Write TEMPLATES as the library does: named templates in their folder, one of them as a
+    link.
     """
     more = folder / "additional_chat_templates"
     more.mkdir()
@@ -75,7 +75,7 @@ def write_templates(folder: Path) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with a model of 97 rows and the tokenizer of `write`."""
+    """Return a folder with a model of 97 rows and the tokenizer of `write`."""
     save("llama 2", tmp_path / "model")
     return write(tmp_path / "model", **NAMED)
 

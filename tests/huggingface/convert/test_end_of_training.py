@@ -1,6 +1,4 @@
-"""The end token of training in prompts, in what stops an answer, and in the folder that
-transformers loads.
-"""
+"""The end token of training: in prompts, as the end of an answer, and in an exported folder."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ MESSAGES = [ASK, TELL, ASK, TELL]
 
 
 def trained(folder: Path, *flags: str, **beside: Any) -> Tokenizer:
-    """A step of training in `folder`/out on messages, built with `flags`; the tokenizer, whose
-    files say `</s>`.
+    """Train one step on messages in `folder`/out, built with `flags`; return the tokenizer, whose
+    files name `</s>`.
     """
     path = write_tokenizer(folder / "t", **beside)
     (folder / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
@@ -161,7 +159,7 @@ def test_what_ends_the_answers_of_a_chat_template_stops_the_model(
     assert f"end of answers: '<|im_end|>' (id {ids[0]})\n" in capsys.readouterr().out
     for name in ("generation_config.json", "config.json"):
         assert read(tmp_path / "hf" / name)["eos_token_id"] == (ids if len(ids) > 1 else ids[0])
-    # what a template writes for `eos_token` stays that of the files
+    # A template may write `eos_token`, which remains the token of the files.
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token == "</s>"
 
 
@@ -177,10 +175,9 @@ def test_answers_that_end_with_no_special_token_are_told(
     )
     capsys.readouterr()
     assert stops(tmp_path, monkeypatch, "--prompt", "a") == ()
-    assert (
-        "end answers with a special token; they may go on to --max-new-tokens 1\n"
-        in capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert "no special token is known to end the answers" in told
+    assert "--max-new-tokens 1\n" in told
     assert export(tmp_path, "hf") == 0
-    assert "end of answers: not known: " in (said := capsys.readouterr().out)
+    assert "end of answers: unknown: " in (said := capsys.readouterr().out)
     assert "set eos_token_id in generation_config.json" in said

@@ -1,7 +1,8 @@
-"""Loss, logits and gradients of the library's models in float64, on one process and on ranks.
+"""Loss, logits and gradients against the library's models in float64, on one process and on several
+ranks.
 
-The library computes norms, softmax and rotary angles in float32 whatever the model's dtype. Here
-its float32 is float64, so the two differ by the order of sums alone.
+The library computes norms, softmax and rotary angles in float32 for any dtype of the model. These
+tests replace its float32 by float64, so the two implementations differ only by the order of sums.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 
 TOKENS = 40
 NAMES = [name for name in MODELS if "molmo2" not in name]
+# Frames, rows and columns of the patches of three images, with 6, 4 and 4 tokens.
 GRIDS = np.array([[1, 4, 6], [2, 2, 4], [1, 8, 2]])
-"""Frames, rows and columns of the patches of three images, in 6, 4 and 4 tokens."""
 
 
 def row() -> PackedBatch:
-    """One document: the library has no mask of packs."""
+    """Return a row of one document, because the library has no mask for packs."""
     rng, leave = np.random.default_rng(0), np.full(TOKENS, TOKENS, np.int32)
     tokens, labels = rng.integers(0, 97, TOKENS), rng.integers(0, 97, TOKENS)
     return PackedBatch(
@@ -44,7 +45,7 @@ def row() -> PackedBatch:
 
 
 def row_with_images(model: Any) -> tuple[PackedBatch, dict[str, Any]]:
-    """Images between text, and what the library is given of them."""
+    """Return a row with images between texts, and the library's inputs for them."""
     rng, c = np.random.default_rng(3), model.config
     tokens, kinds = [], []
     for frames, rows, columns in GRIDS.tolist():
@@ -90,7 +91,7 @@ def row_with_images(model: Any) -> tuple[PackedBatch, dict[str, Any]]:
 
 
 def batch_of(name: str, model: Any = None) -> tuple[PackedBatch, dict[str, Any]]:
-    """The row of a model, and what the library is given beside its tokens."""
+    """Return the row of a model, and the library's inputs in addition to its tokens."""
     if "images" not in name:
         return row(), {}
     return row_with_images(model)
@@ -99,7 +100,7 @@ def batch_of(name: str, model: Any = None) -> tuple[PackedBatch, dict[str, Any]]
 def library_of(
     name: str, patch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], float, Any, Any, np.ndarray, PackedBatch]:
-    """Our values, its loss, its weights and gradients by our names, its logits."""
+    """Return our flags, and the library's loss, weights, gradients (by our names) and logits."""
     torch.manual_seed(0)
     with float32_is_float64(patch):
         model = MODELS[name]().to(torch.float64)
@@ -192,9 +193,7 @@ def test_loss_logits_and_gradients_are_those_of_the_library(
 def test_yarn_frequencies_are_the_librarys_at_real_sizes(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads of 128 and 32,768 positions: ends of the blend that are rounded the wrong way show
-    here.
-    """
+    """With heads of 128 and 32,768 positions, wrong rounding of the ramp's ends is visible."""
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

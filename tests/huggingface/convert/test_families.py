@@ -1,6 +1,4 @@
-"""Tables of families: names and shapes are those of our models, defaults and fields are the
-library's.
-"""
+"""Tables of families: names and shapes match our models, defaults and fields match the library."""
 
 from __future__ import annotations
 
@@ -104,7 +102,7 @@ def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) 
 
 
 def test_experts_of_every_layer_are_as_wide_as_the_librarys_mlp() -> None:
-    """No dense MLP is left that another width could be of."""
+    """There is no dense MLP that could have another width."""
     written = FAMILIES["olmoe"].config(values_of(OURS["olmoe"]))
     assert (written["intermediate_size"], written["num_experts"]) == (32, 4)
 
@@ -119,7 +117,7 @@ def test_a_share_of_rotated_channels_is_written_where_the_class_has_one_of_its_o
 def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_modules(
     name: str,
 ) -> None:
-    """A weight of a product is a matrix, one of rows that are looked up a table."""
+    """Weights of linears are matrices; weights of embeddings are tables."""
     pytest.importorskip("transformers")
     model = THEIRS[name]()
     content, theirs = model.config.to_dict(), dict(model.named_parameters())
@@ -250,15 +248,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_hidden_layers": True}, "num_hidden_layers"),
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
     ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
-    ("llama", {"rope_interleaved": True}, "rope_interleaved is not known"),
-    ("llama", {"is_decoder": 0}, "is_decoder is not known"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved is unknown"),
+    ("llama", {"is_decoder": 0}, "is_decoder is unknown"),
     ("mistral", {"sliding_window": 0}, "sliding_window"),
     (
         "mistral",
         {"layer_types": ["sliding_attention"]},
-        "layer_types is not known",
+        "layer_types is unknown",
     ),  # masks ask any config
-    ("qwen3", {"registers_of_mine": 4, "auto_map": {}}, "registers_of_mine is not known"),
+    ("qwen3", {"registers_of_mine": 4, "auto_map": {}}, "registers_of_mine is unknown"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 32}, "layer_types"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -303,7 +301,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
-    ("olmoe", {"sliding_window": 8}, "sliding_window is not known"),
+    ("olmoe", {"sliding_window": 8}, "sliding_window is unknown"),
     ("qwen3_moe", {"num_experts": 0}, "num_experts"),
     ("qwen3_moe", {"mlp_only_layers": 5}, "mlp_only_layers 5"),
     ("qwen3_moe", {"decoder_sparse_step": 25}, "decoder_sparse_step 25: no layer has experts"),
@@ -317,7 +315,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "rope_parameters.truncate",
     ),
     ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers"),
-    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is not known"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is unknown"),
     (
         "gpt2",
         {},
@@ -493,7 +491,7 @@ def test_a_flag_that_the_library_has_no_word_for_is_refused_by_its_name(
     wanted: str, changes: dict[str, Any], flag: str
 ) -> None:
     values = values_of(changes)
-    with pytest.raises(ValueError, match="this model is no ") as refused:
+    with pytest.raises(ValueError, match="this model cannot be exported") as refused:
         (of_values(values) if wanted == "auto" else FAMILIES[wanted]).config(values)
     assert flag in str(refused.value)
 
@@ -519,10 +517,10 @@ def test_a_model_of_no_family_is_told_the_nearest_and_what_misfits(
     changes: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(
-        ValueError, match="^this model is no architecture .* the nearest is "
+        ValueError, match="^this model cannot be exported: .* nearest is "
     ) as refused:
         of_values(values_of(changes))
-    assert f"the nearest is {told}" in str(refused.value)
+    assert f"nearest is {told}" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if "hf_model_type" not in OURS[name]])
@@ -545,15 +543,16 @@ LOST_IN_VISION = [
 def test_a_vision_model_whose_text_part_its_class_cannot_compute_is_refused(
     changes: dict[str, Any], told: str
 ) -> None:
-    """The class would load such a folder and compute something else."""
+    """The library's class would load such a folder and compute a different model."""
     values = values_of({**OURS["molmo2"], **changes})
-    with pytest.raises(ValueError, match=f"this model is no molmo2: {told} is "):
+    with pytest.raises(ValueError, match=f"this model cannot be exported as molmo2: {told} is "):
         FAMILIES["molmo2"].config(values)
 
 
 def test_a_dense_model_that_is_named_as_one_with_experts_is_refused_by_its_flag() -> None:
     with pytest.raises(
-        ValueError, match="this model is no glm4_moe: .*--moe-router-score-function is 'softmax'"
+        ValueError,
+        match="this model cannot be exported as glm4_moe: .*--moe-router-score-function is 'softmax'",
     ):
         FAMILIES["glm4_moe"].config(values_of({}))
 
@@ -631,7 +630,7 @@ def test_a_released_tower_without_its_last_layers_is_read_as_the_library_reads_i
 
 
 class Memory(Tensors):
-    """Counts what is asked for."""
+    """A source that counts the bytes that are read."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(tensors)

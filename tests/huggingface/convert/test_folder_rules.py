@@ -1,4 +1,4 @@
-"""What a model folder says about images, adapters and training: taken from build to export,
+"""Settings of a model folder about images, adapters and training: used from build to export,
 refused, or reported.
 """
 
@@ -63,7 +63,9 @@ VIDEO = {
 
 
 def with_tokenizer(folder: Path) -> None:
-    """Bytes and the marks of Qwen's messages, with the ids of image tokens in config.json."""
+    """Write a tokenizer of bytes and Qwen's chat markers, with the ids of image tokens in
+    config.json.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
@@ -82,7 +84,7 @@ def with_tokenizer(folder: Path) -> None:
 
 
 def changed(path: Path, **values: Any) -> None:
-    """Write a JSON file again with other values; None takes one out."""
+    """Rewrite a JSON file with other values; None removes a field."""
     content = {**(json.loads(path.read_text()) if path.is_file() else {}), **values}
     path.write_text(
         json.dumps({name: value for name, value in content.items() if value is not None})
@@ -91,7 +93,7 @@ def changed(path: Path, **values: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3.5 whose processor files have numbers of their own."""
+    """Return a tiny Qwen3.5 whose processor files differ from their defaults."""
     place = tmp_path_factory.mktemp("model") / "qwen"
     torch.manual_seed(0)
     qwen3_5(vocab_size=264).save_pretrained(place)
@@ -103,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight conversations about an image of 96 x 64, and as many without one."""
+    """Return eight conversations about an image of 96 x 64, and eight without an image."""
     place = tmp_path_factory.mktemp("records")
     Image.new("RGB", (96, 64), (9, 99, 199)).save(place / "a.png")
     ask: list[Any] = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "?"}]
@@ -116,7 +118,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(
     records: Path, output: Path, tokenizer: Path, *flags: object, kind: str = "images"
 ) -> str:
-    """Build packs; what was told."""
+    """Build packs; return the output."""
     basic = [
         "build",
         "--input",
@@ -188,8 +190,8 @@ def test_a_folder_with_experts_is_of_the_same_family(
 def test_files_of_another_family_are_refused_or_reported(
     folder: Path, records: Path, tmp_path: Path
 ) -> None:
-    """By a flag the family may be another one than the folder's, whose config.json names none that
-    is known.
+    """With a flag, the family may differ from the folder's if its config.json names no known
+    family.
     """
     other = tmp_path / "other"
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -255,12 +257,11 @@ def test_packs_by_other_rules_than_the_folder_are_refused_with_all_numbers(
     )
     told = refusal("--load-hf", folder, "--data-path", data)
     assert (
-        f"--data-path {data} was built with other image rules than those of --load-hf {folder}"
-        in told
+        f"--data-path {data} was built with different image rules from --load-hf {folder}" in told
     )
     assert f"--resize-pixels is 64,4096, {IMAGES} size says 64,1536" in told
     assert f"--image-mean is 0.5,0.5,0.5, {IMAGES} image_mean says 0.25,0.5,0.75" in told
-    assert f"--video-fps is 2.0, {VIDEOS} fps says 4.0" in told and "build it again" in told
+    assert f"--video-fps is 2.0, {VIDEOS} fps says 4.0" in told and "Build it again" in told
     built(records, data, folder)
     assert plan_of(
         ["--load-hf", str(folder), "--data-path", str(data), "--log-file", "/dev/null"],
@@ -292,7 +293,7 @@ def test_packs_with_other_ids_of_image_tokens_are_refused(
 def test_the_export_writes_the_rules_of_the_folder(
     kind: str, folder: Path, records: Path, tmp_path: Path
 ) -> None:
-    """Also where the packs have no images: the folder's rules are kept beside the weights."""
+    """The folder's rules are stored with the weights even if the packs have no images."""
     built(records, tmp_path / "d", folder, kind=kind)
     flags = [
         "--load-hf",
@@ -398,13 +399,13 @@ def test_packs_for_a_tower_from_another_folder_follow_its_rules(
     )
     told = refusal(*data)
     assert (
-        f"those of --vision-from-hf {tower}: --max-crops is 2, {PROCESSOR}: image_processor "
+        f"from --vision-from-hf {tower}: --max-crops is 2, {PROCESSOR}: image_processor "
         "max_crops says 6" in told
     )
 
 
 def started(path: Path, *flags: str) -> str:
-    """What --load-hf tells about a folder."""
+    """Return the messages of --load-hf for a folder."""
     arguments = ["--load-hf", str(path), *flags]
     return open_start(parse(arguments), given_names(arguments))[2]
 
@@ -412,7 +413,9 @@ def started(path: Path, *flags: str) -> str:
 def test_a_folder_with_a_model_and_an_adapter_is_refused_where_it_is_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The library applies the adapter: its logits are others than those of the weights alone."""
+    """The library applies the adapter, so its logits differ from those of the weights without
+    it.
+    """
     import transformers
 
     place, adapter = tmp_path / "model", tmp_path / "adapter"
@@ -427,7 +430,7 @@ def test_a_folder_with_a_model_and_an_adapter_is_refused_where_it_is_opened(
     assert not torch.allclose(
         transformers.AutoModelForCausalLM.from_pretrained(place)(ids).logits, plain
     )
-    told = "the folder holds a model and an adapter (adapter_config.json)"
+    told = "the folder has a model and an adapter (adapter_config.json)"
     with pytest.raises(ValueError, match=re.escape(told)):
         started(place)
     with pytest.raises(ValueError, match=re.escape(told)):
@@ -445,7 +448,7 @@ def test_a_folder_with_a_model_and_an_adapter_is_refused_where_it_is_opened(
         ]
         assert convert(flags) == 2 and told in capsys.readouterr().err
     assert "the model is that of" in started(place, "--load-adapter", str(place)), "both are taken"
-    with pytest.raises(ValueError, match="it is an adapter: give its model with --load-hf"):
+    with pytest.raises(ValueError, match="this is an adapter: use --load-hf"):
         read_hf(adapter)
 
 
@@ -453,15 +456,13 @@ UNUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "a loss of routers": (
         "qwen3_moe",
         {"router_aux_loss_coef": 0.5, "output_router_logits": True},
-        [
-            "output_router_logits True, router_aux_loss_coef 0.5 not used: training adds the loss of --moe-aux-los"
-        ],
+        ["output_router_logits True, router_aux_loss_coef 0.5 not used: --moe-aux-loss-coeff sets"],
     ),
     "generation": (
         "llama 2",
         {"temperature": 0.5, "do_sample": True, "top_p": None},
         [
-            "config.json: temperature 0.5, do_sample True not used: generation takes the flags of its command"
+            "config.json: temperature 0.5, do_sample True not used: generation is controlled by the flags of its command"
         ],
     ),
     "further tokens": (
@@ -509,7 +510,7 @@ def test_settings_of_generation_are_kept_and_told(tmp_path: Path) -> None:
     )
     (told,) = read_hf(tmp_path / "a").notes(False)
     assert told.startswith(
-        "generation_config.json: do_sample True, temperature 0.6, top_k 20 not used: kept for"
+        "generation_config.json: do_sample True, temperature 0.6, top_k 20 not used: "
     )
 
 
@@ -539,10 +540,10 @@ def test_tensors_that_predict_further_tokens_are_left_out_and_told(
     safetensors.torch.save_file(safetensors.torch.load_file(file) | further, file, {"format": "pt"})
     told = "\n".join(read_hf(tmp_path / "a").notes(False))
     assert (
-        "tensors of layers that predict further tokens left out, as in the library: "
+        "tensors of layers for multi-token prediction ignored, as in the library: "
         f"{', '.join(tensors)}" in told
     )
-    # a layer that nobody announced is no such tensor
+    # A layer that the config does not count is not such a tensor.
     stray = {"model.layers.7.eh_proj.weight": torch.zeros(2)}
     safetensors.torch.save_file(safetensors.torch.load_file(file) | stray, file, {"format": "pt"})
     with pytest.raises(ValueError, match="model.layers.7.eh_proj.weight is unexpected"):
@@ -550,12 +551,12 @@ def test_tensors_that_predict_further_tokens_are_left_out_and_told(
 
 
 def test_fields_of_the_text_outside_its_section_are_refused(folder: Path, tmp_path: Path) -> None:
-    """The library reads them inside alone."""
+    """The library reads these fields only inside the section."""
     copy = tmp_path / "a"
     shutil.copytree(folder, copy)
     changed(copy / "config.json", rms_norm_eps=1e-3)
     with pytest.raises(
-        ValueError, match="rms_norm_eps is 0.001 outside text_config, where the library reads 1e-06"
+        ValueError, match="rms_norm_eps is 0.001 outside text_config, but .* where it is 1e-06"
     ):
         read_hf(copy)
     changed(copy / "config.json", rms_norm_eps=1e-6)
@@ -571,7 +572,7 @@ def test_files_of_a_processor_without_a_tower_are_reported(tmp_path: Path) -> No
 
 
 def test_rules_without_all_ids_are_compared_and_reported(tmp_path: Path) -> None:
-    """Column tokens of a Molmo2 have ids in its tokenizer alone."""
+    """Only the tokenizer of a Molmo2 has the ids of column tokens."""
     save("molmo2 native", tmp_path / "a")
     (tmp_path / "a" / "tokenizer.json").unlink()
     loaded = read_hf(tmp_path / "a")
@@ -580,4 +581,4 @@ def test_rules_without_all_ids_are_compared_and_reported(tmp_path: Path) -> None
         and loaded.processor is not None
         and loaded.processor.values["max_crops"] == 6
     )
-    assert any("not kept for an export" in note for note in loaded.notes(False))
+    assert any("not kept for the export" in note for note in loaded.notes(False))

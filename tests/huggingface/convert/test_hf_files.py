@@ -1,5 +1,5 @@
-"""Folders of safetensors: what is written is what the library reads, one tensor at a time, and
-damage is told.
+"""Folders of safetensors: the library reads the written files, tensors are read separately, and
+damage is reported.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_shards_hold_each_tensor_once_and_the_library_reads_them(
 
 def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"has neither .*pickled files are not read"):
+    with pytest.raises(ValueError, match=r"has neither .*pickled files are not supported"):
         hf_files.SafetensorsFolder(tmp_path)
     hf_files.write_tensors(source_of(torch.float32), tmp_path, 100, ONE)
     index = json.loads((tmp_path / hf_files.INDEX).read_text())
@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     for change, message in (
         ({**index["weight_map"], "vector": first.name}, "disagree on vector"),
         ({**index["weight_map"], "more": first.name}, "disagree on more"),
-        ({"vector": "../model.safetensors"}, "no safetensors file of this folder"),
+        ({"vector": "../model.safetensors"}, "not a safetensors file of this folder"),
         ({}, "has no weight_map"),
     ):
         (tmp_path / hf_files.INDEX).write_text(json.dumps({"weight_map": change}))
@@ -99,7 +99,7 @@ def test_a_new_folder_appears_when_it_is_whole_and_leaves_nothing_when_it_fails(
     assert (tmp_path / "deep" / "a" / "file").read_text() == "x"
     with pytest.raises(KeyError), hf_files.new_folder(tmp_path / "b", ONE):
         raise KeyError
-    with pytest.raises(ValueError, match="a exists; nothing is ever written over"):
+    with pytest.raises(ValueError, match="a exists and is never overwritten"):
         with hf_files.new_folder(tmp_path / "deep" / "a", ONE):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]
@@ -122,8 +122,8 @@ sys.exit(convert_command.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_conversion_that_is_ended_leaves_nothing_for_ever(number: int, tmp_path: Path) -> None:
-    """SIGTERM removes the half-written folder; what SIGKILL leaves goes at the next start, and only
-    that.
+    """SIGTERM removes the partly written folder. After SIGKILL, the next start removes it, and no
+    other folder.
     """
     save("llama 2", tmp_path / "a")
     flags = [

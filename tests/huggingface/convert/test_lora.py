@@ -1,5 +1,5 @@
-"""Low-rank pairs against peft: loss, gradients and weights over AdamW steps, and what peft loads of
-an export.
+"""LoRA against peft: loss, gradients and weights over AdamW steps, and the export that peft
+loads.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ ADAMW = {
     "adam_eps": 1e-4,
 }
 PAIRS = {"lora_rank": RANK, "lora_alpha": ALPHA}
+# Loss, gradients and, after the update, weights by our names.
 Tuned = tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]
-"""Loss, gradients and, after the update, weights by our names."""
 
 
 def our_name(name: str) -> str:
@@ -79,8 +79,8 @@ def our_name(name: str) -> str:
 def peft_of(
     name: str, targets: str, patch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], Any]:
-    """Our values, all weights at the start, and what each of the steps of peft and torch's AdamW
-    makes.
+    """Return our flags, the initial weights, and the results of each step of peft with torch's
+    AdamW.
     """
     torch.manual_seed(0)
     names = list(MODULES) if targets == "all" else targets.split(",")
@@ -235,7 +235,9 @@ def test_dropout_of_pairs_has_the_bits_of_one_process_on_every_grid(
 
 
 def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:
-    """A library model in `hf`, and in `run` a checkpoint of it with random pairs; the latter."""
+    """Save a library model in `hf` and a checkpoint of it with random pairs in `run`; return the
+    latter.
+    """
     save(name, folder / "hf", torch.float64)
     content = json.loads((folder / "hf" / "config.json").read_text())
     values = of_config(content).values(content)
@@ -352,8 +354,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_from_a_folder_begins_with_its_bits_and_the_same_pairs_on_any_grid(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
-    """A step at learning rate 0. Would catch a matrix A drawn by rank, or zeroed with what the
-    folder fills.
+    """Train a step with learning rate 0. This finds a matrix A that depends on the rank, or that
+    the folder's weights overwrite.
     """
     ranks, flags = GRIDS[name]
     start = [
@@ -465,7 +467,7 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     capsys.readouterr()
     flags = ["--from", "megacp", "--to", "peft", "--output", str(tmp_path / "z"), "--input"]
     assert convert([*flags, base]) == 2
-    assert "has no low-rank pairs" in capsys.readouterr().err
+    assert "has no LoRA adapters" in capsys.readouterr().err
     assert convert([*flags, run]) == 0
     content = json.loads((tmp_path / "z" / "adapter_config.json").read_text())
     assert content["base_model_name_or_path"] == str(
@@ -487,9 +489,7 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
 def test_a_run_starts_with_the_pairs_of_an_adapter(
     name: str, targets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a joined linear an adapter has one pair: that of ours side by side, or one that peft has
-    made for all.
-    """
+    """For joined linears, an adapter has one pair: ours joined, or a single pair by peft."""
     run, adapter, hf = (
         trained_checkpoint(name, tmp_path, targets),
         tmp_path / "adapter",
@@ -520,7 +520,7 @@ def test_a_run_starts_with_the_pairs_of_an_adapter(
     )
     path = adapter / "adapter_config.json"
     content = json.loads(path.read_text())
-    if name == "phi3":  # as peft makes it: one pair of the rank that the others have
+    if name == "phi3":  # as in peft: one pair with the rank of the other pairs
         pairs = _tensors(adapter / "adapter_model.safetensors")
         one = {}
         for key, x in pairs.items():
@@ -580,7 +580,9 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 
 
 def tuned(folder: Path, name: str = "llama 2", **more: Any) -> tuple[Any, Any]:
-    """A random model in float64, and that model with an adapter in `folder`, as peft loads it."""
+    """Return a random float64 model, and the same model with an adapter in `folder`, loaded by
+    peft.
+    """
     torch.manual_seed(0)
     base = MODELS[name]().double().eval()
     wanted = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], **more}
@@ -594,7 +596,7 @@ def tuned(folder: Path, name: str = "llama 2", **more: Any) -> tuple[Any, Any]:
 
 
 def merged(folder: Path, base: Any) -> dict[str, torch.Tensor]:
-    """The library's weights of a model with the adapter in `folder`, as we read it."""
+    """Return the library's weights of a model with our merge of the adapter in `folder`."""
     content = base.config.to_dict()
     values = of_config(content).values(content)
     links = of_config(content).links(values)
@@ -634,7 +636,7 @@ OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
 def test_pairs_that_peft_has_made_for_experts_are_read_as_it_merges_them(
     name: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One of gate and up together, whose A becomes that of each; B by rank, where A is by
+    """Gate and up share one pair, and its A becomes the A of both; B is ordered by rank, A by
     expert.
     """
     base, model = tuned(tmp_path, name, **more)
@@ -705,8 +707,8 @@ def test_a_model_with_an_adapter_answers_as_with_peft(more: dict[str, Any], tmp_
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_more_than_pairs_is_refused_by_its_name(tmp_path: Path) -> None:
-    """Fields are those of the installed peft: a new one is read, harmless or refused by
-    decision.
+    """The fields are those of the installed peft, so a new field requires a decision to read,
+    ignore or refuse it.
     """
     base, _ = tuned(tmp_path)
     path = tmp_path / "adapter_config.json"

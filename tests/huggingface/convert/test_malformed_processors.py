@@ -26,14 +26,14 @@ from tests.tools.in_process import preprocessed
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 
+# Number of damaged files per folder; 15,000 were tried once.
 ROUNDS = 60
-"""Damages of each folder; 15,000 were tried once."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A Qwen3.5 and a Molmo2 with processor files, and text models with rotary embeddings of each
-    kind.
+    """Return a Qwen3.5 and a Molmo2 with processor files, and text models with each kind of rotary
+    embedding.
     """
     place = tmp_path_factory.mktemp("folders")
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
 
 
 def commands(folder: Path, records: Path) -> dict[str, Callable[[], int]]:
-    """What opens a folder: the status of each."""
+    """Run each command that opens a folder; return their exit statuses."""
     out = ["--output", str(records.parent / "out")]
     return {
         "build": lambda: build(folder, records),
@@ -103,7 +103,7 @@ def build(folder: Path, records: Path) -> int:
 
 
 def with_file(folder: Path, target: Path, name: str) -> Path:
-    """A copy without that file."""
+    """Return a copy of a folder without a file."""
     shutil.copytree(folder, target)
     (target / name).unlink(missing_ok=True)
     return target / name
@@ -120,7 +120,7 @@ def test_a_damaged_processor_file_is_one_message_by_its_name(
 ) -> None:
     copy = records.parent / "copy"
     FILES[damage](with_file(folders["qwen"], copy, file))
-    # a damage is read alike by each command, so one of them in turn is enough
+    # All commands read a file alike, so one command per damage is enough.
     names = list(commands(copy, records))
     command = names[(list(FILES).index(damage) + len(file)) % len(names)]
     assert commands(copy, records)[command]() == 2
@@ -137,7 +137,7 @@ def test_damaged_settings_of_generation_are_one_message(
     copy = records.parent / "copy"
     with_file(folders["glm4_moe"], copy, GENERATION).write_text(json.dumps(content))
     for name, command in commands(copy, records).items():
-        if name != "build":  # which reads a tokenizer alone
+        if name != "build":  # which reads only a tokenizer
             assert command() == 2
             assert GENERATION in capsys.readouterr().err
     with_file(folders["glm4_moe"], records.parent / "other", GENERATION)
@@ -190,7 +190,7 @@ FURTHER += "eos_token_id quantization_config attention_dropout dtype num_nextn_p
 
 
 def places(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all values inside a value of JSON."""
+    """Yield the paths of all values inside a JSON value."""
     found = [before] if before else []
     if isinstance(value, dict | list):
         for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
@@ -199,7 +199,7 @@ def places(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def damaged(content: dict[str, Any], drawn: random.Random) -> str:
-    """Change one or two values of an object; what was changed."""
+    """Change one or two values of an object; return the changes."""
     told = []
     for _ in range(drawn.randint(1, 2)):
         path = (
@@ -219,7 +219,7 @@ def damaged(content: dict[str, Any], drawn: random.Random) -> str:
 def test_random_fields_are_read_or_refused_by_one_message(
     name: str, folders: dict[str, Path]
 ) -> None:
-    """Whatever is raised is a ValueError of a bounded length."""
+    """Every error is a ValueError of bounded length."""
     folder, drawn, refused = folders[name], random.Random(0), 0
     files = [
         file

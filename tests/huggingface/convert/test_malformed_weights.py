@@ -1,6 +1,4 @@
-"""Weights that are damaged in any way: one message and status 2, never a traceback, never another
-model.
-"""
+"""Damaged weights of any kind: one message and status 2, never a traceback or a different model."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def converted(folder: Path, output: Path, *flags: str) -> int:
 
 
 def refusal(folder: Path, output: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What a conversion says that is refused."""
+    """Return the error message of a refused conversion."""
     assert converted(folder, output, *flags) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 4000
@@ -160,15 +158,15 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "an odd count of columns": (
         lambda t: changed(changed(t, BLOCKS, lambda x: x[:, :, :1]), SCALES, lambda x: x[..., :1]),
-        "has shape (768, 32), the config says (768, 64)",
+        "has shape (768, 32), the config requires (768, 64)",
     ),
     "an odd count of rows": (
         lambda t: changed(changed(t, BLOCKS, lambda x: x[:, :191]), SCALES, lambda x: x[:, :191]),
-        "has shape (764, 64), the config says (768, 64)",
+        "has shape (764, 64), the config requires (768, 64)",
     ),
     "three experts": (
         lambda t: changed(changed(t, BLOCKS, lambda x: x[:3]), SCALES, lambda x: x[:3]),
-        f"{UP} has 3 experts, the config says 4",
+        f"{UP} has 3 experts, the config requires 4",
     ),
     "twice as many experts of half the rows": (
         lambda t: changed(
@@ -176,11 +174,11 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
             SCALES,
             lambda x: x.reshape(8, 96, 2),
         ),
-        f"{UP} has 8 experts, the config says 4",
+        f"{UP} has 8 experts, the config requires 4",
     ),
     "numbers next to the packed ones": (
         lambda t: {**t, UP: torch.zeros(4, 64, 192)},
-        f"{UP} is there twice",
+        f"{UP} is stored twice",
     ),
     "a packed matrix of attention": (
         lambda t: {**t, "a.o_proj_blocks": t[BLOCKS].clone(), "a.o_proj_scales": t[SCALES].clone()},
@@ -188,7 +186,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "a NaN of a scale": (
         lambda t: with_scale(t, 255),
-        f"{SCALES}: 1 of 1,536 scales are 255, which is NaN",
+        f"{SCALES}: 1 of 1,536 scales are 255, which means NaN",
     ),
     "a scale above bfloat16": (
         lambda t: with_scale(t, 254),
@@ -374,7 +372,7 @@ def test_numbers_that_the_wanted_dtype_cannot_hold_are_refused(
     tensors["model.norm.weight"][:2] = 1e39
     write(folder, tensors)
     told = refusal(folder, tmp_path / "b", capsys, "--dtype", "float32")
-    assert "final_norm.weight (2 of 48) has numbers that are too large for float32" in told
+    assert "final_norm.weight (2 of 48) has numbers too large for float32" in told
 
 
 def test_a_run_does_not_start_with_weights_that_are_not_finite(

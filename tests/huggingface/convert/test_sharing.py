@@ -1,5 +1,5 @@
-"""Ranks that convert together leave the bytes of one process, in both directions, or one message
-and nothing.
+"""Conversions on several ranks: the bytes of one process in both directions, or one message and no
+output.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.ranks import grid, run_ranks
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors", reason="safetensors is not installed (extra: hf)")
+# Bytes of a weight file: the tiny model has four files in float32.
 LIMIT = 80_000
-"""Bytes of a weight file: four files of the tiny model in float32."""
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -72,7 +72,7 @@ def test_ranks_leave_the_bytes_of_one_process(ranks: int, tmp_path: Path) -> Non
 
 
 def refused(rank: int, world_size: int, request: Request, full: bool) -> str:
-    """What a rank is told; `full`: the last one cannot write."""
+    """Return the error message of a rank; if `full`, the last rank cannot write."""
     with pytest.MonkeyPatch.context() as patch:
         if full and rank == world_size - 1:
 

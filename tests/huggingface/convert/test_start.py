@@ -1,5 +1,5 @@
-"""Runs that start from a Hugging Face folder: the bits of a converted checkpoint on any grid, and
-what is refused.
+"""Runs that start from a Hugging Face folder: the same bits as from a converted checkpoint on any
+grid, and refusals.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `folder`, with a dense layer between two with experts."""
+    """Return a folder like `folder`, with a dense layer between two layers with experts.
+    test_the_decay_is_that_of_the_library_and_no_update_has_rate_0: The library's warmup has one
+    more update, whose rate is 0.
+    """
     path = tmp_path_factory.mktemp("experts") / "tiny"
     shutil.copytree(folder, path)
     torch.manual_seed(0)
@@ -346,7 +349,7 @@ def _refusal(rank: int, world_size: int, flags: list[list[str]]) -> str:
 
 
 def q_adapter(base: Path, path: Path) -> None:
-    """Pairs of rank 1 on the queries of every layer."""
+    """Write an adapter with pairs of rank 1 on the queries of every layer."""
     path.mkdir()
     content = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
     (path / "adapter_config.json").write_text(json.dumps(content))
@@ -434,7 +437,10 @@ def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(
 
 @pytest.fixture(scope="module")
 def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Molmo2 in the library's own layout; its text is narrower than the Qwen3's."""
+    """Return a tiny Molmo2 in the library's layout, whose text model is narrower than the Qwen3.
+    test_a_text_model_takes_the_tower_of_a_molmo2: After a step with learning rate 0, each weight is
+    as read, or as its seed initialises it on any grid.
+    """
     path = tmp_path_factory.mktemp("tower") / "molmo2"
     save("molmo2 native", path)
     return path
@@ -518,7 +524,8 @@ def test_a_new_tower_has_the_sizes_of_the_flags_and_the_run_is_exported_as_molmo
     flags = ["--load-hf", str(folder), "--vision-from-hf", "none", "--save", str(tmp_path / "run")]
     assert main([*flags, *sizes.split(), *STEPS]) == 0
     assert (
-        "new and not read: tower and connector, 16 rows of the embedding" in capsys.readouterr().out
+        "newly initialised: tower and connector, 16 rows of the embedding"
+        in capsys.readouterr().out
     )
     found, text = weights_of(tmp_path / "run"), read_hf(folder).source
     assert torch.equal(found["layers.0.mlp.up.weight"], whole(text, "layers.0.mlp.up.weight")), (
@@ -540,20 +547,20 @@ def test_a_tower_that_does_not_fit_is_refused(
     folder: Path, tower: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = ["--load-hf", str(folder), "--vision-from-hf"]
-    assert "is a qwen3, a molmo2 is needed" in refused([*start, str(folder)], capsys)
+    assert "is a qwen3; use a molmo2" in refused([*start, str(folder)], capsys)
     save("qwen3_5 with images", other := tower.parent / "other")
-    assert "is a qwen3_5, a molmo2 is needed" in refused([*start, str(other)], capsys)
+    assert "is a qwen3_5; use a molmo2" in refused([*start, str(other)], capsys)
     new = ["none", "--vision-num-layers", "2"]
     assert "--vision-family is qwen3_5" in refused(
         [*start, *new, "--vision-family", "qwen3_5"], capsys
     )
-    assert "none makes a new tower: give its --vision-num-layers" in refused(
+    assert "none creates a new tower; set its --vision-num-layers" in refused(
         [*start, "none"], capsys
     )
     assert "has --vision-num-layers 3, this run 2" in refused(
         [*start, str(tower), "--vision-num-layers", "2"], capsys
     )
-    assert "has one: leave the flag out" in refused(
+    assert "already has one; remove the flag" in refused(
         ["--load-hf", str(tower), "--vision-from-hf", "none"], capsys
     )
     assert "needs --load-hf" in refused(["--vision-from-hf", "none"], capsys)

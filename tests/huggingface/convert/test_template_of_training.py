@@ -1,4 +1,4 @@
-"""A chat template from a dataset through a run to the folder that transformers loads."""
+"""A chat template from a dataset through a run to a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     assert convert.main([*command, "--output", str(tmp_path / "hf")]) == 0
     said = capsys.readouterr().out
     assert (
-        "chat template: that of the training data" in said
+        "chat template: from the training data" in said
         and "without a thought: ask with enable_thinking=False\n" in said
     )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -100,7 +100,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
         convert.main([*command, "--output", str(tmp_path / "no"), "--chat-template", "messages"])
         == 2
     )
-    assert "messages of the run's data were written by another template" in capsys.readouterr().err
+    assert "another template wrote the messages of the training data" in capsys.readouterr().err
     (tmp_path / "asked.jsonl").write_text(json.dumps(talk))
     asked = ["--checkpoint", str(tmp_path / "out"), "--max-new-tokens", "1"]
     asked += ["--input", str(tmp_path / "asked.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
@@ -192,7 +192,9 @@ def test_validation_data_by_another_template_is_refused(
 def test_training_and_export_say_in_which_form_answers_were_learned(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And `generate --prompt` asks in it: the tokens before the answer are those of the dataset."""
+    """`generate --prompt` uses the same format: the tokens before the answer are those of the
+    dataset.
+    """
     template = {"chat_template": TEMPLATES["qwen_25"]} if form == "chat_template" else {}
     path = write_tokenizer(tmp_path / "t", **template)
     record = {"instruction": ASK["content"], "output": TELL["content"]}
@@ -261,15 +263,12 @@ def test_training_and_export_say_in_which_form_answers_were_learned(
         said = capsys.readouterr().out
         assert f"\nanswers were learned {words}\n" in said
         if form == "chat_template" and choice == "auto":
-            assert (
-                "chat template: that of the training data, not the tokenizer's own, which differs"
-                in said
-            )
+            assert "chat template: from the training data; the tokenizer's template differs" in said
         else:
             assert (
-                "the tokenizer's own, which differs from the form that the model knows: answers "
+                "from the tokenizer, which differs from the format of training: answers "
                 f"were learned {words}" in said
             )
-            assert ("--chat-template messages writes" in said) == (
+            assert ("--chat-template messages exports" in said) == (
                 form == "messages" and choice == "auto"
             )

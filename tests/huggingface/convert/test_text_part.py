@@ -1,5 +1,7 @@
-"""The text model of a folder with a tower that is not ours: the library's logits, and a text folder
-as its export.
+"""The text model of a folder with an unsupported vision tower: the library's logits, and its export
+as a text folder. published_gemma3: Rewrite the config as first published: without fields at their
+default, and with rope_scaling for full layers. published_qwen2_5_vl: Rewrite the config with the
+text model's fields at the top.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def test_the_text_part_has_the_logits_of_the_whole_model(
         model.save_pretrained(tmp_path / "a", save_original_format=original)
         assert converted("hf", tmp_path / "a", tmp_path / "b") == 0
         told = capsys.readouterr().out
-        assert f"{name}: the text model is taken; the vision tower" in told
+        assert f"{name}: only the text model is used, without the vision tower" in told
         loaded = read_hf(tmp_path / "a")
         row = rows_for(loaded.config, None)["random text"]
         ids = torch.from_numpy(row.tokens)[None]
@@ -204,9 +206,9 @@ def test_whatever_a_tower_holds_is_left_out_and_nothing_else(
     [
         ({"text_config": None}, "text_config is null, expected an object"),
         ({"text_config": [1]}, "text_config is [1], expected an object"),
-        ({"text_config": {"model_type": "gemma2"}}, "model_type is 'gemma2', known are"),
-        ({"text_config": {"model_type": 5}}, "model_type is 5, known are"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not known"),
+        ({"text_config": {"model_type": "gemma2"}}, "model_type 'gemma2' is not supported"),
+        ({"text_config": {"model_type": 5}}, "model_type 5 is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is unknown"),
     ],
 )
 def test_a_config_without_a_text_model_of_ours_is_refused(

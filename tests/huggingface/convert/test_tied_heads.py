@@ -1,4 +1,4 @@
-"""Embedding and head of a folder: whatever config and file say of a tie, the model is the one the
+"""Embedding and head of a folder: for any tie in config and file, the model is the one that the
 library loads.
 """
 
@@ -53,7 +53,9 @@ class Folder:
         self.head = torch.randn_like(self.tensors[self.table])
 
     def write(self, what: str, outer: Any, inner: Any = ABSENT) -> None:
-        """Say `outer` and `inner` in the config, and have both tensors or one of them."""
+        """Write `outer` and `inner` ties to the config, and both tensors or one of them to the
+        file.
+        """
         content = json.loads(json.dumps(self.content))
         sections = [(content, outer)]
         if "text_config" in content:
@@ -75,7 +77,9 @@ class Folder:
     def of_library(
         self, path: Path | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
-        """Embedding, head and whether they are tied; None where the library draws one of them."""
+        """Return the library's embedding and head, and whether they are tied; None if the library
+        initialises one of them.
+        """
         dtype = self.tensors[self.table].dtype
         model, info = self.cls.from_pretrained(
             path or self.path, dtype=dtype, output_loading_info=True
@@ -161,7 +165,7 @@ def test_an_export_says_what_the_library_made_of_the_folder(
         assert (f"{HEAD} differs from {folder.table}: both are kept" in told) is (
             what == "different"
         )
-        assert (f"{HEAD} is also the embedding" in told) is (what == "no embedding")
+        assert (f"{HEAD} is also used as the embedding" in told) is (what == "no embedding")
         flags = ["--from", "megacp", "--to", "hf", "--tokenizer", "none"]
         assert main([*flags, "--input", str(middle), "--output", str(out)]) == 0
         expected, found = folder.of_library(), folder.of_library(out)

@@ -1,4 +1,4 @@
-"""Tokenizer files: the ids of the original, by the tokenizers package and by the transformers
+"""Tokenizer files: the same ids as the original, by the tokenizers package and by the transformers
 library.
 """
 
@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def train(folder: Path, kind: str, **options: Any) -> str:
-    """A small SentencePiece model; its file."""
+    """Train a small SentencePiece model and return its file."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES),
@@ -65,7 +65,7 @@ def train(folder: Path, kind: str, **options: Any) -> str:
 
 
 def theirs(folder: Path) -> Any:
-    """What the transformers library makes of a folder, whatever model is in it."""
+    """Return the transformers library's tokenizer of a folder, with any model in it."""
     transformers = pytest.importorskip("transformers")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return transformers.AutoTokenizer.from_pretrained(folder, model_max_length=1 << 30)
@@ -107,10 +107,11 @@ def test_a_tokenizer_that_gives_other_ids_is_refused_with_the_text(
     bpe = given(train(tmp_path, "bpe", **PLAIN))
     monkeypatch.setattr(bpe.tokenizer, "encode_reference", unigram.tokenizer.encode_reference)
     with pytest.raises(
-        ValueError, match=r"does not encode as the original: '.*' gives \[\d.*\] instead of \[\d"
+        ValueError,
+        match=r"differs from the original: from token 0 on, '.*' gives \[\d.*\] instead of \[\d",
     ):
         write_tokenizer(bpe, tmp_path, 512, PROBE)
-    with pytest.raises(ValueError, match="as 65"):
+    with pytest.raises(ValueError, match="with id 65"):
         write_tokenizer(
             dataclasses.replace(given("byte"), special={"<im_patch>": 65}), tmp_path, 512, ()
         )

@@ -1,4 +1,4 @@
-"""Tiny random models with a tower of which only the text model is converted."""
+"""Tiny random models with an unsupported vision tower, whose text model is converted."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ MADE: dict[str, dict[str, Any]] = {
 
 
 def made(name: str, **changes: Any) -> Any:
-    """A random model of the library with a tower, in float64."""
+    """Return a random float64 model of the library with a tower."""
     import transformers
 
     cls = getattr(transformers, TEXT_PARTS[name].cls)

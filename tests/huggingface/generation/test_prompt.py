@@ -1,5 +1,5 @@
-"""Prompts: what is given beside a text has the tokens and the pixels that a record of the same
-has.
+"""Prompts: texts, images and videos on the command line have the same tokens and pixels as in a
+record.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TOOL = {"role": "tool", "content": ""}
 def test_messages_without_an_answer_are_asked_as_those_with_one(
     before: list[dict[str, str]],
 ) -> None:
-    """The header of the answer has no weight in training: no model writes it."""
+    """The header of an answer has no weight in training: the model does not generate it."""
     maker = PromptMaker(load_tokenizer("byte"))
     messages = before if before[-1:] == [TOOL] else [*before, ASK]
     given = messages, [*messages, TELL], [*messages, {**TELL, "content": ""}]
@@ -86,6 +86,8 @@ OFF, EMPTY = {"enable_thinking": False}, {"before_answers": "<think>\n\n</think>
 MIXED, TURNS = (
     {"empty_thoughts": 5, name: 5, **EMPTY} for name in ("real_thoughts", "no_thoughts")
 )
+# The stored settings of training, --thinking or --no-thinking, and the library's prompt for the
+# same.
 THINKING: list[tuple[dict[str, Any], bool | None, dict[str, bool]]] = [
     *(
         (MIXED, None, {}),
@@ -100,14 +102,11 @@ THINKING: list[tuple[dict[str, Any], bool | None, dict[str, bool]]] = [
         ({}, None, {}),
     ),
 ]
-"""What was learned, as a checkpoint keeps it; --thinking or --no-thinking; how the library is asked
-for the same.
-"""
 
 
 def test_a_model_is_asked_as_most_of_its_answers_were_learned_or_as_told(tmp_path: Path) -> None:
-    """As the library asks; what a record says comes first. Images and branches are asked in whole
-    conversations.
+    """Prompts match the library's, and a record's variables have priority. Prompts with images and
+    branches are whole conversations.
     """
     tokenizer, text = tokenizer_at(write_tokenizer(tmp_path)), TEMPLATES["qwen_3"]
     template, theirs = template_of(text, tokenizer, None), library(tmp_path, text)
@@ -132,7 +131,7 @@ def test_a_model_is_asked_as_most_of_its_answers_were_learned_or_as_told(tmp_pat
                     None,
                 )
     with pytest.raises(
-        ValueError, match="--no-thinking: the chat template reads no `enable_thinking`"
+        ValueError, match="--no-thinking: the chat template has no variable `enable_thinking`"
     ):
         asked_by({"default": TEMPLATES["qwen_25"]}, False)
     assert asked_by({"default": TEMPLATES["qwen_25"], **EMPTY}, False) == EMPTY

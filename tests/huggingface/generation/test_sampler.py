@@ -1,5 +1,5 @@
-"""Answers from a checkpoint: those of the model that was trained, with images, branches, several
-prompts in a row.
+"""Answers from a checkpoint equal those of the trained model, with images, branches and several
+prompts per row.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ RECORDS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `packed`, built from RECORDS, and `run`, a checkpoint after one step on it."""
+    """Return a folder with `packed`, built from RECORDS, and `run`, a checkpoint after one step on
+    it.
+    """
     folder = tmp_path_factory.mktemp("generate")
     source = folder / "records.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
@@ -187,8 +189,8 @@ def test_an_answer_ends_with_the_end_token_or_where_the_row_is_full(generator: G
 
 @pytest.mark.slow
 def test_an_image_token_is_never_an_answer(trained: Path) -> None:
-    """Also where the tokenizer has these tokens: a patch without an image would end all answers of
-    a file.
+    """This also holds if the tokenizer has these tokens: a patch without an image would end all
+    answers of a file.
     """
     generator = Generator(trained / "run")
     ids = dict(zip(TINY.token_ids, range(40, 250), strict=False))
@@ -245,9 +247,9 @@ def test_prompts_begin_as_the_documents_of_training_did(
         str(tmp_path / "hf"),
     ]
     assert convert.main([*flags, "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
-    assert ("first token: documents of training began with none" in capsys.readouterr().out) == (
-        not begins
-    )
+    assert (
+        "first token: training documents began without a first token" in capsys.readouterr().out
+    ) == (not begins)
 
 
 def test_what_is_known_of_the_first_and_the_last_token_decides() -> None:
@@ -255,11 +257,11 @@ def test_what_is_known_of_the_first_and_the_last_token_decides() -> None:
     for imported in (
         RunState(),
         RunState(tokenizer_sha256="a"),
-    ):  # weights of somebody else: as the files say
+    ):  # weights from elsewhere: as in the files
         assert first_token(imported, 7) == 7
     assert (
         first_token(trained, 7) is None and last_token(trained, 7) == 7
-    )  # before a dataset said it
+    )  # before datasets stored it
     assert first_token(dataclasses.replace(trained, document_start={"token": 3}), 7) == 3
     assert last_token(RunState(document_end={"token": 3}), 7) == 3
     assert last_token(RunState(document_end={"token": None}), 7) is None
