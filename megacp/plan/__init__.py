@@ -1,7 +1,7 @@
 """Search for the fastest layout of a model on a number of GPUs.
 
-`search` lists all valid layouts, and an `Answer` prints the best of them. No other package imports
-this one.
+`search` tries all valid layouts, and an `Answer` describes the best of them. No other package
+imports this one.
 """
 
 from megacp.public import exports

@@ -1,12 +1,12 @@
 """Measure this machine for plans: `megacp-plan calibrate --output machine.yaml`, in two minutes.
 
-Short runs of small models, which differ in how much of a step is products, attention, passes, calls
-of the host and messages, are trained as a run trains them. The constants of a plan are then those
-with which its own arithmetic comes nearest to all of them. So nothing that a step spends is left
-out, and no second model of time exists.
+Small models are trained for a few steps. They differ in how much of a step is spent on products,
+attention, elementwise passes, host calls and messages. The constants of a plan are then fitted, so
+that the plan's own arithmetic comes closest to all measured steps. Everything that a step spends is
+therefore included, and there is no second model of time.
 
-One GPU shows no links: theirs stay those of `--like`. Ranks of a CPU have one thread each and share
-its cores.
+A single GPU shows nothing about links, so these come from the GPU of `--like`. CPU ranks have one
+thread each and share the cores.
 """
 
 from __future__ import annotations
@@ -44,46 +44,51 @@ from megacp.verify.gpu_report import BILLION, MIDDLE, Sizes, run_part, timed_ste
 from megacp.verify.spawn import run_ranks
 
 LAST_BEGIN = 90.0
-"""Seconds after which no run begins."""
+"""Seconds after which no further run is started."""
 FITTED = [
     ("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")
 ]
 FITTED += [("terms", "calls"), ("terms", "beside")]
-"""What the runs determine, by part and name of a sheet."""
+"""Constants that are fitted, by part and name of a sheet."""
 LOOSE = 1e-4
-"""Weight of a factor's logarithm beside a step's relative error: what no run shows stays where it
-begins.
+"""Weight of a factor's logarithm, relative to a step's relative error.
+
+It keeps a constant that no run shows at its initial value.
 """
 FIT_ROUNDS = 20
 COMPUTED_IN = {"cuda": "bfloat16", "cpu": "float32"}
-"""What runs compute in."""
+"""The dtype of the runs on each device."""
 
 
 @dataclass(frozen=True)
 class ShortRun:
-    """What is trained for a few steps."""
+    """A small run that is trained for a few steps."""
 
     values: Sizes
     ranks: int = 1
     mask: str = "causal"
 
     def config(self, dtype: str) -> RunConfig:
+        """Return the configuration of the run."""
         return with_values(RunConfig(), {**self.values, "dtype": dtype})
 
     def trained(self, device: str, dtype: str) -> list[list[float]]:
-        """Seconds of the steps of each rank; a GPU's in this process, whose compiler is warm."""
+        """Train and return the seconds of the steps of each rank.
+
+        A GPU trains in this process, so that compiled kernels are reused.
+        """
         if device == "cuda":
             return [timed_steps(0, 1, self.config(dtype), device, self.mask)]
         return run_ranks(timed_steps, self.ranks, self.config(dtype), device, self.mask)
 
     def planned(self, sheet: Sheet) -> float:
-        """Seconds of a plan with these numbers."""
+        """Return the seconds of a step that a plan predicts with the numbers of a sheet."""
         here = hardware_of(sheet, NETWORKS[0])
         return step_time(self.config(here.dtype), self.ranks, here, self.packs).total
 
     @functools.cached_property
     def packs(self) -> PackSample:
-        """Its row."""
+        """The row that the run trains on."""
         config = self.config("float32")
         row = mock_batch(
             [0], MockRules(config.model.vocab_size, config.data.seq_length, mask=self.mask)
@@ -98,11 +103,12 @@ _GPU: Sizes = {
     "seq_length": 8192,
     "global_batch_size": 4,
 }
+# a narrow model with heads of the same width
 _NARROW: Sizes = {
     "hidden_size": 1024,
     "ffn_hidden_size": 2048,
     "num_attention_heads": 8,
-}  # heads as wide
+}
 _CPU: Sizes = {
     **MIDDLE,
     "hidden_size": 256,
@@ -137,45 +143,56 @@ RUNS: dict[str, dict[str, ShortRun]] = {
         "pp 2": ShortRun({**_CPU, PP: 2, "global_batch_size": 4}, 2),
     },
 }
-"""Runs by device, the ones that say most first: one that would begin too late is left out."""
+"""Runs by device, the most informative ones first: late ones are left out."""
 
 
 def measured(device: str) -> dict[str, float]:
-    """Seconds of a step of the runs of a device; one that fails is a line, the others go on."""
-    begin, found, dtype = time.monotonic(), dict[str, float](), COMPUTED_IN[device]
+    """Train the runs of a device and return the seconds of a step of each.
+
+    A run that fails prints a line, and the remaining runs continue.
+    """
+    begin = time.monotonic()
+    found: dict[str, float] = {}
+    dtype = COMPUTED_IN[device]
     for name, run in RUNS[device].items():
         if time.monotonic() - begin > LAST_BEGIN:
             print(f"{name}: left out, {LAST_BEGIN:g} s are over")
             continue
         entry = run_part(name, functools.partial(run.trained, device, dtype))
         if not entry["error"]:
+            # The slowest rank determines the time of a step.
             found[name] = max(map(statistics.median, entry["results"]))
-        told = entry["error"] or f"{found[name]:.4g} s a step"
-        print(f"{name}: {told} ({time.monotonic() - begin:.0f} s)", flush=True)
+        result = entry["error"] or f"{found[name]:.4g} s a step"
+        print(f"{name}: {result} ({time.monotonic() - begin:.0f} s)", flush=True)
     if not found:
         raise ValueError(f"no run could be measured on {device}: see the lines above")
     return found
 
 
 def scaled(sheet: Sheet, factors: Mapping[tuple[str, str], float]) -> Sheet:
-    """The sheet with some numbers multiplied, a list as a whole."""
+    """Return a copy of a sheet with some numbers (or all numbers of a list) multiplied."""
     found = copy.deepcopy(sheet)
     for (part, name), factor in factors.items():
         value = found[part][name]
-        found[part][name] = (
-            [one * factor for one in value] if isinstance(value, list) else value * factor
-        )
+        if isinstance(value, list):
+            found[part][name] = [one * factor for one in value]
+        else:
+            found[part][name] = value * factor
     return found
 
 
 def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> Sheet:
-    """The sheet whose plans are nearest to the measured seconds: least squares of relative errors,
-    by Gauss-Newton.
+    """Return the sheet whose plans are closest to the measured seconds.
+
+    The sum of squared relative errors is minimised by Gauss-Newton, over the logarithms of factors.
     """
-    logs, small, units = np.zeros(len(FITTED)), 1e-3, np.eye(len(FITTED))
+    logs = np.zeros(len(FITTED))  # logarithms of the factors, [constants]
+    units = np.eye(len(FITTED))
+    small = 1e-3
 
     def at(point: np.ndarray) -> Sheet:
-        return scaled(sheet, dict(zip(FITTED, np.exp(point).tolist(), strict=True)))
+        factors = np.exp(point).tolist()
+        return scaled(sheet, dict(zip(FITTED, factors, strict=True)))
 
     def errors(point: np.ndarray) -> np.ndarray:
         trial = at(point)
@@ -183,47 +200,49 @@ def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> 
 
     for _ in range(FIT_ROUNDS):
         now = errors(logs)
-        slopes = np.stack(
-            [(errors(logs + small * unit) - now) / small for unit in units], 1
-        )  # [runs, constants]
-        step = np.linalg.solve(slopes.T @ slopes + LOOSE * units, slopes.T @ now + LOOSE * logs)
+        # numerical derivatives, [runs, constants]
+        slopes = np.stack([(errors(logs + small * unit) - now) / small for unit in units], 1)
+        curvature = slopes.T @ slopes + LOOSE * units
+        gradient = slopes.T @ now + LOOSE * logs
+        step = np.linalg.solve(curvature, gradient)
         logs -= np.clip(step, -1, 1)
     return at(logs)
 
 
 def known_before(device: str, like: str) -> Sheet:
-    """The device's name, memory and peak, links and shares of the GPU that is `like` it, and where
-    a fit begins.
+    """Return the sheet from which a fit begins.
 
-    A CPU has no published peak: utilisation is of what its products reach.
+    It has the device's name, memory and peak, and the links and shares of the GPU `like` it. A CPU
+    has no published peak, so utilisation will refer to the rate of its products.
     """
-    sheet, today, dtype = nominal_sheet(), datetime.date.today(), COMPUTED_IN[device]
+    sheet = nominal_sheet()
+    dtype = COMPUTED_IN[device]
     own = sheet["gpus"][like]
     if device == "cuda":
-        overlap, cores, where = 1.0, math.inf, f"{torch.cuda.get_device_name()}, links of {like}"
-        memory = float(torch.cuda.mem_get_info()[1])
+        overlap = 1.0
+        cores = math.inf
+        where = f"{torch.cuda.get_device_name()}, links of {like}"
+        _, total = torch.cuda.mem_get_info()
+        memory = float(total)
         own["flops"] = cuda_peak(torch.device(device), dtype) or own["flops"]
     else:
-        overlap, cores, where = (
-            0.0,
-            float(os.cpu_count() or 1),
-            f"{platform.node()}, a thread a rank",
-        )
+        overlap = 0.0
+        cores = float(os.cpu_count() or 1)
+        where = f"{platform.node()}, one thread per rank"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
         own |= {"flops": 1e11, "bandwidth": 1e10, "link": 1e9}
-    own |= {
-        "memory": round(memory / 2**30, 1),
-        "source": f"Times measured in {dtype}, {today}, on {where}",
-    }
+    own["memory"] = round(memory / 2**30, 1)
+    own["source"] = f"Times measured in {dtype}, {datetime.date.today()}, on {where}"
     terms = {"dtype": dtype, "calls": 3e-4, "overlap": overlap, "cores": cores, "beside": 1.0}
     return {**sheet, "gpus": {"here": own}, "terms": terms}
 
 
 def calibrated(device: str, seconds: Mapping[str, float], like: str = "h100") -> Sheet:
-    """The sheet of this machine, from seconds of the runs by their names."""
+    """Return the sheet of this machine, fitted to the seconds of the named runs."""
     sheet = known_before(device, like)
     found = fitted(sheet, [RUNS[device][name] for name in seconds], [*seconds.values()])
     if device == "cpu":
+        # The peak of a CPU is the rate that its products reach.
         found["gpus"]["here"]["flops"] *= found["reached"]["products"]
         shares = [("reached", name) for name in ("products", "fused", "flex")]
         found = scaled(found, dict.fromkeys(shares, 1 / found["reached"]["products"]))
@@ -231,19 +250,21 @@ def calibrated(device: str, seconds: Mapping[str, float], like: str = "h100") ->
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line; the exit status."""
+    """Run the command and return its exit status."""
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="the file that --gpu takes")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="write the sheet to this file, for --gpu"
+    )
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
-        "--device", default=usual, choices=RUNS, help=f"what trains (default {usual} here)"
+        "--device", default=usual, choices=RUNS, help=f"device to measure (default {usual} here)"
     )
     parser.add_argument(
-        "--like", default="h100", choices=GPUS, help="the GPU whose links are taken (default h100)"
+        "--like", default="h100", choices=GPUS, help="GPU whose links are assumed (default h100)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the file where it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(argv)
     require_free("--output", options.output, options.overwrite)
     found = measured(options.device)

@@ -1,17 +1,16 @@
-"""Find the layout for a model, packs and GPUs: `megacp-plan --gpu h100 --world-size 8` and the
-flags of a run.
+"""Find the fastest layout that fits a model and its packs on a number of GPUs.
 
-    megacp-plan --gpu h100 --world-size 8 --load-hf Qwen3-8B --data-path data/chat --output
-    best.yaml python -m megacp.train --nproc 8 --config best.yaml --load-hf Qwen3-8B --data-path
-    data/chat
+    megacp-plan --gpu h100 --world-size 8 --load-hf Qwen3-8B --data-path data/chat \\
+        --output best.yaml
+    python -m megacp.train --nproc 8 --config best.yaml --load-hf Qwen3-8B --data-path data/chat
 
-All flags of a run are accepted. Given flags of a layout stay as they are, and megacp-plan chooses
-the remaining ones. Nothing runs, and no GPU is needed; `--gpu here` plans for the device of this
-machine. A resumed run (`--load`, or `--save` with `--auto-resume`) keeps the layout of its
-checkpoint as long as it has the same number of ranks.
+All flags of a training run are accepted. Layout flags that you give stay as they are, and
+megacp-plan chooses the remaining ones. Nothing is trained and no GPU is needed; `--gpu here` plans
+for the device of this machine. A resumed run (`--load`, or `--save` with `--auto-resume`) keeps the
+layout of its checkpoint if it has the same number of ranks.
 
-`megacp-plan calibrate --output machine.yaml` trains for two minutes and writes a file for `--gpu
-machine.yaml`.
+`megacp-plan calibrate --output machine.yaml` trains for two minutes to measure this machine, and
+writes a file for `--gpu machine.yaml`.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from megacp.training.data.manifest import DatasetManifest
 from megacp.training.monitor.console import say, warn
 
 HERE = "here"
-"""The --gpu that is the device of this machine."""
+"""The value of --gpu that means the device of this machine."""
 Problems = Callable[[RunConfig], list[str]]
-"""Why a machine cannot run a configuration."""
+"""A function that returns the reasons why a machine cannot run a configuration."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,17 @@ class _Question:
     """The run that a command line describes."""
 
     config: RunConfig
-    """Its flags, with the sizes of the model and the length of the packs."""
+    """Flags of the run, with the sizes of the model and the length of the packs."""
     given: frozenset[str]
-    """Fields that flags or files set."""
+    """Fields that flags or --config files set."""
     is_dry: bool
-    """Whether --dry-run was given: the run may be of another machine."""
+    """Whether --dry-run was given: the run may then take place on another machine."""
     has_checkpoint: bool
     """Whether model and dtype come from a checkpoint."""
 
 
 def _asked(arguments: Sequence[str]) -> _Question:
-    """Return the question of a command line. The model may come from a checkpoint or a Hugging Face
-    folder.
-    """
+    """Parse the flags, and read sizes from the checkpoint, model folder and dataset they name."""
     given = given_names(arguments)
     parsed = parse(arguments, "megacp-plan")
     config = with_values(parsed, {"train_epochs": None, "dry_run": True})
@@ -67,31 +64,34 @@ def _asked(arguments: Sequence[str]) -> _Question:
 
         has_checkpoint = config.checkpoint.load is not None or resumes(config)
         config, _ = with_stored_model(config, given)
-        if resumes(config):  # as a run does, which reads the folder only once
-            config = with_values(
-                config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))
-            )
+        if resumes(config):
+            # A resumed run does not read the model folder either.
+            unused = dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))
+            config = with_values(config, unused)
     if config.checkpoint.load_hf is not None and config.checkpoint.load is None:
-        # an optional extra: a plan without the flag imports no file of megacp.huggingface
+        # megacp.huggingface has optional dependencies: only plans with the flag import it.
         from megacp.huggingface.convert.start import open_start
 
         config, *_ = open_start(config, given)
     if config.data.data_path is not None:
         manifest = DatasetManifest.read(named_folders(config.data.data_path)[0])
-        length = config.data.seq_length if "seq_length" in given else manifest.seq_length
+        length = manifest.seq_length
+        if "seq_length" in given:
+            length = config.data.seq_length
         words = config.model.vocab_size or manifest.tokenizer.vocab_size
         config = with_values(config, {"seq_length": length, "vocab_size": words})
     if config.model.vocab_size == 0:
-        raise ValueError("--vocab-size is 0: give it, or --data-path or --load-hf, which know it")
+        raise ValueError(
+            "--vocab-size is 0: give it, or give --data-path or --load-hf, which set it"
+        )
     return _Question(config, given, parsed.dry_run, has_checkpoint)
 
 
 def _device(own: argparse.Namespace, world_size: int, is_dry: bool) -> tuple[Hardware, Problems]:
-    """Return the hardware of --gpu, and a function for the problems that the machine has with a
-    configuration.
+    """Return the hardware of --gpu, and a function that checks whether it can run a configuration.
 
-    A GPU that is only named has none. `here` is the device of this machine. All ranks of a CPU run
-    share its memory.
+    Only the device of this machine (`here`) can be checked. If it is a CPU, all ranks share its
+    memory.
     """
     if own.gpu != HERE:
         return hardware(own.gpu, own.network), no_problems
@@ -107,22 +107,24 @@ def _device(own: argparse.Namespace, world_size: int, is_dry: bool) -> tuple[Har
 
 
 def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
-    """Return the answer. Raises ValueError if no layout is valid."""
+    """Search for layouts and return the answer. Raise ValueError if no layout is valid."""
     config = asked.config
     if config.world_size is None:
-        raise ValueError("--world-size N is missing: the number of GPUs")
+        raise ValueError("--world-size N is missing: give the number of GPUs")
     longest = config.data.seq_length
     packed = config.data.data_path is not None
-    if own.documents and (packed or not 1 <= min(own.documents) <= max(own.documents) <= longest):
-        lengths = " ".join(map(str, own.documents))
-        rule = f"lengths of 1 to --seq-length {longest} tokens, in place of --data-path"
-        raise ValueError(f"--documents {lengths}: {rule}")
+    if own.documents:
+        in_range = 1 <= min(own.documents) and max(own.documents) <= longest
+        if packed or not in_range:
+            lengths = " ".join(map(str, own.documents))
+            rule = f"lengths of 1 to --seq-length {longest} tokens, in place of --data-path"
+            raise ValueError(f"--documents {lengths}: {rule}")
     sample = sample_packs(config, own.documents)
     here, problems = _device(own, config.world_size, asked.is_dry)
-    # a layout does not change the numbers of a run, so it keeps the dtype of the run and of its
-    # checkpoint
+    # A layout does not change the results of a run, so its dtype must stay too, if it is known.
     keeps_dtype = own.gpu == HERE or asked.has_checkpoint
-    kept, note = None, ""
+    kept = None
+    note = ""
     if asked.has_checkpoint:
         from megacp.plan.resumed import kept_layout  # imports torch
 
@@ -137,11 +139,13 @@ def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
 
 
 def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bool]:
-    """Return the text, and whether a layout fits. The flags of one that does not fit are not
-    written.
+    """Plan, write the files of --output and --html, and return the text to print.
+
+    Also return whether a layout fits. If none does, --output is not written.
     """
     for name in ("output", "html"):
-        if (path := getattr(own, name)) is not None:
+        path = getattr(own, name)
+        if path is not None:
             require_free(flag(name), path, own.overwrite)
     answer = _answered(own, _asked(arguments))
     best = answer.found[0]
@@ -155,7 +159,7 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status, 1 where no layout fits."""
+    """Run the command and return its exit status: 1 if no layout fits, 2 if the flags are wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(
         description=__doc__,
@@ -163,37 +167,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     kinds = (
-        f"{', '.join(GPUS)}, a file of `calibrate`, or here: the device of this machine, in "
-        "the dtype of the run"
+        f"{', '.join(GPUS)}; a file that `calibrate` has written; or here, for the device of this "
+        "machine and the dtype of the run"
     )
     parser.add_argument(
         "--gpu",
         default=DEFAULT_GPU,
         metavar="NAME",
         type=path_text,
-        help=f"of the machines: {kinds} (default {DEFAULT_GPU})",
+        help=f"GPU type: {kinds} (default {DEFAULT_GPU})",
     )
     parser.add_argument(
         "--network",
         choices=NETWORKS,
         default="infiniband",
-        help="between them (default infiniband)",
+        help="interconnect between machines (default infiniband)",
     )
-    lengths = "tokens of the documents that packs are filled with, drawn alike; without --data-path (one each)"
+    lengths = (
+        "document lengths in tokens, to sample packs from uniformly if there is no --data-path "
+        "(default: one document per pack)"
+    )
     parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help=lengths)
     parser.add_argument(
-        "--output", type=Path, help="file for the flags of the best layout, which --config takes"
+        "--output", type=Path, help="write the flags of the best layout to this file, for --config"
     )
     parser.add_argument(
-        "--html", type=Path, help="file for a page: bars of the five best, memory through a step"
+        "--html",
+        type=Path,
+        help="write a page to this file: the five best layouts, and memory during a step",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace these files where they exist"
+        "--overwrite",
+        action="store_true",
+        help="replace the files of --output and --html if they exist",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     try:
         if arguments[:1] == ["calibrate"]:
-            # it trains, with torch and megacp.verify: a plan imports neither
+            # Calibration trains with torch and megacp.verify; a plan imports neither.
             from megacp.plan import calibrate
 
             return calibrate.main(arguments[1:])

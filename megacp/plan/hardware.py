@@ -1,6 +1,4 @@
-"""GPUs and links as numbers, from hardware.yaml beside this file or a sheet that `megacp-plan
-calibrate` wrote.
-"""
+"""Rates of GPUs and links, from hardware.yaml or a sheet that `megacp-plan calibrate` wrote."""
 
 from __future__ import annotations
 
@@ -17,21 +15,23 @@ GPUS_OF_A_MACHINE = 8
 
 
 def nominal_sheet() -> Sheet:
-    """hardware.yaml."""
+    """Return the contents of hardware.yaml: published numbers of GPUs and networks."""
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-GPUS, NETWORKS = tuple(nominal_sheet()["gpus"]), tuple(nominal_sheet()["networks"])
-"""Names of what the sheet knows."""
+GPUS = tuple(nominal_sheet()["gpus"])
+"""Names of the known GPUs."""
+NETWORKS = tuple(nominal_sheet()["networks"])
+"""Names of the known networks."""
 DEFAULT_GPU = "h100"
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What training reaches on a GPU and its links."""
+    """Rates that training reaches on a GPU and its links."""
 
     memory: float
-    """GiB that a process finds."""
+    """GiB that a process can use."""
     products: float
     """FLOP/s of large products."""
     attention: Mapping[str, Sequence[float]]
@@ -39,70 +39,69 @@ class Hardware:
     bandwidth: float
     """Bytes/s of memory."""
     inside: float
-    """Bytes/s that a GPU sends to others of its machine."""
+    """Bytes/s that a GPU sends to other GPUs of its machine."""
     outside: float
-    """Bytes/s that it sends to other machines."""
+    """Bytes/s that a GPU sends to other machines."""
     host: float
-    """Bytes/s between it and host memory."""
+    """Bytes/s between a GPU and host memory."""
     latency: float
-    """Seconds of a message beside its bytes."""
+    """Seconds of a message in addition to the time of its bytes."""
     peak: float
-    """FLOP/s that utilisation is told of."""
+    """FLOP/s to which utilisation refers."""
     source: str
-    """Where the numbers are from, as a sentence."""
+    """A sentence about the source of the numbers."""
     host_memory: float = math.inf
-    """GiB of the host for each GPU."""
+    """GiB of host memory per GPU."""
     experts: float = 1.0
-    """Share of the rate of products that those of experts reach."""
+    """Rate of the products of experts, as a share of `products`."""
     dtype: str = "bfloat16"
-    """What training computes in, for which the rates hold."""
+    """The dtype to which the rates refer."""
     calls: float = 0.0
-    """Seconds that the host takes for the calls of a block's forward; its backward takes twice as
-    long.
-    """
+    """Seconds of the host for the calls of a block's forward; backward takes twice as long."""
     overlap: float = 1.0
-    """Share of a compute under which its host and its links work on."""
+    """Share of compute time under which calls and messages hide."""
     cores: float = math.inf
-    """Ranks that compute at once; more of them take turns."""
+    """Number of ranks that can compute at once; more ranks take turns."""
     beside: float = 1.0
-    """How many times as long a rank takes where others share the caches and the memory of its
-    machine.
-    """
+    """Factor on the time of a rank that shares caches and memory with other ranks."""
 
     def link(self, ranks: int, stride: int) -> float:
-        """Bytes/s of a rank that sends to others of `ranks` that stand `stride` apart: by the
-        slowest link it takes.
+        """Return the bytes/s of a rank that sends to a neighbour in a group.
+
+        The group has `ranks` ranks, `stride` apart; its slowest link counts.
         """
-        return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else self.outside
+        if ranks * stride <= GPUS_OF_A_MACHINE:
+            return self.inside
+        return self.outside
 
     def ring(self, ranks: int, stride: int) -> float:
-        """Bytes/s of a gather or a sum over them: what leaves a machine leaves by the adapters of
-        all its ranks there.
+        """Return the bytes/s of a gather or a sum over a group.
 
-        A ring enters and leaves each machine once, so every adapter carries a part of it (NCCL's
-        channels).
+        A ring enters and leaves each machine once, so the adapters of all its ranks on a machine
+        share the traffic (NCCL's channels).
         """
-        return min(self.inside, self.link(ranks, stride) * max(1, GPUS_OF_A_MACHINE // stride))
+        adapters = max(1, GPUS_OF_A_MACHINE // stride)
+        return min(self.inside, self.link(ranks, stride) * adapters)
 
     def exchange(self, ranks: int, stride: int) -> float:
-        """Bytes/s of a rank that sends as much to each of the others: its own adapter has what
-        leaves its machine.
+        """Return the bytes/s of a rank that sends equally much to each other rank of a group.
+
+        Its own adapter sends everything that leaves the machine.
         """
-        away = ranks - max(1, GPUS_OF_A_MACHINE // stride)
-        return min(self.inside, self.outside * (ranks - 1) / away) if away > 0 else self.inside
+        away = ranks - max(1, GPUS_OF_A_MACHINE // stride)  # ranks on other machines
+        if away <= 0:
+            return self.inside
+        return min(self.inside, self.outside * (ranks - 1) / away)
 
     def exposed(self, seconds: float, under: float) -> float:
-        """What is left of seconds of the host or a link that go on under `under` seconds of
-        computes.
-        """
+        """Return the part of `seconds` that does not hide under `under` seconds of compute."""
         return max(0.0, seconds - self.overlap * under)
 
 
 def hardware(gpu: str, network: str) -> Hardware:
-    """Return the numbers of a GPU of hardware.yaml by its name, or those of a measured GPU by its
-    file.
+    """Return the numbers of a GPU, given its name in hardware.yaml or the file of a measured one.
 
-    Raises ValueError where it is neither, and for a file with all that is wrong in it.
+    Raise ValueError if it is neither, or with all problems of the file.
     """
     nominal = nominal_sheet()
     if gpu in GPUS:
@@ -114,16 +113,15 @@ def hardware(gpu: str, network: str) -> Hardware:
     except OSError as error:
         known = ", ".join(GPUS)
         raise ValueError(
-            f"--gpu {gpu} is none of {known}, nor a file of `calibrate`: {error.strerror}"
+            f"--gpu {gpu} is neither one of {known} nor a file of `calibrate`: {error.strerror}"
         ) from None
 
 
 def hardware_here(device: str, gib: float | None, network: str) -> Hardware:
-    """Return the row of a device, found by the name that the device gives itself, with its own
-    memory in GiB.
+    """Return the numbers of a device, found by the name that the device reports.
 
-    A device without a row, such as a CPU, counts as the default of `megacp-plan`. `gib` None keeps
-    the row's memory.
+    `gib` is its memory in GiB; None keeps the memory of hardware.yaml. A device without an entry,
+    such as a CPU, counts as the default GPU of `megacp-plan`.
     """
     words = device.lower().replace("-", " ").split()
     known = next((gpu for gpu in GPUS if gpu in words), None)
@@ -135,14 +133,16 @@ def hardware_here(device: str, gib: float | None, network: str) -> Hardware:
 
 
 def hardware_of(sheet: Sheet, network: str) -> Hardware:
-    """The one GPU of a sheet: what it can do, times the shares of it that training reaches."""
-    (own,), reached = sheet["gpus"].values(), sheet["reached"]
+    """Return the numbers of a sheet with one GPU: peak rates times the shares reached."""
+    (own,) = sheet["gpus"].values()
+    reached = sheet["reached"]
+    attention = {}
+    for kernel in ("fused", "flex"):
+        attention[kernel] = [own["flops"] * share for share in reached[kernel]]
     return Hardware(
         memory=own["memory"],
         products=own["flops"] * reached["products"],
-        attention={
-            name: [own["flops"] * share for share in reached[name]] for name in ("fused", "flex")
-        },
+        attention=attention,
         bandwidth=own["bandwidth"] * reached["bandwidth"],
         inside=own["link"] * reached["link"],
         outside=sheet["networks"][network] * reached["network"],

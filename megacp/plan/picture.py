@@ -1,6 +1,4 @@
-"""Show a plan as a page of HTML: bars of the best layouts, and the memory of the first one through
-a step.
-"""
+"""Draw a plan as an HTML page: bars of the best layouts, and the first one's memory in a step."""
 
 from __future__ import annotations
 
@@ -30,9 +28,10 @@ _COLORS = (
     "#1b1f24",
     "#b8c8e8",
 )
-"""Palette of Okabe and Ito, which stays distinct under common colour blindness."""
+"""Palette of Okabe and Ito, whose colours stay distinct under common colour blindness."""
 _STYLE = """
-body { max-width: 80em; } table { border-collapse: collapse; font-size: .9em; } pre { background: #eee; }
+body { max-width: 80em; } pre { background: #eee; }
+table { border-collapse: collapse; font-size: .9em; }
 td { text-align: right; padding: .1em .6em; } td:nth-child(2) { text-align: left; }
 i { padding: 0 .5em; margin: 0 .3em 0 1em; } svg { width: 100%; height: 18em; background: #eee; }
 .bar { display: flex; height: 1.2em; background: #eee; margin-bottom: .4em; }
@@ -42,14 +41,14 @@ i { padding: 0 .5em; margin: 0 .3em 0 1em; } svg { width: 100%; height: 18em; ba
 _PHASES_OF = {
     Kind.FORWARD: ("forward", "loss"),
     Kind.BACKWARD: ("table", "backward", "vision"),
-    Kind.WEIGHTS: ("forward",),  # which needs no work of a block either
+    Kind.WEIGHTS: ("forward",),  # like forward, it needs no temporaries of a block's backward
 }
-"""Phases that a compute goes through."""
+"""Phases of each kind of action."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A compute of a stage, or what follows them all, in its largest phase."""
+    """An action of a stage, the optimizer or a checkpoint, in its largest phase."""
 
     name: str
     phase: str
@@ -57,33 +56,31 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Bytes of the fullest rank."""
         return self.memory.peaks[self.phase]
 
     @property
     def parts(self) -> dict[str, int]:
-        """What stays for the whole step, what waits for backward, and all that is needed now
-        alone.
-        """
+        """Bytes that stay for the whole step, that wait for backward, and that only this needs."""
         state = sum(getattr(self.memory, term) for term in STATE)
-        waiting = self.memory.activations if "activations" in PHASES[self.phase] else 0
+        waiting = 0
+        if "activations" in PHASES[self.phase]:
+            waiting = self.memory.activations
         return {"state": state, "activations": waiting, "at work": self.total - state - waiting}
 
 
 def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
-    """A step of a rank, in the order of its stage's list."""
+    """Return the moments of a rank's step, in the order of its schedule."""
     layers = stage_layers(config, world_size)[stage]
     known: dict[Held | None, RankMemory] = {}
-    computes = [
-        (str(action), _PHASES_OF[action.kind], held)
-        for action, held in held_over(config, stage, world_size)
-    ]
+    steps: list[tuple[str, tuple[str, ...], Held | None]] = []
+    for action, in_flight in held_over(config, stage, world_size):
+        steps.append((str(action), _PHASES_OF[action.kind], in_flight))
+    for name in ("optimizer", "checkpoint"):
+        steps.append((name, (name,), None))
     found = []
-    for name, phases, held in (
-        *computes,
-        ("optimizer", ("optimizer",), None),
-        ("checkpoint", ("checkpoint",), None),
-    ):
+    for name, phases, held in steps:
+        # Most actions have the same microbatches in flight as an earlier one.
         if held not in known:
             known[held] = stage_memory(config, stage, layers, world_size, held)
         peaks = known[held].peaks
@@ -92,49 +89,47 @@ def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
 
 
 def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]]:
-    """Title, a bar for each layout, and the value at its right end: seconds of a step, and GiB."""
+    """Return two panels, of seconds and of GiB: title, a bar per layout, value of a full bar."""
     slowest = max(one.layout.time.total for one in answer.best)
+    times = [large(vars(one.layout.time)) for one in answer.best]
     most = max(answer.hardware.memory, *(one.layout.gib for one in answer.best))
-    return [
-        ("A step, s", [large(vars(one.layout.time)) for one in answer.best], slowest),
-        (
-            f"Memory, of {answer.hardware.memory:g} GiB",
-            [large(one.gib) for one in answer.best],
-            most,
-        ),
-    ]
+    memory = [large(one.gib) for one in answer.best]
+    title = f"Memory, of {answer.hardware.memory:g} GiB"
+    return [("A step, s", times, slowest), (title, memory, most)]
 
 
 def _colors(bars: Iterable[Mapping[str, float]]) -> dict[str, str]:
-    """A colour for each part that some bar has."""
-    names = dict.fromkeys(name for bar in bars for name in bar)
+    """Choose a colour for each part of the bars."""
+    names = dict.fromkeys(itertools.chain(*bars))
     return dict(zip(names, itertools.cycle(_COLORS), strict=False))
 
 
 def page(answer: Answer) -> Iterator[str]:
-    """The plan as a page of HTML, part by part."""
+    """Yield the plan as an HTML page, part by part."""
     yield page_head(f"Plan for {answer.world_size:,} GPUs", _STYLE)
     yield from (f"<p>{escape(line)}</p>" for line in answer.heading())
-    rows = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in answer.rows()]
-    yield f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    yield "<table>"
+    for row in answer.rows():
+        cells = "".join(f"<td>{escape(text)}</td>" for text in row)
+        yield f"<tr>{cells}</tr>"
+    yield "</table>"
     for title, bars, end in _panels(answer):
         colors = _colors(bars)
         yield f"<h2>{title}</h2>{_key(colors)}"
         for place, (one, bar) in enumerate(zip(answer.best, bars, strict=True), 1):
-            yield f'<div>{place} <span class="note">{escape(one.name)}</span></div><div class="bar">'
+            yield f'<div>{place} <span class="note">{escape(one.name)}</span></div>'
+            yield '<div class="bar">'
             for part, value in bar.items():
                 style = f"width:{value / end:.2%};background:{colors[part]}"
                 yield f'<div title="{part} {value:.3g}" style="{style}"></div>'
             yield "</div>"
     yield from _timeline(answer)
-    yield (
-        "<h2>Flags of "
-        f"1</h2><p>{answer.longest()}</p><pre>{escape(flags(answer.found[0]))}</pre></body></html>\n"
-    )
+    chosen = escape(flags(answer.found[0]))
+    yield f"<h2>Flags of 1</h2><p>{answer.longest()}</p><pre>{chosen}</pre></body></html>\n"
 
 
 def _key(colors: Mapping[str, str]) -> str:
-    """Names beside their colours."""
+    """Return the legend: each colour with its name."""
     names = (
         f'<i style="background:{color}"></i>{name.replace("_", " ")}'
         for name, color in colors.items()
@@ -143,28 +138,30 @@ def _key(colors: Mapping[str, str]) -> str:
 
 
 def _timeline(answer: Answer) -> Iterator[str]:
-    """Memory of the fullest rank under the first layout, compute by compute."""
+    """Yield a chart of the fullest rank's memory under the first layout, action by action."""
     config = answer.found[0].config
     stage, _ = fullest_stage(config, answer.world_size)
     steps = moments(config, stage, answer.world_size)
     peak = max(steps, key=lambda moment: moment.total)
     end = max(answer.hardware.memory * 2**30, peak.total)
     colors = _colors(moment.parts for moment in steps)
-    yield (
-        f"<h2>Memory of stage {stage} through a step of 1, of {end / 2**30:g} "
-        f"GiB</h2>{_key(colors)}"
-    )
+    title = f"Memory of stage {stage} through a step of 1, of {end / 2**30:g} GiB"
+    yield f"<h2>{title}</h2>{_key(colors)}"
     yield f'<svg viewBox="0 0 {len(steps)} 1" preserveAspectRatio="none">'
-    for part in reversed(colors):  # each with all below it, and those in front
-        below = [*colors][: [*colors].index(part) + 1]
-        heights = [1 - sum(moment.parts[name] for name in below) / end for moment in steps]
-        line = " ".join(
-            f"{at},{height:.4f} {at + 1},{height:.4f}" for at, height in enumerate(heights)
-        )
+    # Parts are stacked: each polygon includes all parts below it, and lower ones are drawn later.
+    names = list(colors)
+    for number, part in reversed(list(enumerate(names))):
+        stacked = names[: number + 1]
+        points = []
+        for at, moment in enumerate(steps):
+            height = 1 - sum(moment.parts[name] for name in stacked) / end
+            points.append(f"{at},{height:.4f} {at + 1},{height:.4f}")
+        line = " ".join(points)
         yield f'<polygon fill="{colors[part]}" points="0,1 {line} {len(steps)},1"/>'
     at = steps.index(peak)
-    yield f'<rect x="{at}" width="1" y="0" height="{1 - peak.total / end:.4f}" fill="#D55E00"/></svg>'
+    above = 1 - peak.total / end
+    yield f'<rect x="{at}" width="1" y="0" height="{above:.4f}" fill="#D55E00"/></svg>'
     yield (
-        f"<p>Most is held in {peak.name} ({at + 1} of {len(steps)}): {peak.total / 2**30:.1f} "
-        "GiB.</p>"
+        f"<p>The peak is in {peak.name} ({at + 1} of {len(steps)}): "
+        f"{peak.total / 2**30:.1f} GiB.</p>"
     )

@@ -1,4 +1,4 @@
-"""The layout of the checkpoint that a run resumes, which the run keeps if its ranks can."""
+"""The layout of a resumed run: that of its checkpoint, if the run can keep it."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ def kept_layout(
     sample: PackSample,
     problems: Callable[[RunConfig], list[str]],
 ) -> tuple[Candidate | None, str]:
-    """Return the layout of the checkpoint that a run resumes, and a note.
+    """Return the layout of the checkpoint that a run resumes, and a note to print.
 
-    `fixed` fields keep their values in `config`. The layout is None if the run starts anew, has
-    another number of ranks, or cannot use it on `hardware`; the note gives the reason.
+    `fixed` fields keep their values in `config`. The layout is None if the run starts anew, has a
+    different number of ranks, or cannot use the layout on `hardware`; the note gives the reason.
     """
     before = goes_on_from(config)
     if before is None:
         return None, ""
     folder, manifest, text = before
     if manifest.world_size != world_size:
-        return (
-            None,
-            f"A new layout: {folder} was saved by {counted(manifest.world_size, 'rank')}, this run "
-            f"has {world_size}",
-        )
+        saved_by = counted(manifest.world_size, "rank")
+        note = f"A new layout: {folder} was saved by {saved_by}, this run has {world_size}"
+        return None, note
     stored = flatten(from_yaml(text))
     chosen = {name: stored[name] for name in sorted(fields_chosen(config) - fixed)}
     kept = with_values(config, chosen)
-    if reasons := [*check(kept, world_size), *problems(kept)]:
+    reasons = [*check(kept, world_size), *problems(kept)]
+    if reasons:
         return None, f"A new layout: the one of {folder} contradicts the flags: {reasons[0]}"
     if not fits(kept, world_size, hardware):
         return None, f"A new layout: the one of {folder} does not fit {hardware.memory:.4g} GiB"

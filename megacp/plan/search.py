@@ -1,8 +1,8 @@
-"""All layouts of a model on so many ranks that a run would take: what a rank holds under each, and
-how long a step is.
+"""Search over all valid layouts of a model on a number of ranks, by memory and step time.
 
-A layout is a configuration: what the user gave stays, and every other choice of the tables is
-tried. Legal is what a run's own checks say.
+A layout is a configuration. Fields that the user gave stay, and every choice of the tables is tried
+for the remaining fields. A layout is valid if a run would accept it: the search calls the run's own
+checks.
 """
 
 from __future__ import annotations
@@ -28,34 +28,31 @@ from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
 from megacp.plan.times import StepTime, step_time
 
 TIGHT = 0.9
-"""Share of a GPU's memory that a plan may fill and still be `OK`: the rest is for communicators and
-fragments.
-"""
+"""Share of a GPU's memory that an `OK` layout may fill, as communicators need memory too."""
 EQUALLY_FAST = 1.01
-"""Steps that differ by less are equally fast."""
+"""Steps whose times differ by a smaller factor count as equally fast."""
 BEST = 5
-"""Layouts that are shown."""
+"""Number of layouts that are shown."""
 Choice = Mapping[str, Value]
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP = "expert_model_parallel_size"
 _GROUPS = (2, 4, 8)
-"""Ranks that swap heads under `a2a+p2p`."""
+"""Numbers of ranks that swap heads under `a2a+p2p`."""
 _OFFLOADS = (0.99, 0.0, 0.5)
+"""Shares of activations in host memory. The first ones rule out most of the others."""
 _TILES = (0, 4096, 16384, 8192)
-"""Shares of activations on the host, and tokens of an MLP's tile; first those that rule out most of
-the others.
-"""
+"""Tokens of a tile of the MLP, in the same order."""
 _NOTHING: tuple[Choice, ...] = ({},)
 
 
 def _divisors(name: str, count: int, most: int) -> list[Choice]:
-    """The numbers up to `most` that divide a count."""
+    """Return the numbers up to `most` that divide `count`, as values of a field."""
     return [{name: size} for size in range(1, most + 1) if count % size == 0]
 
 
 def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
-    """What is tried of the sizes of a grid."""
+    """Return the sizes of each axis of a grid that are tried."""
     return [
         _divisors(TP, world_size, GPUS_OF_A_MACHINE),
         _divisors(PP, world_size, config.model.num_layers),
@@ -65,7 +62,7 @@ def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
 
 
 def _transports(cp: int) -> list[Choice]:
-    """Return the transports, each with its layouts, and with its sizes where ranks form groups."""
+    """Return the transports with their layouts, and with group sizes if they need them."""
     found: list[Choice] = []
     for row in TRANSPORTS.values():
         for layout in row.layouts:
@@ -75,113 +72,120 @@ def _transports(cp: int) -> list[Choice]:
                 continue
             for group in _GROUPS:
                 if cp % group == 0 and group < cp:
-                    found.append(
-                        {**choice, "hierarchical_context_parallel_sizes": (group, cp // group)}
-                    )
+                    sizes = (group, cp // group)
+                    found.append({**choice, "hierarchical_context_parallel_sizes": sizes})
     return found
 
 
 def _schedules() -> list[Choice]:
-    """Return the pipeline schedules, each with its numbers of model chunks."""
-    return [
-        {"num_virtual_stages_per_pipeline_rank": chunks, "pipeline_schedule": name}
-        for name, row in PIPELINE_SCHEDULES.items()
-        for chunks in row.searched_chunks
-    ]
+    """Return the pipeline schedules, each with its numbers of model chunks per stage."""
+    found: list[Choice] = []
+    for name, row in PIPELINE_SCHEDULES.items():
+        for chunks in row.searched_chunks:
+            choice: Choice = {
+                "num_virtual_stages_per_pipeline_rank": chunks,
+                "pipeline_schedule": name,
+            }
+            found.append(choice)
+    return found
 
 
 def _strategies() -> list[Choice]:
-    """Return the sharding strategies."""
-    return [
-        {"data_parallel_sharding_strategy": name} for name, row in SHARDINGS.items() if row.searched
-    ]
+    """Return the sharding strategies that are tried."""
+    searched = [name for name, row in SHARDINGS.items() if row.searched]
+    return [{"data_parallel_sharding_strategy": name} for name in searched]
 
 
 def _modes() -> list[str]:
-    """Return the recomputation modes by how much they repeat, those that repeat equally much as in
-    the table.
-    """
+    """Return the recomputation modes by increasing strength; equal ones in the table's order."""
     return sorted(RECOMPUTE_MODES, key=lambda name: RECOMPUTE_MODES[name].strength)
 
 
 def _savings() -> list[Choice]:
-    """Return what saves memory and makes no step shorter.
+    """Return the choices that save memory and never make a step faster.
 
-    The mode that recomputes most is first, because where it does not fit no other mode is tried.
+    The mode that recomputes most comes first: if it does not fit, no other mode is tried.
     """
     *weaker, strongest = _modes()
-    return [
-        {"recompute_granularity": mode, "activation_offload": offload, "mlp_chunk_tokens": tile}
-        for mode in (strongest, *weaker)
-        for offload in _OFFLOADS
-        for tile in _TILES
-    ]
+    found: list[Choice] = []
+    for mode, offload, tile in itertools.product((strongest, *weaker), _OFFLOADS, _TILES):
+        choice: Choice = {
+            "recompute_granularity": mode,
+            "activation_offload": offload,
+            "mlp_chunk_tokens": tile,
+        }
+        found.append(choice)
+    return found
 
 
 def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choice]]:
-    """What is tried of all else on a grid, but for `_savings`; nothing of what does not act
-    there.
+    """Return the remaining choices on a grid, except `_savings`.
+
+    A table has one empty choice if its fields have no effect on this grid.
     """
     p = base.parallel
-    cp, machines = p.context_parallel_size, max(1, world_size // GPUS_OF_A_MACHINE)
-    return [
-        _schedules() if p.pipeline_model_parallel_size > 1 else _NOTHING,
-        _transports(cp) if cp > 1 else _NOTHING,
-        _strategies()
-        if world_size > p.tensor_model_parallel_size * p.pipeline_model_parallel_size
-        else _NOTHING,
-        [{"num_distributed_optimizer_instances": count} for count in sorted({1, machines})],
-        [{"micro_batch_size": size} for size in (1, 2, 4)]
-        if cp == 1
-        else _NOTHING,  # ranks of cp share a row already
-        [{"dtype": dtype}],
-    ]
+    cp = p.context_parallel_size
+    machines = max(1, world_size // GPUS_OF_A_MACHINE)
+    schedules: Sequence[Choice] = _NOTHING
+    if p.pipeline_model_parallel_size > 1:
+        schedules = _schedules()
+    strategies: Sequence[Choice] = _NOTHING
+    if world_size > p.tensor_model_parallel_size * p.pipeline_model_parallel_size:
+        strategies = _strategies()
+    transports: Sequence[Choice] = _NOTHING
+    micro_batches: Sequence[Choice] = _NOTHING
+    if cp > 1:
+        transports = _transports(cp)
+    else:  # with cp, ranks already share a row, so several rows at once gain nothing
+        micro_batches = [{"micro_batch_size": size} for size in (1, 2, 4)]
+    instances = [{"num_distributed_optimizer_instances": n} for n in sorted({1, machines})]
+    return [schedules, transports, strategies, instances, micro_batches, [{"dtype": dtype}]]
 
 
 def fields_chosen(config: RunConfig) -> set[str]:
-    """Fields of which a search tries values."""
-    grids = (with_values(config, {PP: 2, CP: cp}) for cp in (1, 4))
-    tables = [
-        *_sizes(config, 1),
-        *(table for grid in grids for table in _others(grid, 16, "")),
-        _savings(),
-    ]
-    return {name for choices in tables for choice in choices for name in choice}
+    """Return the fields for which a search tries values."""
+    tables = [*_sizes(config, 1), _savings()]
+    # Grids with and without context parallelism have different tables.
+    for cp in (1, 4):
+        tables += _others(with_values(config, {PP: 2, CP: cp}), 16, "")
+    return set(merged(itertools.chain(*tables)))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A legal layout, what it needs, and what it takes."""
+    """A valid layout with its memory and its step time."""
 
     config: RunConfig
     chosen: Choice
-    """What was not given."""
+    """The fields that the search chose."""
     memory: RankMemory
-    """What its fullest rank holds."""
+    """Memory of the fullest rank."""
     timed: Callable[[RunConfig], StepTime]
+    """Estimates the time of a step."""
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """Found when it is asked for: the order of those that do not fit needs none."""
+        """The time of a step, computed on demand: layouts that do not fit need none."""
         return self.timed(self.config)
 
     @functools.cached_property
     def gib(self) -> float:
+        """Memory of the fullest rank in GiB."""
         return self.memory.total / 2**30
 
     def verdict(self, hardware: Hardware) -> str:
-        """`OK`, `TIGHT` or `OOM`."""
-        return (
-            "OK"
-            if self.gib <= TIGHT * hardware.memory
-            else "TIGHT"
-            if self.gib <= hardware.memory
-            else "OOM"
-        )
+        """Return `OK`, `TIGHT` (it fits, but fills more than TIGHT of the memory) or `OOM`."""
+        if self.gib <= TIGHT * hardware.memory:
+            return "OK"
+        if self.gib <= hardware.memory:
+            return "TIGHT"
+        return "OOM"
 
     def order(self, hardware: Hardware) -> tuple[int, float, float, float]:
-        """The best is the fastest of those that fit, of equally fast ones that with the least on
-        the host, then with the least memory; of those that do not fit it is the smallest.
+        """Return the sorting key, the best layout first.
+
+        Layouts that fit are sorted by speed, then by offloaded activations, then by memory. Layouts
+        that do not fit are sorted by memory.
         """
         verdict = ("OK", "TIGHT", "OOM").index(self.verdict(hardware))
         if verdict == 2:
@@ -191,33 +195,34 @@ class Candidate:
 
 
 def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
-    """What of the choices agrees with what was given, without it, and each once."""
-    agreeing = [
-        choice
-        for choice in choices
-        if all(told.get(name, value) == value for name, value in choice.items())
-    ]
-    rest = [
-        {name: value for name, value in choice.items() if name not in told}
-        for choice in agreeing or choices
-    ]
-    return [choice for place, choice in enumerate(rest) if choice not in rest[:place]]
+    """Return the choices that agree with the given fields, each once and without these fields.
+
+    If none agrees, return all choices without the given fields.
+    """
+    agreeing = []
+    for choice in choices:
+        if all(told.get(name, value) == value for name, value in choice.items()):
+            agreeing.append(choice)
+    found: list[Choice] = []
+    for choice in agreeing or choices:
+        rest = {name: value for name, value in choice.items() if name not in told}
+        if rest not in found:
+            found.append(rest)
+    return found
 
 
 def layouts(
     config: RunConfig, world_size: int, given: Collection[str], dtype: str = "bfloat16"
 ) -> Iterator[tuple[RunConfig, Choice]]:
-    """Layouts that a run might take, with what was chosen, before anything saves memory.
+    """Yield layouts that a run might accept, with the chosen fields, without savings of memory.
 
-    Sizes are tried first. A table of choices begins with one that is legal wherever any of it is:
-    where all first ones are not, no other is tried; and a choice that is not beside all other first
-    ones is left out.
+    Sizes of the grid are tried first. The first choice of every other table is valid whenever any
+    of its choices is. So if the combination of first choices is invalid, the grid is skipped; and a
+    choice that is invalid together with the first choices of the other tables is left out.
     """
     told = _told(config, given)
-    for grid in map(
-        merged,
-        itertools.product(*(_untold(choices, told) for choices in _sizes(config, world_size))),
-    ):
+    sizes = [_untold(choices, told) for choices in _sizes(config, world_size)]
+    for grid in map(merged, itertools.product(*sizes)):
         base = with_values(config, grid)
         if math.gcd(world_size, base.model_ranks) != base.model_ranks:  # 0 ranks too
             continue
@@ -225,31 +230,38 @@ def layouts(
         plainest = merged(table[0] for table in tables)
         if check(with_values(base, plainest), world_size):
             continue
-
-        def fails(choice: Choice, base: RunConfig = base, plainest: Choice = plainest) -> bool:
-            return bool(check(with_values(base, {**plainest, **choice}), world_size))
-
-        legal = [[table[0], *itertools.filterfalse(fails, table[1:])] for table in tables]
-        for rest in map(merged, itertools.product(*legal)):
-            yield with_values(base, rest), {**grid, **rest}
+        valid = []
+        for first, *rest in tables:
+            kept = [first]
+            for choice in rest:
+                if not check(with_values(base, {**plainest, **choice}), world_size):
+                    kept.append(choice)
+            valid.append(kept)
+        for chosen in map(merged, itertools.product(*valid)):
+            yield with_values(base, chosen), {**grid, **chosen}
 
 
 def _told(config: RunConfig, given: Collection[str]) -> Choice:
+    """Return the given fields with their values."""
     return {name: value for name, value in flatten(config).items() if name in given}
 
 
 def merged(choices: Iterable[Choice]) -> dict[str, Value]:
-    """All of them as one."""
-    return {name: value for choice in choices for name, value in choice.items()}
+    """Merge choices into one; later choices win."""
+    found: dict[str, Value] = {}
+    for choice in choices:
+        found.update(choice)
+    return found
 
 
 def fullest_stage(config: RunConfig, world_size: int) -> tuple[int, RankMemory]:
-    """The stage whose ranks hold most, and what one does."""
-    found, seen = dict[int, RankMemory](), set[Hashable]()
+    """Return the stage whose ranks need most memory, and the memory of such a rank."""
+    found: dict[int, RankMemory] = {}
+    seen: set[Hashable] = set()
     for stage, chunks in enumerate(stage_layers(config, world_size)):
         kind = stage_kind(config, stage, chunks)
-        # of stages alike the first has the most microbatches in flight, the last the most weight
-        # gradients that wait
+        # Of equal stages, the first has the most microbatches in flight, so only it is measured.
+        # With deferred weight gradients, the last has most of these, so all are measured.
         if kind not in seen or config.parallel.defers_weight_gradients:
             found[stage] = stage_memory(config, stage, chunks, world_size)
         seen.add(kind)
@@ -257,39 +269,41 @@ def fullest_stage(config: RunConfig, world_size: int) -> tuple[int, RankMemory]:
 
 
 def fullest(config: RunConfig, world_size: int) -> RankMemory:
-    """What the rank holds that holds most."""
-    return fullest_stage(config, world_size)[1]
+    """Return the memory of the fullest rank."""
+    _, memory = fullest_stage(config, world_size)
+    return memory
 
 
 def fits(config: RunConfig, world_size: int, hardware: Hardware) -> bool:
-    """Whether the fullest rank has a place for it."""
+    """Whether the fullest rank has enough memory."""
     return fullest(config, world_size).total <= hardware.memory * 2**30
 
 
 def no_problems(config: RunConfig) -> list[str]:
-    """Return the problems of a machine that is not at hand: none is known."""
+    """Return the problems of a machine that cannot be checked: none."""
     return []
 
 
 Saving = tuple[int, float, int]
+"""How far a choice goes in each way of saving memory: recomputation, offload, number of tiles."""
 
 
 def _saved(base: RunConfig, choice: Choice) -> Saving:
-    """How far a choice goes in each way of saving memory: what is computed again, what moves, into
-    how many tiles.
-    """
+    """Return how far a choice goes in each way of saving memory."""
     values: dict[str, Any] = {**vars(base.training), **choice}
-    # the place, not the strength: two modes that repeat equally much are two ways of saving memory
+    # The position, not the strength: two modes of equal strength save memory in different ways.
     again = _modes().index(values["recompute_granularity"])
     tile = values["mlp_chunk_tokens"]
-    # experts are given several rows a token, so a tile of a whole row is one of several for them
+    # Experts receive several rows per token, so they have more tiles than a dense MLP.
     rows = expert_rows(base) if base.model.num_experts else tokens_per_rank(base)
-    tiles = -(-rows // tile) if tile else 0
+    tiles = 0
+    if tile:
+        tiles = -(-rows // tile)
     return again, values["activation_offload"], tiles
 
 
 def _is_less(one: Saving, other: Saving) -> bool:
-    """Whether it goes no further in any."""
+    """Whether `one` goes no further than `other` in any way of saving memory."""
     return all(less <= more for less, more in zip(one, other, strict=True))
 
 
@@ -301,19 +315,19 @@ def search(
     sample: PackSample,
     problems: Callable[[RunConfig], list[str]] = no_problems,
 ) -> list[Candidate]:
-    """Legal layouts: those that fit well, those that fill the memory, those that do not fit, the
-    best first.
+    """Return valid layouts, the best first: `OK` ones, `TIGHT` ones, then those that do not fit.
 
-    `problems` are those of a machine, where it is at hand.
+    `problems` returns the reasons why this machine cannot run a layout.
 
-    Left out is what would be slower than the best that fit well even if no stage idled, what saves
-    more memory than one that fits well, or less than one that does not fit, and what leaves the
-    host more than it has.
+    Layouts are skipped if they cannot be among the best: if they would be slower than the best ones
+    even without idle time, if they save more memory than a layout that fits well, if they save less
+    than one that does not fit, or if they offload more than the host's memory.
     """
-    untold = _untold(_savings(), _told(config, given))
+    savings_tried = _untold(_savings(), _told(config, given))
     host = hardware.host_memory * 2**30
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
-    found, best = dict[Hashable, Candidate](), [math.inf] * BEST
+    found: dict[Hashable, Candidate] = {}
+    best = [math.inf] * BEST  # times of the best layouts that fit well
 
     def is_slow(one: RunConfig) -> bool:
         return timed(one, idles=False).total > EQUALLY_FAST * best[-1]
@@ -324,32 +338,56 @@ def search(
     for base, chosen in layouts(config, world_size, given, hardware.dtype):
         if is_slow(base) or not runs(base):
             continue
-        tried, well, over = list[Candidate](), list[Saving](), list[Saving]()
-        savings = {_saved(base, choice): choice for choice in untold}
+        tried: list[Candidate] = []
+        well: list[Saving] = []  # savings with which the layout fits well, or is slow
+        over: list[Saving] = []  # savings with which it does not fit
+        savings = {_saved(base, choice): choice for choice in savings_tried}
         for saved in dict.fromkeys((min(savings), *savings)):
-            # where less is computed again more goes to the host, and tiles may need more than they
-            # spare
-            slower = any(
-                _is_less(less, saved) and (less[1] == 0 or less[0] == saved[0]) for less in well
-            )
-            if slower or any(_is_less(saved, more) and saved[2] == more[2] for more in over):
+            if _goes_too_far(saved, well) or _is_not_enough(saved, over):
                 continue
             one = with_values(base, savings[saved])
             if is_slow(one):
                 well.append(saved)
-            if saved in well or not runs(one):
+                continue
+            if not runs(one):
                 continue
             layout = Candidate(one, {**chosen, **savings[saved]}, fullest(one, world_size), timed)
             if layout.memory.host > host:
                 continue
             tried.append(layout)
-            {"OK": well, "OOM": over}.get(layout.verdict(hardware), []).append(saved)
+            verdict = layout.verdict(hardware)
+            if verdict == "OK":
+                well.append(saved)
+            elif verdict == "OOM":
+                over.append(saved)
         if not tried:
             continue
-        # of layouts that differ in how tokens are dealt, and in what saves memory, one is shown
+        # Of layouts that differ only in --cp-layout and in savings of memory, keep the best.
         alike = frozenset(choice for choice in chosen.items() if choice[0] != "cp_layout")
-        tried += [found[alike]] if alike in found else []
+        if alike in found:
+            tried.append(found[alike])
         found[alike] = min(reversed(tried), key=lambda one: one.order(hardware))
         fitting = [one.time.total for one in found.values() if one.verdict(hardware) == "OK"]
         best = sorted([*fitting, *[math.inf] * BEST])[:BEST]
     return sorted(found.values(), key=lambda one: one.order(hardware))
+
+
+def _goes_too_far(saved: Saving, well: Sequence[Saving]) -> bool:
+    """Whether a layout that saves less already fits well.
+
+    A layout that recomputes less may need more offload, so savings are only comparable if the other
+    layout offloads nothing or recomputes equally much.
+    """
+    for less in well:
+        comparable = less[1] == 0 or less[0] == saved[0]
+        if comparable and _is_less(less, saved):
+            return True
+    return False
+
+
+def _is_not_enough(saved: Saving, over: Sequence[Saving]) -> bool:
+    """Whether a layout that saves more, in as many tiles, does not fit.
+
+    More tiles may need more memory than they save.
+    """
+    return any(_is_less(saved, more) and saved[2] == more[2] for more in over)

@@ -1,7 +1,7 @@
-"""The fields of a sheet of hardware, and everything that can be wrong with one that somebody wrote.
+"""Fields of a hardware sheet, and the check of a sheet that a user may have edited.
 
-A sheet is read before anything is planned: an unknown or missing field, another type and a number
-that no machine has are reported together, each with its place.
+A sheet is checked before anything is planned. Unknown and missing fields, wrong types and
+impossible numbers are reported together, each with its place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Sheet = dict[str, Any]
 """The content of hardware.yaml; a measured sheet has one GPU, and the `terms` of its host."""
 
 _LARGEST_SHEET = 1 << 20
-"""Bytes of a sheet."""
+"""Bytes of a sheet, at most."""
 _MOST_REASONS = 20
 _RATE = Range(1, 1e24)
 """FLOP/s or bytes/s."""
 _GIB = Range(1e-6, 1e9)
 _SHARE = Range(1e-9, 1e9)
-"""A factor of a rate; a CPU's may be above 1, as its peak is that of its products."""
+"""Factor of a rate. It may exceed 1 for a CPU, whose peak is the measured rate of products."""
 _SECONDS = Range(0, 1e6)
 
 _GPU: dict[str, Range | type] = {
@@ -40,7 +40,7 @@ _REACHED: dict[str, Range] = {
     "latency": _SECONDS,
 }
 _PAIRS = ("fused", "flex")
-"""Shares in `reached` that have a number for forward and one for backward."""
+"""Shares in `reached` that have two numbers, for forward and backward."""
 _TERMS: dict[str, Range] = {
     "calls": _SECONDS,
     "overlap": Range(0, 1),
@@ -49,13 +49,14 @@ _TERMS: dict[str, Range] = {
 }
 _DTYPES = ("float32", "bfloat16", "float64")
 _ENDLESS = "cores"
-"""The number that may be infinite: ranks of GPUs do not take turns."""
+"""The only number that may be infinite: GPU ranks do not take turns."""
 _PARTS = ("gpus", "networks", "host", "host_memory", "reached", "terms")
 
 
 def read_sheet(path: str, network: str) -> Sheet:
-    """Read the sheet of one GPU. Raises ValueError with all that is wrong, and OSError when there
-    is no such file.
+    """Read and check the sheet of one GPU.
+
+    Raise ValueError with all problems, or OSError if the file cannot be read.
     """
     source = f"--gpu {path}"
     try:
@@ -72,7 +73,9 @@ def read_sheet(path: str, network: str) -> Sheet:
 
 
 def _problems(sheet: Any, network: str) -> Iterator[str]:
+    """Yield a sentence for each problem of a sheet."""
     if not isinstance(sheet, dict):
+        # Not even a mapping: there are no fields to look at.
         yield f"expected the fields {', '.join(_PARTS)}, got {_shown(sheet)}"
         return
     optional = ("terms",)
@@ -88,7 +91,7 @@ def _problems(sheet: Any, network: str) -> Iterator[str]:
         known = dict.fromkeys(("infiniband", "ethernet"), _RATE)
         yield from _fields(networks, known, "networks", tuple(known))
         if isinstance(networks, dict) and network not in networks:
-            yield f"networks: {network} is missing, which --network asks for"
+            yield f"networks: {network} of --network is missing"
     yield from _number(sheet, "host", _RATE, "")
     yield from _number(sheet, "host_memory", _GIB, "")
     if "reached" in sheet:
@@ -98,6 +101,7 @@ def _problems(sheet: Any, network: str) -> Iterator[str]:
 
 
 def _reached(reached: Any) -> Iterator[str]:
+    """Yield the problems of the part `reached`."""
     yield from _fields(reached, _REACHED, "reached", (), _PAIRS)
     if not isinstance(reached, dict):
         return
@@ -113,6 +117,7 @@ def _reached(reached: Any) -> Iterator[str]:
 
 
 def _terms(terms: Any) -> Iterator[str]:
+    """Yield the problems of the part `terms`, whose fields are all optional."""
     yield from _fields(terms, _TERMS, "terms", tuple(_TERMS), ("dtype",), ("dtype",))
     if isinstance(terms, dict) and "dtype" in terms and terms["dtype"] not in _DTYPES:
         yield f"terms.dtype: expected {', '.join(_DTYPES)}, got {_shown(terms['dtype'])}"
@@ -126,8 +131,9 @@ def _fields(
     also: tuple[str, ...] = (),
     also_optional: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """What is wrong with a part's names, numbers and texts; `also`: names that somebody else looks
-    at.
+    """Yield the problems of a part's names, numbers and texts.
+
+    `also` are further names of the part, which the caller checks.
     """
     if not isinstance(values, dict):
         yield f"{part}: expected the fields {', '.join([*known, *also])}, got {_shown(values)}"
@@ -143,6 +149,7 @@ def _fields(
 def _names(
     values: Mapping[Any, Any], known: tuple[str, ...], before: str, optional: tuple[str, ...]
 ) -> Iterator[str]:
+    """Yield unknown and missing names of a part; `before` is the path of the part."""
     for name in values:
         if name not in known:
             yield f"unknown field {before}{str(name)[:60]}{nearest(str(name)[:60], known)}"
@@ -152,6 +159,7 @@ def _names(
 
 
 def _number(values: Mapping[str, Any], name: str, allowed: Range, before: str) -> Iterator[str]:
+    """Yield the problem of a number, if it is there: its type or its range."""
     if name not in values:
         return
     value = values[name]
@@ -160,13 +168,14 @@ def _number(values: Mapping[str, Any], name: str, allowed: Range, before: str) -
     elif value == float("inf") and name == _ENDLESS:
         return
     elif not allowed.holds(value):
-        yield f"{before}{name}: got {_shown(value)}, it must be {allowed}"
+        yield f"{before}{name}: got {_shown(value)}, expected {allowed}"
 
 
 def _shown(value: Any) -> str:
-    """A value as a message has it: short, whatever it is."""
+    """Return a short text for any value, for a message."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "a whole number of more than 64 bits"  # Python refuses to write very long ones
     if isinstance(value, (dict, list)):
-        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+        kind = "mapping" if isinstance(value, dict) else "list"
+        return f"a {kind} of {len(value)}"
     return f"{value!r:.60}"

@@ -1,11 +1,15 @@
-"""Seconds of a training step, by what they are spent on, from the lists that a run executes.
+"""Seconds of a training step by cause, from the same lists that a run executes.
 
-A microbatch on a stage: products by their FLOPs, attention by its area and the kernel's rate,
-elementwise passes by the bytes that a block keeps. Messages by bytes over the slowest link of their
-group, less what the code hides them under. The schedule's own list of computes then runs with these
-times, and what is left over is the pipeline's.
+The times of a microbatch on a stage are estimated first:
 
-The host's calls count where no compute hides them. Contention of two messages is not in it.
+* Matrix products take their FLOPs over the rate of products.
+* Attention takes its allowed pairs over the rate of the kernel.
+* Elementwise passes take the bytes that a block saves for backward over the memory bandwidth.
+* Messages take their bytes over the slowest link of their group, minus the compute that hides them.
+* Launches on the host count if no compute hides them.
+
+The schedule's list of actions is then simulated with these times, and idle time belongs to the
+pipeline. Two messages that compete for a link are not modelled.
 """
 
 from __future__ import annotations
@@ -47,26 +51,26 @@ class StepTime:
     """Seconds of a step on the busiest stage."""
 
     compute: float
-    """Forward and backward, nothing twice."""
+    """Forward and backward without recomputation."""
     again: float
-    """What is recomputed."""
+    """Recomputation."""
     offload: float
-    """Activations on their way to host memory and back that no block hides."""
+    """Transfers of activations to host memory and back, as far as no block hides them."""
     tp: float
-    """Messages of tensor parallelism that nothing hides."""
+    """Messages of tensor parallelism, as far as nothing hides them; cp and ep likewise."""
     cp: float
     ep: float
     dp: float
-    """Gathers of parameters and sums of gradients that nothing hides."""
+    """Gathers of parameters and sums of gradients, as far as nothing hides them."""
     pp: float
-    """Hidden states and their gradients on their way between stages that nothing hides."""
+    """Messages between pipeline stages, as far as nothing hides them."""
     pipeline: float
-    """Idle time."""
+    """Idle time of the schedule."""
     uneven: float
     """Waiting for the rank with the most work."""
     optimizer: float
     cores: float
-    """Waiting for a core that other ranks use."""
+    """Waiting for a core that another rank uses (CPU ranks)."""
 
     @property
     def total(self) -> float:
@@ -75,15 +79,17 @@ class StepTime:
 
     @property
     def binds(self) -> str:
-        """What a step spends most on beside its work; "" where that is less than a hundredth."""
-        others = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
-        name = max(others, key=lambda term: others[term])
-        return f"{name} {others[name] / self.total:.0%}" if others[name] >= self.total / 100 else ""
+        """The largest cause except compute, with its share; "" if it is below a hundredth."""
+        causes = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
+        name = max(causes, key=lambda cause: causes[cause])
+        if causes[name] < self.total / 100:
+            return ""
+        return f"{name} {causes[name] / self.total:.0%}"
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Seconds of one microbatch on a stage: the work itself, and messages that nothing hides."""
+    """Seconds of one microbatch on a stage: work, and messages as far as nothing hides them."""
 
     work: float = 0.0
     attention: float = 0.0
@@ -100,151 +106,167 @@ class _Part:
         return sum(vars(self).values())
 
     def times(self, count: int) -> _Part:
-        """So many of them."""
+        """Return the seconds of `count` equal parts."""
         return _Part(*(seconds * count for seconds in vars(self).values()))
 
     def __add__(self, other: _Part) -> _Part:
-        return _Part(
-            *(
-                mine + theirs
-                for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)
-            )
-        )
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Part(*(mine + theirs for mine, theirs in pairs))
 
 
 def _fused_share(config: RunConfig, sample: PackSample) -> float:
-    """The part of attention that cuDNN's kernel takes; FlexAttention has the rest."""
-    model, v = config.model, config.vision
-    seeing = (
-        config.data.data_path is None
-        and v.vision_num_layers > 0
-        and config.data.image_attention != "causal"
-    )
-    taken = config.training.attention_kernel in ("auto", "cudnn")
-    return sample.causal * (
-        taken and model.softmax_type == "vanilla" and model.head_dim <= 128 and not seeing
-    )
+    """Return the share of attention that cuDNN's kernel takes; FlexAttention takes the rest."""
+    model = config.model
+    vision = config.vision
+    if config.training.attention_kernel not in ("auto", "cudnn"):
+        return 0.0
+    if model.softmax_type != "vanilla" or model.head_dim > 128:
+        return 0.0
+    # Mock packs have an image per document, whose tokens attend to each other.
+    has_spans = vision.vision_num_layers > 0 and config.data.image_attention != "causal"
+    if config.data.data_path is None and has_spans:
+        return 0.0
+    return sample.causal
 
 
 def _layer(
     config: RunConfig, hardware: Hardware, sample: PackSample, number: int
 ) -> tuple[_Part, _Part]:
-    """Forward and backward of a block for one microbatch."""
-    model, p, t = config.model, config.parallel, config.training
-    layer, size = layers_of(model)[number], t.element_bytes
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-    tokens, ranks = t.micro_batch_size * config.data.seq_length, tp * cp
-    whole = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
-    flops = layer.flops(model, tokens, int(whole * sample.area * sample.shared(config)[0]))
-    busiest = (
-        planned_load(config) if model.num_experts and p.expert_model_parallel_size > 1 else 1.0
-    )
-    grouped = layer.mlp.mixing(model, tokens, 0).matmul  # of experts, each with few rows
+    """Return forward and backward of a block for one microbatch."""
+    model = config.model
+    p = config.parallel
+    t = config.training
+    mode = t.recompute_mode
+    layer = layers_of(model)[number]
+    tokens = t.micro_batch_size * config.data.seq_length
+    ranks = p.tensor_model_parallel_size * p.context_parallel_size
+
+    # FLOPs of the block. The busiest rank of experts counts, and experts have few rows each, which
+    # makes their products slower.
+    causal = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
+    pairs_seen = int(causal * sample.area * sample.shared(config)[0])
+    flops = layer.flops(model, tokens, pairs_seen)
+    busiest = 1.0
+    if model.num_experts and p.expert_model_parallel_size > 1:
+        busiest = planned_load(config)
+    grouped = layer.mlp.mixing(model, tokens, 0).matmul
     experts = grouped * busiest / hardware.experts
     products = (flops.matmul - grouped + experts) / ranks / hardware.products
-    narrow = (
-        min(1.0, model.head_dim / 128) ** 0.5
-    )  # an H200 reaches 0.72 of a rate with heads of 64
-    fused = _fused_share(config, sample)
-    rates = zip(hardware.attention["fused"], hardware.attention["flex"], strict=True)
-    there, back = (
-        flops.attention / ranks / narrow * (fused / one + (1 - fused) / other)
-        for one, other in rates
-    )
-    kept_without = _kept(config, number, KEEP_ALL) / hardware.bandwidth
-    passes = 2 * kept_without  # each is written once and read once
-    if layer.is_routed:  # a token's rows are copied to its experts, weighted and copied back
-        passes += 6 * expert_rows(config) * model.hidden_size * size / hardware.bandwidth
-    trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
     pairs = costs.pair_flops(model, tokens, number).matmul / ranks / hardware.products
+    trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
 
+    # Attention. Narrow heads are slower: an H200 reaches 0.72 of the rate with heads of 64.
+    narrow = min(1.0, model.head_dim / 128) ** 0.5
+    fused = _fused_share(config, sample)
+    scores = flops.attention / ranks / narrow
+    fused_forward, fused_backward = hardware.attention["fused"]
+    flex_forward, flex_backward = hardware.attention["flex"]
+    there = scores * (fused / fused_forward + (1 - fused) / flex_forward)
+    back = scores * (fused / fused_backward + (1 - fused) / flex_backward)
+
+    # Elementwise passes: each saved tensor is written once and read once. A routed block also
+    # copies the rows of a token to its experts, weights them and copies them back.
+    kept_without = _kept(config, number, KEEP_ALL) / hardware.bandwidth
+    passes = 2 * kept_without
+    if layer.is_routed:
+        routed = expert_rows(config) * model.hidden_size * t.element_bytes
+        passes += 6 * routed / hardware.bandwidth
     calls = hardware.exposed(hardware.calls, products + passes + there)
-    whole_block = (
-        products + passes + calls + there * layer.has_state
-    )  # attention keeps what it gave, a state does not
-    mode = t.recompute_mode
+
+    # Recomputation. Attention keeps its output, but a layer with a state computes it again.
+    whole_block = products + passes + calls
+    if layer.has_state:
+        whole_block += there
     again = 0.0
     if mode.repeats_block:
         again = whole_block
     elif not mode.keeps_all:
         kept = _kept(config, number, t.recompute_granularity) / hardware.bandwidth
         again = 2 * (kept_without - kept)
-    if t.mlp_chunk_tokens and not mode.repeats_block:  # a repeated block ends where tiles begin
-        up = sum(
-            linear.inputs * linear.outputs
-            for linear in layer.mlp.linears(model).values()
-            if linear.cut == "rows"
-        )
+    if t.mlp_chunk_tokens and not mode.repeats_block:
+        # Tiles compute the first products of the MLP again. A repeated block ends where tiles
+        # begin, so it does not repeat them twice.
+        linears = layer.mlp.linears(model).values()
+        up = sum(linear.inputs * linear.outputs for linear in linears if linear.cut == "rows")
         again += (2.0 * tokens * up + experts) / ranks / hardware.products
-    # The residual stream is gathered before and scattered after attention and MLP; in backward half
-    # of it hides under the products of weights, and so does the gather of inputs for these. A block
-    # with experts counts as a dense one.
+
+    # Tensor parallelism gathers the residual stream before attention and MLP, and scatters it after
+    # them. In backward half of it hides under the products of weights, and so does the gather of
+    # inputs for these products. A block with experts counts like a dense one.
     tensor = 0.0
-    if tp > 1:
-        tensor = 4 * (stream_bytes(config) / hardware.ring(tp, 1) + hardware.latency)
-    # heads are swapped once more where a block is computed again; K/V are sent again in backward,
-    # with gradients
-    swap, sent, hidden = (
-        _context(config, hardware, sample) if not layer.has_state else (0.0, 0.0, 0.0)
-    )
+    if p.tensor_model_parallel_size > 1:
+        rate = hardware.ring(p.tensor_model_parallel_size, 1)
+        tensor = 4 * (stream_bytes(config) / rate + hardware.latency)
+    tensor_backward = tensor * (1 - hardware.overlap / 2)
+
+    # Context parallelism swaps heads and sends keys; backward also sends gradients. Recomputation
+    # swaps the heads once more.
+    swap, sent, hidden = 0.0, 0.0, 0.0
+    if not layer.has_state:
+        swap, sent, hidden = _context(config, hardware, sample)
+    swap_backward = swap
+    if mode.repeats_block:
+        tensor_backward += tensor
+        swap_backward += swap
+    attention_backward = ATTENTION_BACKWARD * back
+
     exchange = expert_bytes(config, number) / hardware.exchange(p.expert_model_parallel_size, 1)
-    return (
-        _Part(
-            work=products + pairs + passes + calls,
-            attention=there,
-            tp=tensor,
-            cp=swap + hardware.exposed(sent, hidden * there),
-            ep=exchange / 2,
-        ),
-        _Part(
-            work=trained * products + 2 * (pairs + passes + calls),
-            attention=ATTENTION_BACKWARD * back,
-            again=again,
-            tp=tensor * (1 - hardware.overlap / 2 + mode.repeats_block),
-            cp=swap * (1 + mode.repeats_block)
-            + hardware.exposed(2 * sent, hidden * ATTENTION_BACKWARD * back),
-            ep=exchange / 2,
-        ),
+    forward = _Part(
+        work=products + pairs + passes + calls,
+        attention=there,
+        tp=tensor,
+        cp=swap + hardware.exposed(sent, hidden * there),
+        ep=exchange / 2,
     )
+    backward = _Part(
+        work=trained * products + 2 * (pairs + passes + calls),
+        attention=attention_backward,
+        again=again,
+        tp=tensor_backward,
+        cp=swap_backward + hardware.exposed(2 * sent, hidden * attention_backward),
+        ep=exchange / 2,
+    )
+    return forward, backward
 
 
 @functools.lru_cache(2**14)
 def _kept(config: RunConfig, layer: int, granularity: str) -> int:
-    """Return the bytes that a block keeps of a rank's tokens, over which its elementwise passes go.
+    """Return the bytes that a block saves for backward, without tiles and on a single rank.
 
-    Tiles of the MLP pass over as many, and so do ranks that share a row.
+    Elementwise passes go over these bytes. They do not change with tiles of the MLP, or with ranks
+    that share a row.
     """
-    whole = with_values(
-        as_one_rank(config), {"mlp_chunk_tokens": 0, "recompute_granularity": granularity}
-    )
+    changes = {"mlp_chunk_tokens": 0, "recompute_granularity": granularity}
+    whole = with_values(as_one_rank(config), changes)
     return block_memory(whole, layer).kept
 
 
 def _context(
     config: RunConfig, hardware: Hardware, sample: PackSample
 ) -> tuple[float, float, float]:
-    """Return the seconds of attention's forward in a layer: of swapping heads, and of sending K/V;
-    and the share of attention under which the latter hide.
+    """Return the times of context parallelism in the forward of a layer's attention.
+
+    These are the seconds of swapping heads, the seconds of sending K/V, and the share of attention
+    under which sending hides.
     """
     p = config.parallel
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+    tp = p.tensor_model_parallel_size
+    cp = p.context_parallel_size
     if cp == 1:
         return 0.0, 0.0, 0.0
     transport = transport_of(config)
     sizes = p.hierarchical_context_parallel_sizes or ()
     heads = transport.head_ranks(cp, sizes)
     ring = transport.key_ranks(cp, sizes)
-    swap = sent = 0.0
+    swap = 0.0
     if heads > 1:  # q, k and v, and the output back
         swap = swap_bytes(config) / hardware.exchange(heads, tp) + 2 * hardware.latency
+    sent = 0.0
     if ring > 1:
-        rate = {"ring": hardware.link, "gathered": hardware.ring, "needed": hardware.exchange}[
-            transport.keys
-        ]
-        sent = (
-            key_bytes(config, sample) / rate(ring, tp * heads)
-            + transport.messages(cp, sizes) * hardware.latency
-        )
+        rates = {"ring": hardware.link, "gathered": hardware.ring, "needed": hardware.exchange}
+        rate = rates[transport.keys](ring, tp * heads)
+        launches = transport.messages(cp, sizes) * hardware.latency
+        sent = key_bytes(config, sample) / rate + launches
     return swap, sent, transport.hidden_share(cp, sizes)
 
 
@@ -256,42 +278,34 @@ def _stage(
     stage: int,
     chunks: Sequence[range],
 ) -> tuple[_Part, _Part]:
-    """Forward and backward of all of a stage for one microbatch."""
-    p, t = config.parallel, config.training
-    alike = Counter(costs.first_alike(config.model)[layer] for layers in chunks for layer in layers)
-    forward = backward = _Part()
+    """Return forward and backward of a whole stage for one microbatch."""
+    p = config.parallel
+    t = config.training
+    stages = p.pipeline_model_parallel_size
+
+    # Blocks: equal ones are estimated once.
+    first_alike = costs.first_alike(config.model)
+    alike = Counter(first_alike[layer] for layer in itertools.chain(*chunks))
+    forward = _Part()
+    backward = _Part()
     for layer, count in alike.items():
         there, back = _layer(config, hardware, sample, layer)
-        forward, backward = forward + there.times(count), backward + back.times(count)
-    ranks = p.tensor_model_parallel_size * p.context_parallel_size
-    if stage == p.pipeline_model_parallel_size - 1:
-        tokens = t.micro_batch_size * config.data.seq_length
-        head = costs.head_flops(config.model, tokens).matmul / ranks / hardware.products
-        logits = tokens_per_rank(config) * costs.logit_bytes(config) / hardware.bandwidth
-        # the loss makes its gradients in its forward, over about five passes
-        forward += _Part(work=(3 - ("text" in config.frozen_parts)) * head + 5 * logits)
+        forward += there.times(count)
+        backward += back.times(count)
+
+    # Embedding, head and vision tower
+    if stage == stages - 1:
+        forward += _head(config, hardware)
     if stage == 0 and config.vision.vision_num_layers:
-        factor, sharers = costs.encoders(config, world_size)
-        packs = t.micro_batch_size * factor / sharers / p.tensor_model_parallel_size
-        crops, pooled = costs.planned_images(config)
-        seen = (
-            costs.crop_flops(config).times(crops).forward
-            + costs.pooled_flops(config).times(pooled).forward
-        )
-        once, every = (
-            count * packs / hardware.products
-            for count in (seen, costs.vision_flops(config, crops, pooled))
-        )
-        again = t.recompute_mode.repeats_block and "vision" not in config.frozen_parts
-        forward, backward = (
-            forward + _Part(work=once),
-            backward + _Part(work=every - once, again=once * again),
-        )
-    # gradients are added to their wide sums
+        there, back = _tower(config, world_size, hardware)
+        forward += there
+        backward += back
+
+    # Gradients are added to their sums in the wider dtype.
     trained = stage_parameters(config, chunks, trained=True)
-    backward += _Part(
-        work=trained * (t.element_bytes + 2 * t.accumulation_bytes) / hardware.bandwidth
-    )
+    summed = trained * (t.element_bytes + 2 * t.accumulation_bytes) / hardware.bandwidth
+    backward += _Part(work=summed)
+
     if t.activation_offload:
         kept = sum(block_memory(config, layer).kept * count for layer, count in alike.items())
         moved = kept * sum(costs.offloaded_blocks(config, chunks)) / alike.total() / hardware.host
@@ -299,63 +313,91 @@ def _stage(
         backward += _Part(offload=hardware.exposed(moved, backward.total))
     if p.sharding.gradients:
         gather, scatter = _sharded(config, world_size, hardware, chunks)
-        if p.sharding.parameters:  # half of them in forward, half in backward
-            gather *= (
-                gathers_a_step(config, world_size, len(chunks))
-                / config.num_microbatches(world_size)
-                / 2
-            )
+        if p.sharding.parameters:
+            # Half of the gathers are in forward, half in backward.
+            gathers = gathers_a_step(config, world_size, len(chunks))
+            gather *= gathers / config.num_microbatches(world_size) / 2
         else:
-            gather = 0.0  # once a step
+            gather = 0.0  # parameters are gathered once per step, not per microbatch
         forward += _Part(dp=hardware.exposed(gather, forward.total))
         backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
-    stages = p.pipeline_model_parallel_size
     if stages > 1:
-        one = (
-            boundary_bytes(config) / hardware.link(stages, world_size // stages) + hardware.latency
-        )
-        # what the first chunk of the model begins with is nobody's message, nor what the last one's
-        # backward does
-        arriving, returning = (one * (len(chunks) - (stage == end)) for end in (0, stages - 1))
-        forward += _Part(pp=hardware.exposed(arriving, forward.total))
-        backward += _Part(pp=hardware.exposed(returning, backward.total))
+        rate = hardware.link(stages, world_size // stages)
+        one = boundary_bytes(config) / rate + hardware.latency
+        # The first chunk of the model receives no message in forward, the last none in backward.
+        arriving = len(chunks) - 1 if stage == 0 else len(chunks)
+        returning = len(chunks) - 1 if stage == stages - 1 else len(chunks)
+        forward += _Part(pp=hardware.exposed(one * arriving, forward.total))
+        backward += _Part(pp=hardware.exposed(one * returning, backward.total))
     return forward, backward
+
+
+def _head(config: RunConfig, hardware: Hardware) -> _Part:
+    """Return the head and the loss, which computes its gradients in forward.
+
+    The loss takes about five passes over the logits.
+    """
+    tokens = config.training.micro_batch_size * config.data.seq_length
+    ranks = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
+    head = costs.head_flops(config.model, tokens).matmul / ranks / hardware.products
+    logits = tokens_per_rank(config) * costs.logit_bytes(config) / hardware.bandwidth
+    # forward, the gradient of the input, and the gradient of the weight if it is trained
+    products = 2 if "text" in config.frozen_parts else 3
+    return _Part(work=products * head + 5 * logits)
+
+
+def _tower(config: RunConfig, world_size: int, hardware: Hardware) -> tuple[_Part, _Part]:
+    """Return forward and backward of the vision tower for one microbatch."""
+    factor, sharers = costs.encoders(config, world_size)
+    tp = config.parallel.tensor_model_parallel_size
+    packs = config.training.micro_batch_size * factor / sharers / tp
+    crops, pooled = costs.planned_images(config)
+    of_crops = costs.crop_flops(config).times(crops).forward
+    of_pooled = costs.pooled_flops(config).times(pooled).forward
+    once = (of_crops + of_pooled) * packs / hardware.products
+    every = costs.vision_flops(config, crops, pooled) * packs / hardware.products
+    again = 0.0
+    if config.training.recompute_mode.repeats_block and "vision" not in config.frozen_parts:
+        again = once
+    return _Part(work=once), _Part(work=every - once, again=again)
 
 
 def _sharded(
     config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range]
 ) -> tuple[float, float]:
-    """Seconds of gathering a stage's parameters, of which frozen ones stay where they are whole,
-    and of summing its gradients: over dp x cp, of experts over edp.
+    """Return the seconds of gathering a stage's parameters and of summing its gradients.
+
+    Dense parameters are shared over dp x cp, experts over edp. Whole frozen parameters are not
+    gathered.
     """
-    gather = scatter = 0.0
+    gather = 0.0
+    scatter = 0.0
     for part in shared_messages(config, chunks, world_size):
         rate = hardware.ring(part.ranks, part.stride)
-        # each bucket goes round once; of a latency, which is a launch and a few hops, a hop is a
-        # quarter
-        hops = (
-            (part.ranks - 1)
-            * hardware.latency
-            / 4
-            * -(-part.moved // config.parallel.ddp_bucket_size)
-        )
+        # Each bucket goes round the ring once. A latency covers a launch and a few hops, so a hop
+        # counts as a quarter of it.
+        buckets = -(-part.moved // config.parallel.ddp_bucket_size)
+        hops = (part.ranks - 1) * hardware.latency / 4 * buckets
         gather += part.gather / rate + hops
         scatter += part.scatter / rate + hops
     return gather, scatter
 
 
 def in_lockstep(config: RunConfig, world_size: int) -> int:
-    """Replicas that wait for one another in every microbatch, as they gather parameters or exchange
-    tokens in it.
+    """Return how many replicas wait for each other in every microbatch.
+
+    Replicas wait if they gather parameters or exchange tokens in each of them.
     """
-    p, dp = config.parallel, config.data_parallel_size(world_size)
-    # a schedule gathers the one chunk of a stage once a step
-    again = p.pipeline_model_parallel_size == 1 or p.num_virtual_stages_per_pipeline_rank > 1
-    gathers = again and p.sharding.parameters
-    exchanging = p.expert_model_parallel_size // (
-        p.tensor_model_parallel_size * p.context_parallel_size
-    )
-    return math.gcd(dp, max(1, exchanging, dp // p.num_distributed_optimizer_instances * gathers))
+    p = config.parallel
+    dp = config.data_parallel_size(world_size)
+    # A schedule gathers the single chunk of a stage only once per step.
+    repeats = p.pipeline_model_parallel_size == 1 or p.num_virtual_stages_per_pipeline_rank > 1
+    gathering = 0
+    if repeats and p.sharding.parameters:
+        gathering = dp // p.num_distributed_optimizer_instances
+    ranks = p.tensor_model_parallel_size * p.context_parallel_size
+    exchanging = p.expert_model_parallel_size // ranks
+    return math.gcd(dp, max(1, exchanging, gathering))
 
 
 def stage_parts(
@@ -365,41 +407,47 @@ def stage_parts(
     sample: PackSample,
     layers: Sequence[Sequence[range]],
 ) -> tuple[list[tuple[_Part, _Part]], int, float, float]:
-    """Forward and backward of the stages for one microbatch; the busiest of them, and its seconds
-    once a step: of data parallelism that no backward or forward of one microbatch hides, and of the
-    optimizer.
+    """Return four things:
+
+    * forward and backward of each stage for one microbatch,
+    * the number of the busiest stage,
+    * its seconds of data parallelism per step that no microbatch hides,
+    * its seconds of the optimizer.
     """
     kinds = [stage_kind(config, *stage) for stage in enumerate(layers)]
     alike = dict(zip(kinds, enumerate(layers), strict=True))
-    known = {
-        kind: _stage(config, world_size, hardware, sample, *stage) for kind, stage in alike.items()
-    }
+    known = {}
+    for kind, stage in alike.items():
+        known[kind] = _stage(config, world_size, hardware, sample, *stage)
     parts = [known[kind] for kind in kinds]
-    busiest = max(range(len(parts)), key=lambda stage: sum(part.total for part in parts[stage]))
-    p, t, (forward, backward) = config.parallel, config.training, parts[busiest]
-    dp, instances = config.data_parallel_size(world_size), p.num_distributed_optimizer_instances
-    trained = stage_parameters(config, layers[busiest], trained=True)
-    share = sum(
-        count / ranks for _, count, ranks, _ in shared_parts(config, layers[busiest], world_size)
-    )
+    totals = [forward.total + backward.total for forward, backward in parts]
+    busiest = totals.index(max(totals))
+    forward, backward = parts[busiest]
+    p = config.parallel
+    t = config.training
+
     exposed = 0.0
     if not p.sharding.parameters:
         gather, scatter = _sharded(config, world_size, hardware, layers[busiest])
         exposed = hardware.exposed(gather, forward.total)
         if not p.sharding.gradients:
             exposed += hardware.exposed(scatter, backward.total)
+    instances = p.num_distributed_optimizer_instances
     if instances > 1:
+        dp = config.data_parallel_size(world_size)
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
-        exposed += instance_bytes(config, layers[busiest], world_size) / hardware.ring(
-            instances, stride
-        )
-    # the norm reads gradients; then they, master weights and two moments are read, three of them
-    # and weights written; the next step begins with gradients of zero
-    passed = (
-        share * ((1 + 4 + 3) * t.accumulation_bytes + t.element_bytes)
-        + trained * t.accumulation_bytes
-    )
-    return parts, busiest, exposed, passed / hardware.bandwidth
+        summed = instance_bytes(config, layers[busiest], world_size)
+        exposed += summed / hardware.ring(instances, stride)
+
+    # The gradient norm reads the gradients. The update reads gradients, master weights and two
+    # moments, and writes the last three and the weights. The next step clears the gradients.
+    trained = stage_parameters(config, layers[busiest], trained=True)
+    share = 0.0
+    for _, count, ranks, _ in shared_parts(config, layers[busiest], world_size):
+        share += count / ranks
+    updated = share * ((1 + 4 + 3) * t.accumulation_bytes + t.element_bytes)
+    cleared = trained * t.accumulation_bytes
+    return parts, busiest, exposed, (updated + cleared) / hardware.bandwidth
 
 
 def step_time(
@@ -410,63 +458,78 @@ def step_time(
     *,
     idles: bool = True,
 ) -> StepTime:
-    """The step of a checked configuration on `world_size` ranks; not shorter than one in which no
-    stage `idles`.
+    """Return the time of a step of a checked configuration on `world_size` ranks.
+
+    With `idles=False`, return a lower bound: the time if no stage were idle.
     """
     config, sample = one_row(config, world_size, sample)
-    microbatches, dp = config.num_microbatches(world_size), config.data_parallel_size(world_size)
+    microbatches = config.num_microbatches(world_size)
+    dp = config.data_parallel_size(world_size)
     layers = costs.stage_layers(config, world_size)
     parts, busiest, exposed, optimizer = stage_parts(config, world_size, hardware, sample, layers)
-    spent = (parts[busiest][0] + parts[busiest][1]).times(microbatches)
-    span, turns = spent.total, max(0.0, world_size / hardware.cores - 1)
-    waiting = turns * span if len(parts) == 1 else 0.0
-    if idles and len(parts) > 1:
+    forward, backward = parts[busiest]
+    spent = (forward + backward).times(microbatches)
+
+    # CPU ranks take turns if there are fewer cores than ranks.
+    span = spent.total
+    turns = max(0.0, world_size / hardware.cores - 1)
+    waiting = 0.0
+    if len(parts) == 1:
+        waiting = turns * span
+    elif idles:
         times = [kind_seconds(config, *part) for part in parts]
-        spans = timeline(
-            orders(config, world_size), config.parallel.num_virtual_stages_per_pipeline_rank, times
-        )
+        chunks = config.parallel.num_virtual_stages_per_pipeline_rank
+        spans = timeline(orders(config, world_size), chunks, times)
         span = max(span, *(stage[-1].stop for stage in spans))
-        waiting = _turns(spans, hardware.cores * len(parts) / world_size) if turns else 0.0
+        if turns:
+            waiting = _turns(spans, hardware.cores * len(parts) / world_size)
+
+    # Replicas in lockstep wait for the largest of each microbatch, others for the largest sum.
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
-    even, most = (
-        spent.attention / sample.shared(config)[0],
-        spent.attention * sample.largest(dp, drawn),
-    )
-    own = vars(spent + _Part(dp=exposed))
+    even = spent.attention / sample.shared(config)[0]
+    most = spent.attention * sample.largest(dp, drawn)
+
     found = StepTime(
         compute=spent.work + even,
-        **{name: own[name] for name in ("again", "offload", "tp", "cp", "ep", "dp", "pp")},
+        again=spent.again,
+        offload=spent.offload,
+        tp=spent.tp,
+        cp=spent.cp,
+        ep=spent.ep,
+        dp=spent.dp + exposed,
+        pp=spent.pp,
         pipeline=span - spent.total,
         uneven=most - even,
         optimizer=optimizer,
         cores=waiting + turns * (exposed + optimizer),
     )
-    return StepTime(
-        *(
-            seconds * (hardware.beside if world_size > 1 else 1.0)
-            for seconds in vars(found).values()
-        )
-    )
+    slower = hardware.beside if world_size > 1 else 1.0
+    return StepTime(*(seconds * slower for seconds in vars(found).values()))
 
 
 def _turns(spans: Sequence[Sequence[Span]], cores: float) -> float:
-    """Seconds by which a pipeline is longer where only so many stages compute at once and more of
-    them take turns.
+    """Return the seconds that a pipeline takes longer on `cores` cores.
+
+    While more stages compute at once than there are cores, they take turns.
     """
-    computes = [span for stage in spans for span in stage]
-    edges = sorted(
-        [*((span.start, 1) for span in computes), *((span.stop, -1) for span in computes)]
-    )
-    at_once, found = 0, 0.0
+    edges = []
+    for stage in spans:
+        for span in stage:
+            edges.append((span.start, 1))
+            edges.append((span.stop, -1))
+    edges.sort()
+    at_once = 0
+    longer = 0.0
     for (start, change), (stop, _) in itertools.pairwise(edges):
         at_once += change
-        found += (stop - start) * max(0.0, at_once / cores - 1)
-    return found
+        longer += (stop - start) * max(0.0, at_once / cores - 1)
+    return longer
 
 
 def kind_seconds(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
-    """What the timeline asks of a stage; the products of weights are a third of the work of a
-    backward.
+    """Return the seconds of each kind of action on a stage, for the timeline.
+
+    The products of weight gradients are half of the work of a backward, at most that of a forward.
     """
     defers = config.parallel.defers_weight_gradients
     weights = min(forward.work, backward.work / 2) if defers else 0.0

@@ -140,7 +140,7 @@ def test_a_plan_of_a_checkpoint_has_its_model_and_its_dtype(
             ["--num-layers", "2"],
             80.0,
             2,
-            ["no layout of 3 ranks", "one of 2 does", "--global-batch-size 4", "dp 3"],
+            ["no layout of 3 ranks", "one of 2 ranks does", "--global-batch-size 4", "dp 3"],
         ),
         (
             2,

@@ -91,10 +91,10 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "not a number": (
         ("gpus", "here", "flops"),
         math.nan,
-        r"flops: got nan, it must be at least 1 and at most 1e\+24",
+        r"flops: got nan, expected at least 1 and at most 1e\+24",
     ),
-    "without an end": (("reached", "latency"), math.inf, "reached.latency: got inf, it must be"),
-    "nothing": (("gpus", "here", "bandwidth"), 0, "gpus.bandwidth: got 0, it must be at least 1"),
+    "without an end": (("reached", "latency"), math.inf, "reached.latency: got inf, expected"),
+    "nothing": (("gpus", "here", "bandwidth"), 0, "gpus.bandwidth: got 0, expected at least 1"),
     "below nothing": (("reached", "fused", 1), -0.5, r"reached.fused\[1\]: got -0.5"),
     "a text": (("host",), "fast", "host: expected a number, got 'fast'"),
     "a truth": (("host_memory",), True, "host_memory: expected a number, got True"),
@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "above one": (
         ("terms", "overlap"),
         1.5,
-        "terms.overlap: got 1.5, it must be at least 0 and at most 1",
+        "terms.overlap: got 1.5, expected at least 0 and at most 1",
     ),
     "a number as text": (("gpus", "here", "source"), 5, "gpus.source: expected a text, got 5"),
     "no part": (
@@ -278,4 +278,4 @@ def test_the_network_that_is_asked_for_must_be_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, said = planned(tmp_path, removed(whole(), ("networks", "infiniband")), capsys)
-    assert status == 2 and "networks: infiniband is missing, which --network asks for" in said
+    assert status == 2 and "networks: infiniband of --network is missing" in said
