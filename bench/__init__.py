@@ -1,1 +1,1 @@
-"""Measurements and peers."""
+"""Measurements of our code and comparisons with other trainers."""

@@ -1,8 +1,9 @@
-"""Context parallelism in figures: what layouts cost, counted from plans, and attention beside a
-dense mask, timed.
+"""Measure context parallelism: the balance and traffic of layouts, and the time of attention
+compared with a dense mask.
 
-Counts are arithmetic of one process for any number of ranks. Times are processor seconds of real
-ranks with one thread each, by turns: other programs of the machine move them little.
+Balance and traffic are counted from plans, in one process for any number of ranks. Times are
+processor seconds of real ranks with one thread each, in turns, because other programs on the
+machine hardly change them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ STATE_GOALS = {"cp 1": 0.6, "cp 2": 0.9}
 
 
 def plans_of(row: PackedBatch, layout: str, cp: int) -> list[AttentionPlan]:
-    """The plan of every rank for a row, padded as the layout needs it."""
+    """Return the plan of every rank for a row, padded for the layout."""
     metadata = mask_metadata(
         row.with_padding_to(LAYOUTS[layout].padded_length(mask_metadata(row), cp, 1))
     )
@@ -55,13 +56,13 @@ def plans_of(row: PackedBatch, layout: str, cp: int) -> list[AttentionPlan]:
 
 
 def area_per_rank(plans: Sequence[AttentionPlan]) -> np.ndarray:
-    """Allowed pairs of each rank's queries, int64 `[cp]`."""
+    """Return the allowed pairs of each rank's queries, int64 `[cp]`."""
     cost = plans[0].metadata.own_table.keys_per_query
     return np.array([cost[plan.local].sum() for plan in plans])
 
 
 def remote_rows(plans: Sequence[AttentionPlan]) -> int:
-    """K/V rows of other ranks that are needed, summed over ranks."""
+    """Return the K/V rows that ranks need from other ranks, summed over ranks."""
     return sum(
         int(needed.sum() - needed[plan.local].sum())
         for plan, needed in zip(plans, needed_rows(plans[0]), strict=True)
@@ -69,7 +70,7 @@ def remote_rows(plans: Sequence[AttentionPlan]) -> int:
 
 
 def layout_part(quick: bool) -> Part:
-    """Largest over mean attention area, and the share of other ranks' rows that must travel, for
+    """Measure the largest attention area over the mean and the share of rows from other ranks, for
     every layout.
     """
     lengths, seeds = (QUICK_LENGTHS, 2) if quick else (LENGTHS, 5)
@@ -107,7 +108,7 @@ _grid = functools.cache(build_grid)
 
 
 def _tensors(tokens: int) -> list[Tensor]:
-    """q, k, v and the gradient of the output, fp32, the same values on every run."""
+    """Return q, k, v and the gradient of the output in fp32, with the same values on every run."""
     g = torch.Generator().manual_seed(0)
     return [
         torch.randn(tokens, heads, WIDTH, generator=g) for heads in (HEADS, GROUPS, GROUPS, HEADS)
@@ -117,7 +118,7 @@ def _tensors(tokens: int) -> list[Tensor]:
 def attention_work(
     rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str, window: int = 0
 ) -> Seconds:
-    """One attention forward and backward of one rank on its shard of the row."""
+    """Time one attention forward and backward of one rank on its shard of the row."""
     axis = _grid(GridShape(cp=world_size), rank).cp
     plan = shard_batch(batch, axis, LAYOUTS[layout]).plan.within(Reach(window))
     way = select_transport(transport, "auto", axis, torch.device("cpu"))
@@ -127,14 +128,14 @@ def attention_work(
         leaves = [x.clone().requires_grad_() for x in inputs]
         way.attend(leaves[0], leaves[1], leaves[2], plan, WIDTH**-0.5).backward(dout)
 
-    step()  # makes tables and index tensors, as the first layer of a model does
+    step()  # builds tables and index tensors, like the first layer of a model
     barrier(axis)
     return timed(step)[1]
 
 
 def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
-    """One process, `scaled_dot_product_attention` with the whole mask: fp32, which the CPU kernel
-    takes as it is.
+    """Time `scaled_dot_product_attention` with the whole mask on one process, in fp32, which the
+    CPU kernel supports directly.
     """
     meta = mask_metadata(batch)
     hidden = torch.from_numpy(~allowed(meta, meta))
@@ -149,8 +150,8 @@ def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
 
 
 def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
-    """One gated delta rule forward and backward over a document, by us or by the transformers
-    library's fallback.
+    """Time one gated delta rule forward and backward over a document, in our code or in the
+    transformers library's fallback.
     """
     axis, g = _grid(GridShape(cp=world_size), rank).cp, torch.Generator().manual_seed(0)
     row = Metadata.of_documents(np.zeros(tokens, int))
@@ -169,17 +170,16 @@ def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
 
         fallback(*(x[None] for x in leaves), use_qk_l2norm_in_kernel=True)[0].sum().backward()
 
-    keep_in_heap(
-        STATE_TEMPORARIES
-    )  # as the backend asks, and as glibc does by itself for the library
+    # The backend asks for this setting; glibc chooses it by itself for the library.
+    keep_in_heap(STATE_TEMPORARIES)
     step()
     barrier(axis)
     return timed(step)[1]
 
 
 def states_part(quick: bool) -> Part:
-    """Total work of a gated delta rule on one and two ranks against the library's fallback on one
-    process.
+    """Measure the total work of a gated delta rule on one and two ranks, compared with the
+    library's fallback on one process.
     """
     rounds, tokens = (1, 256) if quick else (5, 4_096)
 
@@ -203,8 +203,8 @@ def states_part(quick: bool) -> Part:
 
 
 def time_part(quick: bool) -> Part:
-    """Total work of attention against a dense mask on one process, and of a window against full
-    causal attention.
+    """Measure the total work of attention compared with a dense mask on one process, and of a
+    window compared with full causal attention.
     """
     rounds, length = (1, 1_024) if quick else (3, 8_192)
     rows = [mixed_row(length, seed) for seed in range(1 if quick else 3)]
@@ -213,7 +213,7 @@ def time_part(quick: bool) -> Part:
     def way(
         pool: RankPool, rows: Sequence[PackedBatch], attention: Callable[..., Seconds], *way: object
     ) -> Callable[[], float]:
-        """Processor seconds of all ranks over the rows."""
+        """Return a function that measures the processor seconds of all ranks over the rows."""
         return lambda: sum(one.cpu for row in rows for one in pool.run(attention, row, *way))
 
     with RankPool(1) as one, RankPool(2) as two:

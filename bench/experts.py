@@ -1,10 +1,10 @@
-"""A layer of experts, forward and backward, beside the transformers library's two ways: a loop, and
-grouped products.
+"""Measure a layer of experts, forward and backward, compared with the transformers library's loop
+and grouped products.
 
-torchtitan's layer stands beside them where it can be imported: torchtitan 0.3.0 and triton in a
-folder of PYTHONPATH. Patched: it takes CUDA where torch sees no accelerator, and in float32 it
-rounds rows and matrices to bfloat16. Its scores have the layer's dtype: a CPU has no autocast to
-float32. Processor seconds of ranks with one thread each, by turns.
+torchtitan's layer is compared too if it can be imported: put torchtitan 0.3.0 and triton in a
+folder of PYTHONPATH. Patches: it chooses CUDA if torch finds no accelerator, and in float32 it
+rounds rows and matrices to bfloat16. Its scores have the layer's dtype, because a CPU has no
+autocast to float32. The figures are processor seconds of ranks with one thread each, in turns.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SIZES: dict[str, Value] = {
 }
 EXPERTS: dict[str, Value] = {"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 256}
 GOALS = {"ep 1": 1.0, "dp 2, ep 1": 1.1, "dp 2, ep 2": 1.2}
-"""Work of ours, over that of the library's faster way."""
+"""Largest work of our layer, as a ratio to the library's faster way."""
 
 
 def ours(rank: int, world_size: int, tokens: int, ep: int, dtype: str = "float32") -> Seconds:
-    """A rank's part of the tokens."""
+    """Time our layer on this rank's part of the tokens."""
     grid = build_grid(GridShape(dp=world_size, ep=ep), rank)
     config = with_values(RunConfig(), {**SIZES, **EXPERTS, "dtype": dtype})
     layer = MixtureOfExperts(0, config.model, NativeBackend(grid, config))
@@ -54,7 +54,7 @@ def ours(rank: int, world_size: int, tokens: int, ep: int, dtype: str = "float32
 
 
 def library(rank: int, world_size: int, tokens: int, way: str, dtype: str = "float32") -> Seconds:
-    """One process; `way` is a value of the library's `experts_implementation`."""
+    """Time the library's layer on one process; `way` is a value of its `experts_implementation`."""
     from transformers import OlmoeConfig
     from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
@@ -67,7 +67,7 @@ def library(rank: int, world_size: int, tokens: int, way: str, dtype: str = "flo
 
 
 def torchtitan(rank: int, world_size: int, tokens: int, dtype: str) -> Seconds:
-    """One process, by the functions from which its models are made."""
+    """Time torchtitan's layer on one process, built by the functions of its models."""
     torch._utils._get_available_device_type = lambda: "cpu"
     from torchtitan.models.common.config_utils import (
         make_moe_config,
@@ -114,8 +114,8 @@ def _measured(
 
 
 def experts_part(quick: bool) -> Part:
-    """Total work of ours on one and two ranks, over that of the library's faster way, and over
-    torchtitan's.
+    """Measure the total work of our layer on one and two ranks, compared with the library's faster
+    way and with torchtitan.
     """
     rounds, tokens = (1, 256) if quick else (7, 4_096)
 

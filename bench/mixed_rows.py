@@ -1,9 +1,9 @@
 """Rows of images, videos and text in the proportions of a vision-language model's training data.
 
-Half of its documents are an image with branches, four in ten a video, the rest text. A row is a
-function of (tokens, seed). Sizes are those of Molmo2-like models (Deitke et al., 2024): 144 tokens
-a crop, 81 a video frame with its time as text in front. Documents take at most a quarter of the
-row: longer ones are packed into longer rows.
+Half of the documents are an image with branches, four in ten are a video, and the others are text.
+A row is a function of (tokens, seed). Sizes follow Molmo2-like models (Deitke et al., 2024): 144
+tokens per crop, and 81 per video frame after its time as text. Documents have at most a quarter of
+the row, because longer ones are packed into longer rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megacp.training.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 
 CROP_TOKENS, FRAME_TOKENS = 144, 81
 Piece = tuple[int, int, bool]
-"""Tokens, branch, whether they are an image: neighbouring tokens of one document that the mask
-treats alike.
+"""Neighbouring tokens of one document that the mask treats alike: number of tokens, branch, whether
+they are an image.
 """
 
 
@@ -32,7 +32,9 @@ def _branches(rng: np.random.Generator, most: int) -> list[Piece]:
 
 
 def _document(rng: np.random.Generator, longest: int) -> list[Piece]:
-    """One document of at most about `longest` tokens, unless it is an image with many branches."""
+    """Draw a document of at most about `longest` tokens. An image with many branches may be
+    longer.
+    """
     kind = rng.random()
     if kind < 0.5:
         opening, crops = int(rng.integers(5, 20)), int(rng.integers(1, 9))
@@ -47,13 +49,13 @@ def _document(rng: np.random.Generator, longest: int) -> list[Piece]:
 
 
 def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
-    """A row of `tokens` tokens, all with id 0; its last document is cut at the end."""
+    """Return a row of `tokens` tokens, all with id 0. Its last document is truncated at the end."""
     rng = np.random.default_rng(seed)
     columns: list[tuple[int, int, int, int]] = []  # tokens, document, branch, span of each piece
     number = 0
     while sum(column[0] for column in columns) < tokens:
         pieces = _document(rng, tokens // 4)
-        # a span lies in one branch
+        # Number the spans per branch, because a span must not cross branches.
         columns += [
             (n, number, branch, image and (number << 8) + branch + 1) for n, branch, image in pieces
         ]
@@ -61,9 +63,8 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     length, document, branch, span = np.array(columns).T  # [pieces] each
     length = np.diff(np.minimum(np.cumsum(length), tokens), prepend=0)
     true = np.bincount(document, length).astype(np.int64)  # [documents]
-    start = (
-        np.cumsum(length) - length - (np.cumsum(true) - true)[document]
-    )  # of a piece within its document
+    # Start of each piece within its document.
+    start = np.cumsum(length) - length - (np.cumsum(true) - true)[document]
     segments = np.zeros(len(true), SEGMENT_DTYPE)
     segments["true_length"] = segments["padded_length"] = true
     segments["prefix_length"] = np.bincount(document, length * (branch == 0))

@@ -1,8 +1,9 @@
-"""Speed of `tools/preprocess_data.py build` on text with 1 and 2 workers, start-up included.
+"""Measure the speed of `tools/preprocess_data.py build` on text with 1 and 2 workers, including
+start-up.
 
-The real command runs in its own process; the numbers of workers take turns and medians are shown.
-Text is also made tokens as Megatron does it, where megatron-core is installed. Ours also packs,
-hashes and syncs what it writes.
+The real command runs in a separate process. The numbers of workers take turns, and medians are
+shown. If megatron-core is installed, text is also tokenized like in Megatron. Only our command also
+packs, hashes and syncs its output.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ OURS: dict[str, tuple[str, ...]] = {
     "ours": (),
     "ours, the library's engine": ("--tokenizer-engine", "reference"),
 }
-"""Ways to build a dataset of text, and their flags; a `tokenizer.json` where they name no
-tokenizer.
+"""Ways to build a dataset of text, with their flags. A way without a tokenizer uses a
+`tokenizer.json`.
 """
 MEGATRON = {"Megatron's loop": 1, "Megatron's loop, 64 texts a call": 64}
-"""Texts that the tokenizer is given at once."""
+"""Number of texts per call of the tokenizer."""
 PEER = Path(__file__).parents[1] / "tools" / "peers" / "preprocess_megatron.py"
 
 
 def text_part(quick: bool) -> Part:
-    """MB of text per second, by tokenizer and engine, beside Megatron's loop."""
+    """Measure MB of text per second by tokenizer and engine, compared with Megatron's loop."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     with tempfile.TemporaryDirectory(prefix="megacp_bench_") as name:
         folder = Path(name)
         size, texts = _write_text(folder / "text.jsonl", 2.0 if quick else 120.0)
+        # Train a small tokenizer on the first files, for all ways.
         bpe = Tokenizer(models.BPE())
         bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         trainer = trainers.BpeTrainer(
@@ -78,8 +80,8 @@ def text_part(quick: bool) -> Part:
 
 
 def _write_text(path: Path, megabytes: float) -> tuple[int, list[str]]:
-    """The standard library's sources as JSONL, over and over up to the size; bytes of text and the
-    first texts.
+    """Write the standard library's sources as JSONL, repeated up to the size. Return the bytes of
+    text and the first texts.
     """
     texts, size = [], 0
     for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
@@ -93,6 +95,7 @@ def _write_text(path: Path, megabytes: float) -> tuple[int, list[str]]:
             size += len(text.encode())
         if size > megabytes * 1e6:
             break
+    # Repeat the sources until the text has the requested size.
     copies = max(1, math.ceil(megabytes * 1e6 / size))
     path.write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts) * copies, encoding="utf-8"
@@ -105,7 +108,9 @@ def _way(name: str, workers: int) -> str:
 
 
 def _ours(files: tuple[Path, Path], workers: int, flags: Sequence[str]) -> Callable[[], Seconds]:
-    """A call that builds a dataset of text; its processor time is that of all its processes."""
+    """Return a function that builds a dataset of text. Its processor time covers all its
+    processes.
+    """
     flags = flags if "--tokenizer" in flags else ("--tokenizer", str(files[1]), *flags)
 
     def build() -> Seconds:
@@ -120,7 +125,9 @@ def _ours(files: tuple[Path, Path], workers: int, flags: Sequence[str]) -> Calla
 
 
 def _megatron(files: tuple[Path, Path], workers: int, batch: int) -> Callable[[], Seconds]:
-    """A call of the peer, which tells its wall time itself, without its imports."""
+    """Return a function that runs the peer. The peer prints its wall time, which excludes
+    imports.
+    """
 
     def build() -> Seconds:
         output = tempfile.mkdtemp(dir=files[0].parent) + "/built"
@@ -141,9 +148,11 @@ def _megatron(files: tuple[Path, Path], workers: int, batch: int) -> Callable[[]
 
 
 def _run(command: Sequence[object]) -> tuple[str, Seconds]:
-    """What a command printed, and its seconds; RuntimeError with its last words when it fails."""
+    """Run a command. Return its output and its seconds. Raise RuntimeError with the end of its
+    error stream if it fails.
+    """
     words = [str(word) for word in command]
-    root = Path(megacp.__file__).parents[1]  # where a checkout is found that is not installed
+    root = Path(megacp.__file__).parents[1]  # finds a checkout that is not installed
     run = functools.partial(subprocess.run, words, cwd=root, capture_output=True, text=True)
     done, seconds = timed(run, _children_seconds)
     if done.returncode:

@@ -1,7 +1,7 @@
-"""The frame of every benchmark: figures, goals, timing, and the JSON that holds them all.
+"""The parts that all benchmarks share: figures, goals, timing, and the JSON output.
 
-A benchmark is a few named parts. Each returns its figures with its goals and a table to print;
-`run_parts` runs those that are asked for, prints each as it ends and writes the JSON.
+A benchmark consists of named parts. Each part returns its figures, its goals, and a table to print.
+`run_parts` runs the requested parts, prints each result, and writes the JSON.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure beside its limit."""
+    """One figure and its limit."""
 
     name: str
     value: float
     limit: float
     relation: str = "<="
-    """Of value to limit: <= or >=."""
+    """Required relation of the value to the limit: <= or >=."""
 
     @property
     def met(self) -> bool:
-        """Whether the figure keeps its limit."""
+        """Whether the figure meets its limit."""
         return self.value <= self.limit if self.relation == "<=" else self.value >= self.limit
 
     def line(self) -> str:
-        """As text."""
+        """Return the goal as one line of text."""
         word = "met" if self.met else "MISSED"
         return (
             f"  {self.name:<84}{self.value:>8.3f}  goal {self.relation:>2} {self.limit:<5g} {word}"
@@ -45,30 +45,31 @@ class Goal:
 
 @dataclass(frozen=True)
 class Part:
-    """The outcome of one part of a benchmark."""
+    """Result of one part of a benchmark."""
 
     figures: dict[str, Any]
-    """Goes into the JSON."""
+    """Values for the JSON file."""
     goals: Sequence[Goal] = ()
     table: str = ""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long something took."""
+    """Duration of an action."""
 
     wall: float
     cpu: float
-    """Processor time; its sum over ranks is the total work, which other programs on the machine
-    move little.
+    """Processor time. Its sum over ranks is the total work, which other programs on the machine
+    hardly change.
     """
 
 
 def timed(
     action: Callable[[], _T], cpu_clock: Callable[[], float] = time.process_time
 ) -> tuple[_T, Seconds]:
-    """The result of a call and its seconds; processor time is that of this process, all threads, by
-    default.
+    """Return the result of a call and its seconds.
+
+    By default, processor time covers all threads of this process.
     """
     wall, cpu = time.perf_counter(), cpu_clock()
     result = action()
@@ -76,10 +77,12 @@ def timed(
 
 
 def take_turns(ways: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, list[_T]]:
-    """Results of `rounds` calls of every way. They alternate, so a slow minute of the machine slows
-    all of them.
+    """Return the results of `rounds` calls of each way.
+
+    The ways alternate, so a slow minute of the machine affects all of them.
     """
     found: dict[str, list[_T]] = {name: [] for name in ways}
+    # The outer loop is the round, so all ways run in each part of the measurement.
     for number in range(1, rounds + 1):
         for name, way in ways.items():
             result, seconds = timed(way)
@@ -91,12 +94,14 @@ def take_turns(ways: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, l
 def benchmark_parser(
     description: str, parts: Sequence[str], left_out: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """The flags of every benchmark; `left_out` are parts that run only when --only names them."""
+    """Return a parser with the flags of every benchmark. Parts in `left_out` run only if --only
+    names them.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes and few rounds: does it work"
+        "--quick", action="store_true", help="small sizes and few rounds, to test the benchmark"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
     usual = [name for name in parts if name not in left_out]
     which = f"all but {' '.join(left_out)}" if left_out else "all"
     parser.add_argument(
@@ -108,8 +113,8 @@ def benchmark_parser(
 def run_parts(
     parts: Mapping[str, Callable[[], Part]], arguments: argparse.Namespace, **facts: Any
 ) -> int:
-    """Run the parts that the flags ask for and print each; `facts` go into the JSON. The exit
-    status.
+    """Run the parts that the flags request, and print each. `facts` go into the JSON. Return the
+    exit status.
     """
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} cores, load {load:.1f} before the start", flush=True)

@@ -1,8 +1,7 @@
-"""Training steps on mock packs: seconds, memory and bytes sent of each rank, every layout by turns
-(`make bench`).
+"""Measure training steps on mock packs: seconds, memory and sent bytes of each rank (`make bench`).
 
-A rank keeps its model between calls. So the layouts can take turns, one step each, and each warms
-up only once.
+A rank keeps its model between calls. The layouts can therefore take turns, one step each, and each
+warms up only once.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from megacp.verify.spawn import RankPool
 
 @dataclass(frozen=True)
 class StepMeasure(Seconds):
-    """One training step on one rank, between two barriers."""
+    """One training step on one rank, measured between two barriers."""
 
     tokens: int
-    """Of the whole step, over dp."""
+    """Tokens of the whole step, over dp."""
     loss: float
     memory: int
-    """Bytes: the process's peak so far, less what it held before the model was built."""
+    """Peak memory of the process minus its memory before the model was built, in bytes."""
     sent: dict[str, int]
-    """Bytes sent by axis."""
+    """Sent bytes by axis."""
 
 
 class Subject:
-    """A model that is measured; it is built at once."""
+    """A model to measure. The constructor builds it."""
 
     def __init__(
         self,
@@ -61,11 +60,12 @@ class Subject:
         rules: MockRules,
         phase: Phase = unmeasured,
     ) -> None:
+        # With `auto`, two measurements could compare different transports.
         if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
             raise ValueError(
                 "give --cp-comm-type and --cp-layout: a measurement needs one transport and layout"
             )
-        torch.ones(8).sum()  # the first operation starts threads and allocators
+        torch.ones(8).sum()  # starts threads and allocators before the measurement
         self.before = peak_bytes()
         self.world_size = world_size
         self.config, self.rules = config, rules
@@ -76,8 +76,9 @@ class Subject:
         self.step = 0
 
     def measure(self, around: AbstractContextManager[None] | None = None) -> StepMeasure:
-        """Train one more step, inside a context where one is given."""
+        """Train one more step, inside a context if one is given."""
         self.step += 1
+        # Load the packs before the clock starts.
         batches = microbatches(self.config, self.rules, self.step, self.model.rows, self.loading)
         for axis in self.grid.all_axes():
             axis.traffic.clear()
@@ -88,7 +89,7 @@ class Subject:
         return StepMeasure(seconds.wall, seconds.cpu, tokens, loss, memory, sent)
 
     def _train(self, batches: Sequence[PackedBatch]) -> tuple[int, float]:
-        """Tokens and loss of the step, once all ranks have ended it."""
+        """Train a step. Return its tokens and loss after all ranks have finished it."""
         agreed = agree_on_step(batches, self.grid, replica=self.model.rows.data_rank.index)
         loss = self.model.train(batches, self.step, agreed.denominator, agreed.tokens).loss
         barrier(self.grid.world)
@@ -96,7 +97,7 @@ class Subject:
 
 
 def sent_bytes(grid: ProcessGrid) -> dict[str, int]:
-    """Bytes this rank has sent since the counters were cleared, by axis."""
+    """Return the bytes that this rank has sent since the counters were cleared, by axis."""
     names = {"cp_dp": "dp_cp", "pp_forward": "pp", "pp_backward": "pp"}
     total: dict[str, int] = defaultdict(int)
     for axis in grid.all_axes():
@@ -108,8 +109,8 @@ _subject = functools.cache(Subject)
 
 
 def measure_rank(rank: int, world_size: int, config: RunConfig, rules: MockRules) -> StepMeasure:
-    """One step on this rank, of the model that an earlier call with the same arguments left
-    behind.
+    """Train one step on this rank, with the model that an earlier call with the same arguments
+    built.
     """
     return _subject(rank, world_size, config, rules).measure()
 
@@ -133,7 +134,7 @@ BASE, BASE_TWO_THREADS = "one process, 1 thread", "one process, 2 threads"
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of a group; the layouts of a group are compared with each other."""
+    """One layout of a group. Layouts of a group are compared with each other."""
 
     ranks: int
     values: dict[str, Value]
@@ -142,9 +143,10 @@ class Case:
 
 
 class Rollouts(MockRules):
-    """Packs that are one tree: a prompt, and `ROLLOUTS` answers a third as long."""
+    """Packs with one tree: a prompt, and `ROLLOUTS` answers, each a third as long."""
 
     def pack(self, i: int) -> Pack:
+        # The prompt has three parts of n tokens and each answer one part.
         pack, n = super().pack(i), self.seq_length // (ROLLOUTS + 3)
         segments, starts = pack.segments.copy(), n * np.arange(3, ROLLOUTS + 3)
         segments["prefix_length"], segments["num_branches"] = starts[0], ROLLOUTS
@@ -186,14 +188,14 @@ GROUPS: dict[str, dict[str, Case]] = {
         TREE: Case(1, {"seq_length": 256 * (ROLLOUTS + 3), "global_batch_size": 1}, rules=Rollouts),
     },
 }
-"""2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks, what is sharded over dp, and answers to one
+"""Two ranks on 1,024 tokens, cp 2 on 4,096, four ranks, sharding over dp, and answers to one
 prompt.
 """
 
 
 def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
-    """Steps of each layout in a group of `GROUPS`, by turns; the first step of each warms up and is
-    left out.
+    """Measure steps of each layout in a group of `GROUPS`, in turns. The first step of each layout
+    is a warm-up and not counted.
     """
     group = GROUPS[name]
     with ExitStack() as stack:
@@ -242,7 +244,10 @@ def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
 
 
 def step_table(title: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Speed, ratios, memory of the fullest rank; then the bytes of every axis."""
+    """Return a table with speed, ratios and memory of the fullest rank, followed by the bytes of
+    every axis.
+    """
+    # The first row has the column titles.
     cells = [[title, "tokens/s", "/1 thread", "/2 threads", "CPU s/rank", "peak/rank"]]
     bytes_sent = []
     for row in rows:

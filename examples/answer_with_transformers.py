@@ -1,13 +1,14 @@
-"""The questions about digit scans again, answered by the transformers library alone: are the
-answers the same?
+"""Answer the questions about digit scans with only the transformers library, and compare the
+answers.
 
     python examples/answer_with_transformers.py --model out/hf --answers out/answers.jsonl --images
     out/digits/images
 
-`--model` is the output of tools/convert_checkpoint.py, `--answers` that of tools/generate.py. No
-code of megacp runs: the library's tokenizer, model and generation with its cache read the folder.
-Only the pixels are cut here, since the library's image processor needs torchvision; each scan is
-one crop, so a reshape is enough. The exit status is 1 when an answer differs.
+`--model` is a folder from tools/convert_checkpoint.py, and `--answers` is a file from
+tools/generate.py. The answers use no code of megacp: the library's tokenizer, model and generation
+with its cache read the folder. Only the crops are made here, because the library's image processor
+needs torchvision. Each scan is one crop, so a reshape is enough. The exit status is 1 if an answer
+differs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Library:
     """A folder in Hugging Face format, read by transformers."""
 
     def __init__(self, folder: Path) -> None:
-        """ValueError when it is no Molmo2 with tokenizer and processor files."""
+        """Load the folder. Raise ValueError if it is not a Molmo2 with tokenizer and processor
+        files.
+        """
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
@@ -57,15 +60,16 @@ class Library:
         )
         if images["max_crops"] != 1 or settings["image_use_col_tokens"]:
             raise ValueError(
-                f"--model {folder}: this script shows images of one crop without column tokens"
+                f"--model {folder}: supported are only images of one crop without column tokens"
             )
         across = self.side // self.patch
         self.tokens = across // self.window[0] * (across // self.window[1])
+        # The library marks image tokens by these ids (mm_token_type_ids).
         names = ("<im_patch>", "<im_start>", "<low_res_im_start>", "<im_end>")
         self.image_ids = self.tokenizer.convert_tokens_to_ids(list(names))
 
     def crop(self, path: Path) -> np.ndarray:
-        """float32 [patches, 3 * patch * patch] of a picture of just one crop."""
+        """Return the patches of an image that is one crop, float32 [patches, 3 * patch * patch]."""
         from PIL import Image
 
         pixels = np.asarray(Image.open(path).convert("RGB"), np.float32) / 255
@@ -73,6 +77,7 @@ class Library:
             raise ValueError(
                 f"{path} has {pixels.shape[1]} x {pixels.shape[0]} pixels, a crop {self.side}"
             )
+        # [side, side, 3] -> [n, p, n, p, 3] -> [n, n, p, p, 3] -> [n * n, p * p * 3]
         n, p = self.side // self.patch, self.patch
         return (
             ((pixels - self.mean) / self.std)
@@ -82,10 +87,11 @@ class Library:
         )
 
     def pooling(self, crops: int) -> np.ndarray:
-        """int64 [tokens of all crops, patches of a window]: which patches of the batch a token
-        pools.
+        """Return the patches of the batch that each token pools, int64 [tokens of all crops,
+        patches per window].
         """
         across, (high, wide) = self.side // self.patch, self.window
+        # Number all patches of the batch row by row, then group them into windows of high x wide.
         grid = np.arange(crops * across * across).reshape(
             crops, across // high, high, across // wide, wide
         )
@@ -93,15 +99,18 @@ class Library:
 
     @torch.no_grad()
     def answer(self, group: Sequence[Answer], images: Path, count: int) -> list[str]:
-        """Greedy answers of at most `count` tokens to questions of one length, as one batch."""
+        """Return greedy answers of at most `count` tokens to questions of equal length, as one
+        batch.
+        """
+        # Each image occurs twice in the text: as a low-resolution crop and as a full crop.
         patch = "<im_patch>" * self.tokens
         picture = f"<low_res_im_start>{patch}<im_end><im_start>{patch}<im_end>"
         texts = [picture * len(one["images"]) + one["prompt"] for one in group]
         ids = torch.tensor(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         files = [images / name for one in group for name in one["images"]]
-        crops = np.stack(
-            [crop for file in files for crop in [self.crop(file)] * 2]
-        )  # low resolution, then high
+        # The low-resolution crop comes first; a scan of one crop has the same pixels in both.
+        crops = np.stack([crop for file in files for crop in [self.crop(file)] * 2])
+        # Pooled rows and columns of a crop. image_grids has them for both crops of an image.
         rows, columns = (self.side // self.patch // size for size in self.window)
         found = self.model.generate(
             input_ids=ids,
@@ -120,7 +129,9 @@ class Library:
 def answers_again(
     library: Library, answers: Sequence[Answer], images: Path, count: int
 ) -> list[Answer]:
-    """The same questions in the same order with the library's answers."""
+    """Return the same questions in the same order, with the library's answers."""
+    # Questions with the same text and number of images have the same length, so they form a batch
+    # without padding.
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
     for place, one in enumerate(answers):
         groups[len(one["images"]), one["prompt"]].append(place)
@@ -133,11 +144,11 @@ def answers_again(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer, count, compare; exit status 1 when answers differ, 2 with one message on bad
+    """Answer, count and compare. Return 1 if answers differ, and 2 with one message on bad
     input.
     """
     parser = argparse.ArgumentParser(
-        description="Answers of an exported model by the transformers library alone."
+        description="Answer with an exported model in the transformers library."
     )
     parser.add_argument(
         "--model", type=Path, required=True, metavar="DIR", help="folder in Hugging Face format"
@@ -146,10 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--answers", type=Path, required=True, metavar="FILE.jsonl", help="answers to compare with"
     )
     parser.add_argument(
-        "--images", type=Path, required=True, metavar="DIR", help="where the records' images lie"
+        "--images", type=Path, required=True, metavar="DIR", help="folder of the records' images"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=8, metavar="N", help="tokens of an answer at most (8)"
+        "--max-new-tokens", type=int, default=8, metavar="N", help="maximum tokens per answer (8)"
     )
     arguments = parser.parse_args(argv)
     try:
@@ -171,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{one['id']}: {one['question']} megacp {one['answer']!r}, transformers "
             f"{two['answer']!r}"
         )
-    print(f"{len(answers) - len(other)} of {len(answers)} answers are those of megacp")
+    print(f"{len(answers) - len(other)} of {len(answers)} answers equal those of megacp")
     return 1 if other else 0
 
 

@@ -1,10 +1,10 @@
-"""Exact attention over ranks in a model of your own: packed documents, an image span and a sliding
-window.
+"""Use exact context-parallel attention in your own model: packed documents, an image span and a
+sliding window.
 
     torchrun --standalone --nproc-per-node 2 examples/attention_only.py
 
-It prints how far the sharded result is from dense attention in one process, forward and gradients,
-in float64.
+It prints the largest difference from dense attention in one process, for the output and the
+gradients, in float64.
 """
 
 import os
@@ -26,7 +26,7 @@ from megacp.distributed import axis_of_mesh
 
 
 class Attention(nn.Module):
-    """An ordinary layer; only the call in the middle knows that other ranks hold the remaining
+    """An ordinary layer. Only the call in the middle knows that other ranks have the remaining
     tokens.
     """
 
@@ -35,29 +35,32 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
 
     def forward(self, x, attend):
+        # x is [tokens of this rank, 32]; only attention needs the tokens of other ranks.
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(1)  # [tokens, 4 heads, 8] each
         return self.out(attend(q, k, v).flatten(1))
 
 
 distributed.init_process_group("gloo")
+# The axis wraps the process group of a torch DeviceMesh.
 axis = axis_of_mesh(
     init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("cp",))["cp"]
 )
 torch.manual_seed(0)
-layer, row = (
-    Attention().double(),
-    torch.randn(64, 32, dtype=torch.float64),
-)  # the same on every rank
+# The same weights and row on every rank, because all ranks have the same seed.
+layer = Attention().double()
+row = torch.randn(64, 32, dtype=torch.float64)  # [tokens, hidden]
 
+# Describe the row on the host, once per batch. All ranks compute the same plan.
 document = np.repeat([0, 1, 2], [24, 30, 10])  # three packed documents
 span = np.zeros(64, int)
-span[26:40] = 1  # the tokens of an image, which see each other in both directions
+span[26:40] = 1  # an image: its tokens see each other in both directions
 mask = Metadata.of_documents(document, span=span)
 plan = AttentionPlan(LAYOUTS["balanced"].deal(mask, axis.size), mask, axis.rank).within(
     Reach(window=12)
 )
 
 mine = torch.from_numpy(plan.local)  # the tokens of this rank
+# Each rank has only the gradient of its tokens, so sum the gradients over the ranks.
 sharded = layer(row[mine], lambda q, k, v: context_parallel_attention(q, k, v, plan, axis))
 gradients = torch.autograd.grad(sharded.square().sum(), list(layer.parameters()))
 for gradient in gradients:
@@ -71,6 +74,7 @@ def dense(q, k, v):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
+# Every rank also computes the whole row with the dense mask, and compares its part.
 expected = layer(row, dense)
 pairs = zip(
     gradients, torch.autograd.grad(expected.square().sum(), list(layer.parameters())), strict=True
@@ -79,6 +83,5 @@ error = max((one - other).abs().max().item() for one, other in [*pairs, (sharded
 if axis.rank == 0:
     print(f"{axis.size} ranks, largest difference from dense attention: {error:.1e}", flush=True)
 distributed.destroy_process_group()
-os._exit(
-    0
-)  # without waiting for threads of gloo, which may abort a good end (pytorch issue 190489)
+# Do not wait for gloo's threads, which may abort a successful exit (pytorch issue 190489).
+os._exit(0)

@@ -1,11 +1,11 @@
-"""Columns of the chat demo: answers before and after training, and those of the transformers
-library to the export.
+"""Compare the answers of the chat demo: before training, after training, and from transformers
+after the export.
 
     python examples/compare_chats.py --folder demo_chat_out
 
-No code of megacp answers here: tokenizer, template, model and cache are the library's. Writes
-answers.md and demo_chat.png into the folder. The exit status is 1 unless nine of ten answers are
-right to the last character and the library gives all of them word for word.
+The last column uses no code of megacp: tokenizer, template, model and cache are the library's. The
+script writes answers.md and demo_chat.png to the folder. The exit status is 0 if at least nine of
+ten answers are exactly right and the library gives all answers word for word.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file."""
+    """Return the objects of a JSONL file."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def by_library(folder: Path, questions: Sequence[str]) -> list[str]:
-    """Greedy answers of at most 24 tokens, as the demo asks for."""
+    """Return the library's greedy answers of at most 24 tokens, the limit of the demo."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -46,7 +46,7 @@ def by_library(folder: Path, questions: Sequence[str]) -> list[str]:
 def draw(
     rows: Sequence[Sequence[str]], right: Sequence[bool], losses: Sequence[float], path: Path
 ) -> None:
-    """The loss, and beside it the answers before and after."""
+    """Draw the loss, and to its right the answers before and after."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.4, 4.9), dpi=95)
@@ -56,6 +56,7 @@ def draw(
         "make demo-chat: SmolLM2-135M learns a hundred chats on two CPU ranks",
         fontsize=14,
     )
+    # Left: the loss curve.
     axes = figure.add_axes((0.035, 0.11, 0.2, 0.7))
     axes.plot(range(1, len(losses) + 1), losses, color="#0072b2")
     axes.set(xlabel="optimizer step", ylim=(0, None))
@@ -63,6 +64,7 @@ def draw(
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    # Right: one line of text per question. The first line has the titles.
     heads = [("question", "before", "after (green: exact, and transformers agrees)")]
     for number, (question, before, after, *_) in enumerate([*heads, *rows]):
         color = ["#b33000", "#00734f"][right[number - 1]] if number else "black"
@@ -77,20 +79,21 @@ def draw(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask the library, print, draw, judge."""
-    parser = argparse.ArgumentParser(description="Answers of the chat demo in columns.")
+    """Ask the library, print and draw the table, and return the exit status."""
+    parser = argparse.ArgumentParser(description="Compare the answers of the chat demo.")
     parser.add_argument(
         "--folder",
         type=Path,
         required=True,
         metavar="DIR",
-        help="what examples/demo_chat.sh has left",
+        help="output folder of examples/demo_chat.sh",
     )
     folder = parser.parse_args(argv).folder
     questions = [record["messages"][0]["content"] for record in lines(folder / "questions.jsonl")]
     before, after = lines(folder / "before.jsonl"), lines(folder / "after.jsonl")
     said = [[line["answer"] for line in answers] for answers in (before, after)]
     rows = list(zip(questions, *said, by_library(folder / "hf", questions), strict=True))
+    # An answer must equal the trained answer, and the library must give the same text.
     exact = [line["answer"] == line["expected"] for line in after]
     same = [ours == theirs for _, _, ours, theirs in rows]
 
@@ -106,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows, [a and b for a, b in zip(exact, same, strict=True)], losses, folder / "demo_chat.png"
     )
     print(
-        f"{text}\n\n{sum(exact)} of {len(rows)} answers are exact, {sum(same)} are those of "
+        f"{text}\n\n{sum(exact)} of {len(rows)} answers are exact, {sum(same)} equal those of "
         "transformers word for word"
     )
     return 0 if sum(exact) >= 0.9 * len(rows) and all(same) else 1

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# A whole text run on a laptop: text -> packed dataset -> 8 CPU ranks (dp 1 x tp 2 x pp 2 x cp 2) -> SIGTERM in the middle
-# -> resume on another grid (dp 2 x tp 1 x pp 2 x cp 2) -> loss curve, validation loss, sampled text.
+# Train a language model on a laptop. The script
+#   1. packs text and trains on 8 CPU ranks (dp 1 x tp 2 x pp 2 x cp 2),
+#   2. stops the run with SIGTERM in the middle, and resumes on another grid (dp 2 x tp 1 x pp 2 x cp 2),
+#   3. draws the loss curve with the validation loss, and samples text.
 # OUT (default demo_out) is the folder of all results; it must not exist yet. STEPS sets the length of the run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
 STEPS=${STEPS:-200}
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # else torchrun kills ranks that still save 30 s after SIGTERM
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # torchrun kills ranks after 30 s by default, even while they save
 if [ -e "$OUT" ]; then
-    echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo-text" >&2
+    echo "error: $OUT exists; remove it or choose another folder: OUT=somewhere make demo-text" >&2
     exit 2
 fi
 mkdir -p "$OUT"
@@ -53,7 +55,7 @@ printf '\n$'; printf ' %s' "${first[@]}"; printf ' &\n'
 "${first[@]}" > >(tee "$OUT/first.txt") 2> "$OUT/first.err" &
 run=$!
 half=$((STEPS / 2))
-# Wait until the log has half of the steps, then stop the run as a cluster's scheduler would.
+# Wait until the log has half of the steps, then stop the run like a cluster's scheduler.
 while kill -0 "$run" 2> /dev/null; do
     steps=$(grep -c '"kind": "train"' "$OUT/checkpoints/log.jsonl" 2> /dev/null || true)
     if [ "${steps:-0}" -ge "$half" ]; then
@@ -65,7 +67,7 @@ while kill -0 "$run" 2> /dev/null; do
 done
 wait "$run" || true
 if ! grep -q 'stopped on request' "$OUT/first.txt"; then
-    echo "error: the first run did not stop as asked; its messages are in $OUT/first.err" >&2
+    echo "error: the first run did not stop on SIGTERM; its messages are in $OUT/first.err" >&2
     tail -n 20 "$OUT/first.err" >&2
     exit 1
 fi
@@ -78,4 +80,4 @@ show python tools/plot_log.py --log "$OUT/checkpoints/log.jsonl" --output "$OUT/
 show python tools/generate.py --checkpoint "$OUT/checkpoints" --tokenizer "$OUT/tokenizer.json" \
     --prompt 'def __init__(self' --prompt 'import ' --max-new-tokens 48 --temperature 0.7 | tee "$OUT/sample.txt"
 echo
-echo "Everything is in $OUT: loss.png, sample.txt, checkpoints/ (with the resolved config beside each), checkpoints/log.jsonl"
+echo "All results are in $OUT: loss.png, sample.txt, checkpoints/ (each with its resolved config), checkpoints/log.jsonl"

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# A whole vision-language run on a laptop: digit scans -> PNG and JSONL with questions -> tokenizer -> packed dataset ->
-# 8 CPU ranks (tp 2 x pp 2 x cp 2) -> answers about held-out scans, counted question by question -> Hugging Face format ->
-# the same answers from the transformers library.
+# Train a vision-language model on a laptop. The script
+#   1. writes scans of digits as PNG files with questions in JSONL, trains a tokenizer, and packs the records,
+#   2. trains on 8 CPU ranks (tp 2 x pp 2 x cp 2),
+#   3. asks about held-out scans, and counts right answers for each question,
+#   4. exports the model to Hugging Face format, and gets the same answers from the transformers library.
 # OUT (default demo_out) is the folder of all results; it must not exist yet. STEPS and RECORDS set the length of the
-# run, GOAL the share of single held-out scans that must be read correctly. MODEL is molmo2, qwen3_5 or moe, which is
-# qwen3_5 with experts, shared by four ranks.
+# run. GOAL is the share of single held-out scans that must be read correctly. MODEL is molmo2, qwen3_5 or moe (qwen3_5
+# with experts, which four ranks share).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
@@ -14,7 +16,7 @@ GOAL=${GOAL:-0.9}
 MODEL=${MODEL:-molmo2}
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 if [ -e "$OUT" ]; then
-    echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo" >&2
+    echo "error: $OUT exists; remove it or choose another folder: OUT=somewhere make demo" >&2
     exit 2
 fi
 mkdir -p "$OUT"
@@ -44,11 +46,12 @@ num_query_groups: 2
 additional_vocab_size: 8
 vision_feature_layers: [-1, -2]
 connector_ffn_hidden_size: 128
-# Crops that packs really hold; the default plans a row full of images, which leaves the first stage no decoder layer.
+# The number of crops in these packs. The default plans for a row full of images, and then the first stage gets no
+# decoder layer.
 vision_planned_crops: 36
 YAML
 qwen3_5 | moe) cat > "$OUT/model.yaml" <<YAML ;;
-# A small Qwen3.5: a ViT of 2 layers on images of 4 x 4 patches, and a decoder of a gated delta rule and of attention.
+# A small Qwen3.5: a ViT of 2 layers on images of 4 x 4 patches, and a decoder with a gated delta rule and attention.
 num_layers: 2
 num_query_groups: 2
 linear_attention_freq: "2"
@@ -67,7 +70,7 @@ YAML
 *) echo "error: MODEL is $MODEL, expected molmo2, qwen3_5 or moe" >&2 && exit 2 ;;
 esac
 [ "$MODEL" != moe ] || cat >> "$OUT/model.yaml" <<YAML
-# Two of eight experts for each token, and one for all.
+# Two of eight experts for each token, and a shared expert for all tokens.
 num_experts: 8
 moe_router_topk: 2
 moe_ffn_hidden_size: 96
@@ -90,13 +93,14 @@ vision_patch_size: 4
 vision_image_size: 16
 seq_length: 1024
 global_batch_size: 2
-# 1 / sqrt(hidden_size), so that linears keep the scale of their inputs. With the default of 0.02 so narrow a model does
-# not learn to use its images within the steps of this run.
+# 1 / sqrt(hidden_size) preserves the scale of the inputs of linear layers. With the default of 0.02, such a narrow
+# model does not learn to use its images within the steps of this run.
 init_method_std: 0.125
 train_iters: $STEPS
 lr: 1.0e-3
 min_lr: 1.0e-4
-# A third of the run: with 30 steps the decoder settles before its images say anything, and reads 10 % fewer scans.
+# A third of the run. With 30 steps, the decoder settles before the image features are useful, and reads 10 % fewer
+# scans.
 lr_warmup_iters: $((STEPS / 3))
 weight_decay: 0.05
 eval_interval: 150
@@ -117,7 +121,7 @@ status=0
 show python examples/evaluate_digits.py --answers "$OUT/answers.jsonl" --images "$OUT/digits/images" \
     --page "$OUT/samples.html" --goal "$GOAL" | tee "$OUT/accuracy.txt" || status=$?
 to_hf=(python tools/convert_checkpoint.py --from megacp --to hf --input "$OUT/checkpoints" --output "$OUT/hf")
-if [ "$MODEL" != molmo2 ]; then # the library splits its text in its own way, whatever tokenizer.json says: see the model
+if [ "$MODEL" != molmo2 ]; then # the library ignores the text splitting of tokenizer.json for this model, so --verify of the export fails
     show "${to_hf[@]}"
     show python tools/convert_checkpoint.py --from hf --to megacp --input "$OUT/hf" --output "$OUT/back" --verify
 else
@@ -126,6 +130,6 @@ else
         --images "$OUT/digits/images" || status=$?
 fi
 echo
-echo "$((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $OUT: accuracy.txt, samples.html (answers beside images, wrong ones first), loss.png,"
+echo "$((SECONDS / 60)) min $((SECONDS % 60)) s. All results are in $OUT: accuracy.txt, samples.html (answers with images, wrong ones first), loss.png,"
 echo "checkpoints/, config.yaml (the resolved config), hf/ (for transformers), answers.jsonl, digits/ (PNG and JSONL)"
 exit "$status"

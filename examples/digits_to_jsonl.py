@@ -1,12 +1,12 @@
-"""Real handwritten digits as PNG files and JSONL records with questions: the 1,797 scans inside
-scikit-learn's package.
+"""Write scikit-learn's 1,797 scans of handwritten digits as PNG files and JSONL records with
+questions.
 
     python examples/digits_to_jsonl.py --output out/digits
 
 Writes OUTPUT/images/*.png, OUTPUT/train.jsonl and OUTPUT/held_out.jsonl. A record shows one to six
-scans. Its questions are branches: each sees the images and not the other questions, and only the
-answers are learned. The last 297 scans are held out and stand in no training record. Training scans
-are shifted at random by up to `--shift` pixels, held-out ones are not. The same flags give the same
+scans. Its questions are branches: each sees the images but not the other questions, and only the
+answers are learned. The last 297 scans are held out of all training records. Training scans are
+shifted at random by up to `--shift` pixels; held-out scans are not. The same flags give the same
 bytes on every machine.
 """
 
@@ -24,29 +24,31 @@ import numpy as np
 
 NUM_SCANS = 1797
 HELD_OUT = 297
-"""Scans at the end of the data set that are only for testing."""
+"""Scans at the end of the data set that are used only for testing."""
 SIDE = 16
-"""Pixels: twice that of the scans."""
+"""Side of an image in pixels, twice the side of the original scans."""
 MOST_IMAGES = 6
 
 
 def load_scans() -> tuple[np.ndarray, np.ndarray]:
-    """uint8 [1797, 8, 8] with values 0..255, and the digits, int [1797]. ValueError without
-    scikit-learn.
+    """Return the scans, uint8 [1797, 8, 8] with values 0..255, and the digits, int [1797].
+
+    Raise ValueError if scikit-learn is missing.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ValueError(
-            "the digit scans are inside scikit-learn: pip install -e '.[demo]'"
+            "the digit scans are part of scikit-learn: pip install -e '.[demo]'"
         ) from error
     data = load_digits()
     assert len(data.images) == NUM_SCANS
+    # scikit-learn's pixels have values 0 to 16.
     return np.rint(data.images * (255 / 16)).astype(np.uint8), data.target
 
 
 def png(scan: np.ndarray, across: int, down: int) -> bytes:
-    """A scan at twice its size, moved by so many pixels, as a grey PNG."""
+    """Return a scan at twice its size, shifted by `across` and `down` pixels, as a grey PNG."""
     from PIL import Image
 
     image = Image.fromarray(scan).resize((SIDE, SIDE), Image.Resampling.BILINEAR)
@@ -58,7 +60,7 @@ def png(scan: np.ndarray, across: int, down: int) -> bytes:
 
 
 def questions(digits: Sequence[int]) -> dict[str, str]:
-    """Question -> answer for the digits that a record shows."""
+    """Return a mapping of questions to answers for the digits of a record."""
     asked = {
         "which digits?": " ".join(map(str, digits)),
         "how many are even?": str(sum(digit % 2 == 0 for digit in digits)),
@@ -69,7 +71,7 @@ def questions(digits: Sequence[int]) -> dict[str, str]:
 
 
 def record(identity: str, files: Sequence[str], digits: Sequence[int]) -> dict[str, Any]:
-    """Images as the shared prefix, each question with its answer as a branch."""
+    """Return a record with the images as a shared prefix and one branch per question."""
     branches = [
         {
             "messages": [
@@ -87,13 +89,16 @@ def record(identity: str, files: Sequence[str], digits: Sequence[int]) -> dict[s
 
 
 def counts_of_images(generator: np.random.Generator, records: int, single: float) -> np.ndarray:
-    """Images of each record: 1 with probability `single`, else 2 to 6 alike."""
+    """Draw the number of images of each record: 1 with probability `single`, otherwise 2 to 6
+    uniformly.
+    """
+    # Both random numbers are drawn for each record, so the shares do not affect the order.
     several = generator.integers(2, MOST_IMAGES + 1, records)
     return np.where(generator.random(records) < single, 1, several)
 
 
 class Writer:
-    """Writes a JSONL file and the pictures that its records name, each once."""
+    """Writer of a JSONL file and of each picture that its records name, once."""
 
     def __init__(self, folder: Path, scans: np.ndarray, digits: np.ndarray) -> None:
         self._folder, self._scans, self._digits = folder, scans, digits
@@ -101,7 +106,7 @@ class Writer:
         (folder / "images").mkdir(parents=True, exist_ok=True)
 
     def write(self, name: str, records: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        """`records`: for each its images as (scan, shift across, shift down)."""
+        """Write records. Each is a list of images as (scan, shift across, shift down)."""
         with (self._folder / f"{name}.jsonl").open("w", encoding="utf-8") as stream:
             for number, images in enumerate(records):
                 files = [self._picture(*image) for image in images]
@@ -110,6 +115,7 @@ class Writer:
 
     def _picture(self, scan: int, across: int, down: int) -> str:
         name = f"{scan:04d}_{across:+d}{down:+d}.png"
+        # Several records may show the same picture; write it only once.
         if name not in self._written:
             (self._folder / "images" / name).write_bytes(png(self._scans[scan], across, down))
             self._written.add(name)
@@ -119,27 +125,26 @@ class Writer:
 def training_records(
     records: int, single: float, shift: int, seed: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Scans below the held-out ones in a random order, every one as often as any other (but for
-    one).
-    """
+    """Return training records in random order. The uses of any two scans differ by at most one."""
     generator = np.random.default_rng(seed)
     counts = counts_of_images(generator, records, single)
     total, scans = int(counts.sum()), NUM_SCANS - HELD_OUT
+    # Concatenate permutations of all scans until there are enough, so uses differ by at most one.
     order = np.concatenate([generator.permutation(scans) for _ in range(-(-total // scans))])[
         :total
     ]
     shifts = generator.integers(-shift, shift + 1, (total, 2))
     images = [(int(scan), int(x), int(y)) for scan, (x, y) in zip(order, shifts, strict=True)]
+    # Cut the flat list of images into records.
     ends = np.cumsum(counts)
     return [images[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def held_out_records(several: int, seed: int) -> list[list[tuple[int, int, int]]]:
-    """Every held-out scan in a record of its own, then `several` records each of 2, 3, ... 6 of
-    them.
-    """
+    """Return one record per held-out scan, then `several` records each of 2, 3, ... 6 scans."""
     generator = np.random.default_rng(seed)
     scans = np.arange(NUM_SCANS - HELD_OUT, NUM_SCANS)
+    # First every held-out scan in a separate record, then random groups of 2 to 6.
     groups = [[scan] for scan in scans]
     for count in range(2, MOST_IMAGES + 1):
         groups += [list(generator.choice(scans, count, replace=False)) for _ in range(several)]
@@ -147,9 +152,9 @@ def held_out_records(several: int, seed: int) -> list[list[tuple[int, int, int]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both files and say how much they hold; exit status 2 with one message on bad input."""
+    """Write both files and print their sizes. Return 2 with one message on bad input."""
     parser = argparse.ArgumentParser(
-        description="scikit-learn's digit scans as PNG files and JSONL with questions."
+        description="Write scikit-learn's digit scans as PNG files and JSONL with questions."
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument(
@@ -167,17 +172,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         default=1,
         metavar="N",
-        help="pixels that training scans move (default 1)",
+        help="largest shift of training scans in pixels (default 1)",
     )
     parser.add_argument(
         "--held-out-several",
         type=int,
         default=40,
         metavar="N",
-        help="held-out records of each number of images",
+        help="held-out records for each number of images above one (default 40)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of order, grouping and shifts"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of order, grouping and shifts (default 0)",
     )
     arguments = parser.parse_args(argv)
     if (

@@ -1,12 +1,12 @@
-"""Accuracy of answers about digit scans: exact matches per question, and a page of samples with
-their images.
+"""Count exact answers about digit scans per question, and write a page of samples with their
+images.
 
     python examples/evaluate_digits.py --answers out/answers.jsonl --images out/digits/images --page
     out/samples.html
 
-The answers are those of tools/generate.py --input. One counts when it equals the expected text to
-the last character. With `--goal` the exit status is 1 when a smaller share of the single scans is
-read correctly.
+`--answers` is the output of tools/generate.py --input. An answer is right if it equals the expected
+text exactly. With `--goal`, the exit status is 1 if a smaller share of the single scans is read
+correctly.
 """
 
 from __future__ import annotations
@@ -24,45 +24,50 @@ from typing import Any
 from megacp.storage.files import read_regular
 
 READING = "which digits?"
-LATER = "The demo's 450 steps do not suffice for several images; STEPS=1300 make demo reads more: docs/measured.md"
+LATER = (
+    "The demo's 450 steps are too few for several images; STEPS=1300 make demo reads more: "
+    "docs/measured.md"
+)
 _ASKED = re.compile(r"<\|user\|>\n(.*)\n<\|assistant\|>\n$", re.DOTALL)
 _STYLE = (
-    "body{font-family:sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:left}tr{border-bottom:1px solid #ddd}"
+    "body{font-family:sans-serif;margin:2em}td,th{padding:.3em .8em;text-align:left}"
+    "tr{border-bottom:1px solid #ddd}"
     "table{border-collapse:collapse}img{image-rendering:pixelated;width:48px;margin-right:4px}"
     ".right{color:#060}.wrong{color:#b00;font-weight:bold}"
 )
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """The lines of `path`, each with its `question`. ValueError names the line that cannot be
-    used.
+    """Return the lines of `path`, each with its `question`. Raise ValueError with the number of a
+    bad line.
     """
     try:
-        lines = path.read_bytes().splitlines()  # of bytes: a text has further ends of lines
+        lines = path.read_bytes().splitlines()  # of bytes: str.splitlines splits at more characters
     except OSError as error:
         raise ValueError(f"--answers {path}: {error.strerror}") from error
     answers = []
     for number, line in enumerate(lines, 1):
         try:
             answer = json.loads(line)
+            # A prompt is a user's turn followed by the header of the answer.
             asked = _ASKED.search(answer["prompt"])
             words = (answer["expected"], answer["answer"], *answer["images"])
             if asked is None or not all(isinstance(word, str) for word in words):
-                raise ValueError("it holds no question with an expected answer")
+                raise ValueError("it has no question with an expected answer")
             answers.append(
                 {**answer, "question": asked[1], "right": answer["answer"] == answer["expected"]}
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"--answers {path}:{number} is no line of tools/generate.py: {error!r}"
+                f"--answers {path}:{number} is not a line of tools/generate.py: {error!r}"
             ) from error
     if not answers:
-        raise ValueError(f"--answers {path} holds no answer")
+        raise ValueError(f"--answers {path} contains no answer")
     return answers
 
 
 def accuracies(answers: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Question (and whether one or several images are shown) -> (right answers, answers)."""
+    """Return (right answers, answers) for each question, separately for one and several images."""
     counts: dict[str, tuple[int, int]] = {}
     for answer in answers:
         shown = len(answer["images"])
@@ -73,7 +78,7 @@ def accuracies(answers: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
 
 
 def table(counts: dict[str, tuple[int, int]]) -> str:
-    """One line for each question, and one about those of several images."""
+    """Return one line per question, and a note if there are records with several images."""
     width = max(map(len, counts))
     lines = [
         f"{name:<{width}}  {right / total:7.1%}  {right} of {total}"
@@ -87,11 +92,12 @@ def table(counts: dict[str, tuple[int, int]]) -> str:
 def page(
     answers: Sequence[dict[str, Any]], counts: dict[str, tuple[int, int]], images: Path, each: int
 ) -> str:
-    """A self-contained HTML page: the figures, all wrong answers about single scans, then `each`
+    """Return a self-contained HTML page: accuracies, wrong answers about single scans, and `each`
     records of each size.
 
-    ValueError for an image outside of the folder `images`, by its name or by a link.
+    Raise ValueError if an image is outside the folder `images`, by its name or through a link.
     """
+    # Names come from a file, so check each path before the page embeds it.
     root = images.resolve()
 
     def picture(file: str) -> str:
@@ -117,6 +123,7 @@ def page(
     def rows(chosen: Sequence[dict[str, Any]]) -> str:
         return f"<table>{head}{''.join(map(row, chosen))}</table>"
 
+    # Take the first `each` records of each number of images, with all their questions.
     samples: list[dict[str, Any]] = []
     for size in sorted({len(answer["images"]) for answer in answers}):
         names = list(
@@ -126,7 +133,8 @@ def page(
     samples.sort(key=lambda answer: answer["right"])  # wrong ones first
     single = [answer for answer in answers if len(answer["images"]) == 1 and not answer["right"]]
     return (
-        f'<!doctype html><html><head><meta charset="utf-8"><title>Held-out digits</title><style>{_STYLE}</style></head>'
+        '<!doctype html><html><head><meta charset="utf-8"><title>Held-out digits</title>'
+        f"<style>{_STYLE}</style></head>"
         f"<body><h1>Held-out digits</h1><pre>{html.escape(table(counts))}</pre>"
         f"<h2>Wrong answers about single scans</h2>{rows(single)}"
         f"<h2>Samples of all, wrong answers first</h2>{rows(samples)}</body></html>\n"
@@ -134,13 +142,15 @@ def page(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, count, print, draw; exit status 1 below the goal, 2 with one message on bad input."""
+    """Count and print, and write the page. Return 1 below the goal, and 2 with one message on bad
+    input.
+    """
     parser = argparse.ArgumentParser(
-        description="Exact matches per question, and a page of samples."
+        description="Count exact answers per question, and write a page of samples."
     )
     parser.add_argument("--answers", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument(
-        "--images", type=Path, required=True, metavar="DIR", help="where the records' images lie"
+        "--images", type=Path, required=True, metavar="DIR", help="folder of the records' images"
     )
     parser.add_argument(
         "--page", type=Path, metavar="FILE.html", help="write samples with their images"
@@ -149,7 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--each", type=int, default=6, metavar="N", help="sample records of each number of images"
     )
     parser.add_argument(
-        "--goal", type=float, metavar="SHARE", help="of single scans that must be read correctly"
+        "--goal",
+        type=float,
+        metavar="SHARE",
+        help="share of single scans that must be read correctly",
     )
     arguments = parser.parse_args(argv)
     try:

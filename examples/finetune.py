@@ -1,13 +1,13 @@
-"""Records to packs, packs to a model, questions to the model: cells of a notebook, or a script.
+"""Build packs, train a model and ask it, as cells of a notebook or as a script.
 
     python examples/finetune.py
 
-As it stands a tiny model learns three answers on two CPU ranks, in less than a minute. For yours:
-`input` names your records, `tokenizer` and "load_hf" the folder of a model, `chat_template` is
-"auto", sizes go. All names are flags.
+A tiny model learns three answers on two CPU ranks, in less than a minute. For your own data, set
+`input` to your records, set `tokenizer` and "load_hf" to the folder of a model, set `chat_template`
+to "auto", and remove the sizes. All names are flags.
 """
 
-# %% Records, as they are in chats
+# %% Records
 import json
 import sys
 from pathlib import Path
@@ -24,6 +24,7 @@ ANSWERS = {
     "Bye": "See you.",
 }
 FOLDER.mkdir(parents=True, exist_ok=True)
+# One conversation of a question and its answer per line of JSONL.
 chats = [
     [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
     for q, a in ANSWERS.items()
@@ -40,7 +41,7 @@ build(
     overwrite=True,
 )
 
-# %% Training: two processes of this machine share the tokens of each row
+# %% Training: two processes on this machine share the tokens of each row
 sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
 steps = {"train_iters": 100, "lr": 5e-3, "global_batch_size": 1, "log_interval": 20}
 places = {"data_path": packs, "save": FOLDER / "model", "auto_resume": True}

@@ -1,11 +1,10 @@
-"""A stock model of transformers trains on a sequence that is sharded over ranks, with the losses of
-one process.
+"""Train an unmodified transformers model on sharded sequences, and compare the losses with one
+process.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_context_parallel.py --transport kv_exchange
     --layout balanced
 
-The model is a tiny Llama with random weights, a row holds packed documents, and nothing of
-transformers is changed.
+The model is a tiny Llama with random weights, and a row contains packed documents.
 """
 
 from __future__ import annotations
@@ -30,14 +29,18 @@ from megacp.training.start.launch import join, rendezvous, stop, world_from_envi
 
 VOCAB = 512
 DOCUMENTS = (0.1, 0.55, 0.35)
-"""Shares of the row."""
+"""Length of each document as a share of the row."""
 
 
 def batch(seq_length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Token ids, position ids, shifted labels and document ids `[1, S]`, the same on every rank."""
+    """Return token ids, position ids, shifted labels and document ids `[1, S]`, the same on every
+    rank.
+    """
+    # The last document gets the tokens that rounding leaves over.
     lengths = [int(seq_length * share) for share in DOCUMENTS]
     lengths[-1] = seq_length - sum(lengths[:-1])
     ids = torch.randint(0, VOCAB, (1, seq_length))
+    # Position ids restart in each document; document ids number the documents.
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     documents = torch.cat([torch.full((n,), number) for number, n in enumerate(lengths)])[None]
     return tuple(x.to(device) for x in (ids, positions, shift_labels(ids, documents), documents))
@@ -46,7 +49,9 @@ def batch(seq_length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
 def summed_loss(
     model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """The sum over the tokens of this rank; the caller divides once, by the tokens of all ranks."""
+    """Return the sum over the tokens of this rank. The caller divides it once, by the tokens of all
+    ranks.
+    """
     logits = model(ids, position_ids=positions, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -54,9 +59,10 @@ def summed_loss(
 def sharded_step(
     model: LlamaForCausalLM, data: tuple[torch.Tensor, ...], axis: Axis, options: argparse.Namespace
 ) -> torch.Tensor:
-    """Backward over the ranks of `axis`; returns the loss of the whole row."""
+    """Run forward and backward over the ranks of `axis`. Return the loss of the whole row."""
     ids, positions, labels, documents = data
     counted = (labels != -100).sum()
+    # Inside the block, each buffer contains only the tokens of this rank. Shorter parts are padded.
     with context_parallel(
         axis,
         model=model,
@@ -69,13 +75,15 @@ def sharded_step(
     ):
         loss = summed_loss(model, ids, positions, labels) / counted
         loss.backward()
+    # Each rank has the gradient of its tokens. The loss is already divided by all labels, so sum.
     sum_gradients(model.parameters(), axis)
     return all_reduce(loss.detach(), axis)
 
 
 def one_process_step(model: LlamaForCausalLM, data: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The same on the whole row: outside of a block the registered attention is the library's
-    own.
+    """Run the same step on the whole row.
+
+    Outside of a `context_parallel` block, the registered attention is the library's.
     """
     ids, positions, labels, _ = data
     loss = summed_loss(model, ids, positions, labels) / (labels != -100).sum()
@@ -86,8 +94,9 @@ def one_process_step(model: LlamaForCausalLM, data: tuple[torch.Tensor, ...]) ->
 def train(
     axis: Axis, device: torch.device, options: argparse.Namespace
 ) -> list[tuple[float, float]]:
-    """Losses of each step, over the ranks and on one process; all ranks draw the same weights and
-    data.
+    """Return the losses of each step on all ranks and on one process.
+
+    All ranks draw the same weights and data.
     """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -101,7 +110,9 @@ def train(
         "num_key_value_heads": 4,
         "attn_implementation": register_with_transformers(),
     }
-    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(device)  # type: ignore[arg-type]  # its wrapper hides Module.to
+    # transformers' wrapper hides the type of Module.to.
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(device)  # type: ignore[arg-type]
+    # The same weights are trained on the whole row by each rank, as a reference.
     alone = copy.deepcopy(model)
     steps = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
     losses = []
@@ -117,9 +128,9 @@ def train(
 
 
 def main() -> int:
-    """Train and print; 1 when the losses are not those of one process."""
+    """Train and print. Return 1 if the losses differ from one process."""
     parser = argparse.ArgumentParser(
-        description="A tiny Llama of transformers under context parallelism."
+        description="Train a tiny Llama of transformers under context parallelism."
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N")
     parser.add_argument(
@@ -127,7 +138,7 @@ def main() -> int:
         type=int,
         default=250,
         metavar="S",
-        help="filled up where ranks do not divide it",
+        help="tokens of a row; padded if the ranks do not divide it",
     )
     parser.add_argument(
         "--transport",

@@ -1,10 +1,10 @@
-"""The stock Trainer of transformers on packed rows that ranks share.
+"""Train packed rows that ranks share with the Trainer of transformers.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
 
-The model is a tiny Llama with random weights; a row holds documents whose position ids start again.
-One line is added to what a Trainer takes: `shard_sequences`. On GPUs give the Trainer FSDP2 as
-ever.
+The model is a tiny Llama with random weights. A row contains documents whose position ids restart.
+Only one line is new in the code of the Trainer: `shard_sequences`. On GPUs, configure FSDP2 in the
+Trainer as usual.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ VOCAB = 512
 
 
 def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
-    """Packed rows; the first token of a document has no label, as what stands before it is another
-    document's.
+    """Return packed rows. The first token of a document has no label because its predecessor is in
+    another document.
     """
     found = []
     for _ in range(count):
+        # Two documents per row, divided at a random place.
         cut = int(torch.randint(1, seq_length, ()))
         positions = torch.cat([torch.arange(cut), torch.arange(seq_length - cut)])
         ids = torch.randint(0, VOCAB, (seq_length,))
@@ -40,15 +41,15 @@ def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> int:
-    """Train some steps and print the losses, which are those of one process."""
+    """Train some steps and print the losses, which equal those of one process."""
     parser = argparse.ArgumentParser(
-        description="The Trainer of transformers over a sharded sequence."
+        description="Train on sharded sequences with the Trainer of transformers."
     )
     parser.add_argument(
         "--cp-size",
         type=int,
         default=2,
-        help="ranks that share a row; 1 leaves the Trainer as it is",
+        help="ranks that share a row; 1 does not change the Trainer",
     )
     parser.add_argument("--seq-length", type=int, default=250)
     parser.add_argument("--steps", type=int, default=3)
@@ -76,6 +77,7 @@ def main() -> int:
         arguments,
         train_dataset=rows(32, options.seq_length),
     )
+    # The only line that differs from ordinary use of the Trainer.
     if options.cp_size > 1:
         shard_sequences(trainer, options.cp_size)
     trainer.train()

@@ -1,11 +1,10 @@
-"""The stock Trainer of transformers on images and text that ranks share: Qwen3-VL with random
-weights.
+"""Train Qwen3-VL with random weights on sharded images and text with the Trainer of transformers.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_vlm.py
 
-One line is added to what a Trainer takes: `shard_sequences`. Every rank gets the whole batch, as
-the processor made it. It runs the tower on its own images, and the language model on its own
-tokens. On GPUs give the Trainer FSDP2 as ever.
+Only one line is new in the code of the Trainer: `shard_sequences`. Every rank gets the whole batch
+from the processor. It runs the vision tower on its own images, and the language model on its own
+tokens. On GPUs, configure FSDP2 in the Trainer as usual.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Trainer
 from megacp.integrations import shard_sequences
 
 IMAGE, TOKENS_OF_IMAGE, PIXELS = 120, 16, 3 * 2 * 4 * 4
-"""The image token, merged patches of an image of 8 x 8 patches, and numbers in a patch of two
+"""Image token, merged patches of an image with 8 x 8 patches, and numbers in a patch of two
 frames.
 """
 
 
 def build() -> Qwen3VLForConditionalGeneration:
-    """Three layers of text and two of a tower, whose features also go into the first two layers of
-    text.
+    """Build three layers of text and two of a tower, whose features also enter the first two text
+    layers.
     """
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
     text: dict[str, Any] = {
@@ -66,10 +65,11 @@ def build() -> Qwen3VLForConditionalGeneration:
 
 
 def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
-    """What a processor makes of a text with an image each."""
+    """Return rows like the output of a processor, each with a text and an image."""
     found = []
     for _ in range(count):
         ids, kinds = torch.randint(0, 100, (seq_length,)), torch.zeros(seq_length, dtype=torch.long)
+        # The image follows ten tokens of text. Kind 1 marks its tokens.
         kinds[10 : 10 + TOKENS_OF_IMAGE] = 1
         ids[kinds == 1] = IMAGE
         patches = torch.randn(4 * TOKENS_OF_IMAGE, PIXELS)
@@ -78,7 +78,7 @@ def rows(count: int, seq_length: int) -> list[dict[str, torch.Tensor]]:
 
 
 def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows of equal length; the patches of all images end to end."""
+    """Stack rows of equal length, and concatenate the patches of all images."""
     found = {
         name: torch.stack([row[name] for row in batch])
         for name in ("input_ids", "mm_token_type_ids")
@@ -89,15 +89,15 @@ def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def main() -> int:
-    """Train some steps and print the losses, which are those of one process."""
+    """Train some steps and print the losses, which equal those of one process."""
     parser = argparse.ArgumentParser(
-        description="The Trainer on a tiny Qwen3-VL over a sharded sequence."
+        description="Train a tiny Qwen3-VL on sharded sequences with the Trainer."
     )
     parser.add_argument(
         "--cp-size",
         type=int,
         default=2,
-        help="ranks that share a row; 1 leaves the Trainer as it is",
+        help="ranks that share a row; 1 does not change the Trainer",
     )
     parser.add_argument("--seq-length", type=int, default=99)
     parser.add_argument("--steps", type=int, default=3)
@@ -118,6 +118,7 @@ def main() -> int:
     trainer = Trainer(
         build(), arguments, train_dataset=rows(32, options.seq_length), data_collator=collate
     )
+    # The only line that differs from ordinary use of the Trainer.
     if options.cp_size > 1:
         shard_sequences(trainer, options.cp_size)
     trainer.train()

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Train the same model on packs of 131,072 tokens (long videos, books) on one machine of 8 GPUs with 80 GB each:
+# Train the 8B model on packs of 131,072 tokens (long videos, books) on one machine with 8 GPUs of 80 GB:
 #     bash examples/long_context.sh --data-path DIR --save DIR
-# Several machines: examples/slurm/long_context.sbatch. Packs of text alone, or with --image-attention causal, are causal:
-# cuDNN's attention takes them under any transport and layout where Transformer Engine is installed. COMM=p2p
-# CP_LAYOUT=zigzag_document runs Transformer Engine's own ring.
-# LAYOUT=auto lets megacp-plan choose the flags of the layout that are not given (examples/layout.sh).
+# For several machines see examples/slurm/long_context.sbatch. Packs with only text, or with --image-attention causal, are
+# causal. If Transformer Engine is installed, they use cuDNN's attention under any transport and layout. COMM=p2p
+# CP_LAYOUT=zigzag_document selects Transformer Engine's ring.
+# With LAYOUT=auto, megacp-plan chooses the layout flags that you do not set (examples/layout.sh).
 #
 # Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params bash examples/long_context.sh --dry-run --world-size 8
-# (not measured on a GPU). The first row is the default: parameters and gradients are shared over dp x cp, and nothing
-# waits for tensor parallelism.
+# (not measured on a GPU). The first row is the default: parameters and gradients are sharded over dp x cp, without the
+# messages of tensor parallelism.
 #    8 GPUs  TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params  37.7 GiB
 #            weights 4.03, gradients 4.03, optimizer 8.07, table 6.54, activations 14.2, block 4.22, head 2.98 GiB
 #    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim               52.6 GiB
@@ -27,7 +27,7 @@ if [[ ${LAYOUT:-} != auto ]]; then
 fi
 SEQ=${SEQ:-131072}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
+# Use a new rendezvous store after each restart. Otherwise a machine that replaces a lost one cannot join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 run=(--config examples/molmo2_8b.yaml
@@ -39,12 +39,12 @@ run=(--config examples/molmo2_8b.yaml
     "$@")
 . examples/layout.sh
 add_layout "$NPROC"
-# One hardware queue: a tensor-parallel collective starts before the product that hides it. The gathers of full sharding
-# would stand in it before all products.
+# With one hardware queue, a tensor-parallel collective starts before the product that hides it. Full sharding needs more
+# queues, because its gathers would delay all products in the same queue.
 if [[ ${TP:-1} -gt 1 && ${SHARD:-} != optim_grads_params ]]; then
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 fi
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
-# Check everything in one process first: torchrun would bury a refusal under a long report.
+# Check the configuration in one process first, because torchrun hides an error in a long report.
 python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null
 exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train "${run[@]}"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Train an 8B text model on packs of 1,048,576 tokens on one machine of 8 GPUs with 80 GB each:
+# Train an 8B text model on packs of 1,048,576 tokens on one machine with 8 GPUs of 80 GB:
 #     bash examples/million_tokens.sh --data-path DIR --save DIR
-# A row is dealt over all GPUs, heads are exchanged for tokens around attention, all state is sharded, inputs of blocks
-# and results of attention wait in host memory (73 GiB a rank), the MLP runs over tiles of 8,192 tokens.
+# All GPUs share a row. Attention exchanges tokens for heads, and all state is sharded. Inputs of blocks and results of
+# attention are offloaded to host memory (73 GiB per rank). The MLP runs over tiles of 8,192 tokens.
 #
-# Memory of one rank, of a step on fake tensors (not measured on a GPU; communicators and fragments come on top):
+# Memory of one rank, from a step on fake tensors (not measured on a GPU; add communicators and fragmentation):
 #     python tools/check_gpu.py --fake --mask mixed $(bash examples/million_tokens.sh --flags)
 #    8 GPUs, any mask       32.0 GiB
-# With COMM=kv_exchange CP_LAYOUT=balanced 44.0 GiB for mask mixed, 59.3 GiB for one causal document.
-# LAYOUT=auto lets megacp-plan choose the flags of the layout that are not given (examples/layout.sh).
+# COMM=kv_exchange CP_LAYOUT=balanced needs 44.0 GiB for mixed masks, and 59.3 GiB for one causal document.
+# With LAYOUT=auto, megacp-plan chooses the layout flags that you do not set (examples/layout.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}

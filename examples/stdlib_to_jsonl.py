@@ -1,10 +1,9 @@
-"""Real text that every machine has: the Python standard library's sources as JSONL for training and
-validation.
+"""Write the Python standard library's sources as JSONL for training and validation.
 
     python examples/stdlib_to_jsonl.py --output out/text --megabytes 8
 
-About every tenth file, by a hash of its name, goes to validation. So the split is the same wherever
-the Python is.
+Every machine has this text. A hash of its name sends about every tenth file to validation, so the
+split does not depend on the location of Python.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from pathlib import Path
 
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
-    """Relative name and text of every readable module below `root`, tests and installed packages
-    left out.
+    """Yield the relative name and the text of every readable module below `root`, except tests and
+    installed packages.
     """
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -37,9 +36,9 @@ def sources(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Write OUTPUT/train.jsonl and OUTPUT/valid.jsonl and say how much they hold."""
+    """Write OUTPUT/train.jsonl and OUTPUT/valid.jsonl, and print their sizes."""
     parser = argparse.ArgumentParser(
-        description="Standard library sources as JSONL records with `id` and `text`."
+        description="Write standard library sources as JSONL records with `id` and `text`."
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument(
@@ -59,6 +58,7 @@ def main() -> int:
     ):
         files = {"train": train, "valid": valid}
         for name, text in sources(Path(sysconfig.get_path("stdlib"))):
+            # The first byte of a hash is uniform, so about a tenth of the files go to validation.
             split = "valid" if hashlib.sha256(name.encode()).digest()[0] % 10 == 0 else "train"
             files[split].write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
             sizes[split] += len(text.encode())

@@ -1,9 +1,9 @@
-"""TRL's SFTTrainer with packing and LoRA on rows that ranks share, which TRL itself refuses.
+"""Train with TRL's SFTTrainer, packing and LoRA on rows that ranks share.
 
     torchrun --standalone --nproc-per-node 2 examples/trl_sft_packed.py
 
-The model is a tiny Llama with random weights, the data are random ids. One process with `--cp-size
-1` has the same losses.
+TRL 1.16 refuses packing with its own ring attention (`cp_size`). The model is a tiny Llama with
+random weights, and the data are random ids. One process with `--cp-size 1` has the same losses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCAB = 512
 
 
 def documents(count: int) -> Dataset:
-    """Tokenized documents of unequal lengths; the trainer packs them."""
+    """Return tokenized documents of various lengths, which the trainer packs."""
     lengths = torch.randint(10, 120, (count,)).tolist()
     return Dataset.from_list(
         [{"input_ids": torch.randint(2, VOCAB, (n,)).tolist()} for n in lengths]
@@ -35,13 +35,13 @@ def documents(count: int) -> Dataset:
 def main() -> int:
     """Train some steps and print the losses."""
     parser = argparse.ArgumentParser(
-        description="SFTTrainer with packing and LoRA over a sharded sequence."
+        description="Train on sharded sequences with SFTTrainer, packing and LoRA."
     )
     parser.add_argument(
         "--cp-size",
         type=int,
         default=2,
-        help="ranks that share a row; 1 leaves the trainer as it is",
+        help="ranks that share a row; 1 does not change the trainer",
     )
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
@@ -52,6 +52,7 @@ def main() -> int:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=VOCAB, num_attention_heads=8, eos_token_id=1, **sizes)
     )
+    # The documents are token ids already; the trainer only needs the special tokens.
     words = models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2")
     arguments = SFTConfig(
         options.output,
@@ -78,6 +79,7 @@ def main() -> int:
             r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
         ),
     )
+    # The only line that differs from ordinary use of SFTTrainer.
     if options.cp_size > 1:
         shard_sequences(trainer, options.cp_size)
     trainer.train()

@@ -1,6 +1,4 @@
-"""README and docs/: short where they have to be, and nothing in them points to what is not
-there.
-"""
+"""README and docs/: every page is short, and every link, file and flag in it exists."""
 
 from __future__ import annotations
 
@@ -12,8 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "examples/README"))
-PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
-MOST_WORDS = 1_200
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*TOP, *DOCS]
+WITHOUT_COMMAND = {"comparison", "glossary"}
+"""Pages that no command belongs to."""
+MOST_WORDS = {"README.md": 1_200}
+"""Limits of single pages; every other page has PAGE_WORDS."""
+PAGE_WORDS = 1_500
 OTHERS = {
     *("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
@@ -27,7 +30,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 TOURS = ("attention", "engine", "training")
-"""Pages that walk through a package."""
+"""Pages that explain the code of a package."""
 
 
 @pytest.mark.parametrize("name", TOURS)
@@ -44,7 +47,7 @@ def test_the_code_on_a_page_about_a_package_runs(name: str) -> None:
 
 @cache
 def sources() -> str:
-    """All of the code, in which a flag stands as it is typed or as the field that it is made of."""
+    """Return all of our code. It contains each flag as the user types it, or as its field."""
     files = [
         path
         for top in ("megacp", "tools", "examples", "tests")
@@ -54,14 +57,33 @@ def sources() -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that headings of a page have in links."""
+    """Return the names that the headings of a page have in links."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_can_be_read_in_six_minutes() -> None:
-    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
-    assert len(words) <= MOST_WORDS
+@pages
+def test_a_page_can_be_read_in_minutes(page: Path) -> None:
+    words = page.read_text(encoding="utf-8").split()
+    assert len(words) <= MOST_WORDS.get(page.name, PAGE_WORDS)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_a_page_begins_with_one_title_and_a_command(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"^# .*$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    assert len(titles) == 1 and text.startswith(titles[0])
+    before_sections, _, _ = text.partition("\n## ")
+    assert page.stem in WITHOUT_COMMAND or "```" in before_sections
+
+
+def test_every_page_is_linked_from_another_one() -> None:
+    """A reader must be able to find each page of docs/ from README or from another page."""
+    linked = set()
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s#]+\.md)", page.read_text(encoding="utf-8")):
+            linked.add((page.parent / target).resolve())
+    assert [page.name for page in DOCS if page not in linked] == []
 
 
 @pages
@@ -79,7 +101,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """A path begins at the root, next to the page, or below megacp/, where the module is."""
+    """Paths are relative to the root, to the page, or to megacp/."""
     named = re.findall(
         r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8")
     )

@@ -1,6 +1,7 @@
-"""Figures of context parallelism: balance, traffic and time, each beside its goal (`make bench`).
+"""Measure balance, traffic and time of context parallelism, and compare each figure with its goal
+(`make bench`).
 
-python tools/bench_cp.py [--quick] [--json FILE] [--only layouts time states experts]
+    python tools/bench_cp.py [--quick] [--json FILE] [--only layouts time states experts]
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ PARTS = {"layouts": layout_part, "time": time_part, "states": states_part, "expe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark. Return the exit status."""
     arguments = benchmark_parser(
-        "Figures of context parallelism beside their goals.", [*PARTS]
+        "Compare figures of context parallelism with their goals.", [*PARTS]
     ).parse_args(argv)
     return run_parts(
         {name: functools.partial(part, arguments.quick) for name, part in PARTS.items()}, arguments

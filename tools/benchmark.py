@@ -1,15 +1,13 @@
-"""Speed, memory and traffic of training steps on this machine's CPU, every layout in one run (`make
-bench`).
+"""Measure speed, memory and traffic of training steps on this machine's CPU (`make bench`).
 
     python tools/benchmark.py [--quick] [--json FILE]
     python tools/benchmark.py --peers --peers-python ENVIRONMENT/bin/python
 
-The layouts of a group take turns, one step each; the table shows medians. Ratios are over one
-process with one thread and over one process with two; ranks have one thread.
+The layouts of a group take turns, one step each, and the table shows medians. Ratios compare with
+one process on one thread and on two threads. Each rank has one thread.
 
-`--peers` trains the same model on the same tokens with ours and with other trainers, by turns
-(tools/peers). Their packages are no dependency: `--peers-python` names an interpreter that has
-them.
+`--peers` compares our trainer with others on the same model and tokens, in turns (tools/peers).
+Their packages are not dependencies: `--peers-python` names an interpreter that has them installed.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ from megacp.huggingface.convert.export import Request, convert
 
 
 def to_hugging_face(checkpoint: Path, folder: Path) -> None:
-    """A checkpoint of ours as a Hugging Face folder; what the converter prints is no part of a
-    benchmark.
+    """Convert a checkpoint of ours to a Hugging Face folder. The converter's messages go to
+    standard error.
     """
     with contextlib.redirect_stdout(sys.stderr):
         convert(Request("megacp", "hf", checkpoint, folder), single_axis("world"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark. Return the exit status."""
     about = "Measure training steps and preprocessing on this machine's CPU."
     parser = benchmark_parser(
         about,
@@ -52,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rounds",
         type=int,
         metavar="N",
-        help="steps measured of each layout (default 3, peers 5, quick 1)",
+        help="measured steps per layout (default 3, peers 5, quick 1)",
     )
     parser.add_argument(
         "--peers",
@@ -62,16 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the same as --only peers",
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of steps"
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of steps"
     )
     parser.add_argument(
         "--peers-python",
         metavar="PATH",
         default=sys.executable,
-        help="interpreter that has the peers (default: this)",
+        help="interpreter with the peers installed (default: this one)",
     )
     parser.add_argument(
-        "--grids", nargs="+", choices=GRIDS, default=list(GRIDS), help="of --peers (default: all)"
+        "--grids",
+        nargs="+",
+        choices=GRIDS,
+        default=list(GRIDS),
+        help="grids of --peers (default: all)",
     )
     arguments = parser.parse_args(argv)
     sizes = {**(QUICK_SIZES if arguments.quick else SIZES), "dtype": arguments.dtype}

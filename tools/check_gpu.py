@@ -1,13 +1,14 @@
-"""Check a machine's GPU in under ten minutes and write a report: `python tools/check_gpu.py
---output DIR`.
+"""Check a machine's GPU in under ten minutes and write a report:
+`python tools/check_gpu.py --output DIR`.
 
-First a run of 14 steps that is saved and resumed, then what must be equal (training against float64
-on the CPU, Transformer Engine, several ranks on the one GPU), then tokens/s and utilisation of a 1B
-model. `report.json` and `report.md` hold the versions beside every figure. `--dry-run` needs no
-GPU: it prints what would run. Exit status 1 when something was not equal.
+First, a run of 14 steps is saved and resumed. Then results are compared: training with float64 on
+the CPU, Transformer Engine with native layers, and several ranks that share the GPU with one.
+Finally the speed and utilisation of a 1B model are measured. `report.json` and `report.md` contain
+all figures with the versions of the software. `--dry-run` prints the list of checks and needs no
+GPU. The exit status is 1 if a comparison fails.
 
-`--fake --world-size N --config FILE ...` needs no GPU either: with any flag of a run it trains one
-step of `--rank` and the ranks beside it on a device that is not there, and prints what they hold
+`--fake --world-size N --config FILE ...` needs no GPU either. With any flags of a run, it trains
+one step of `--rank` and its neighbours on a simulated device, and prints their memory
 (`megacp/verify/fake_step.py`).
 """
 
@@ -23,7 +24,7 @@ from megacp.verify import fake_cuda
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line. Return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--fake" in arguments:
         arguments.remove("--fake")
@@ -46,18 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("gpu_report"), help="of the report (gpu_report)"
+        "--output", type=Path, default=Path("gpu_report"), help="folder of the report (gpu_report)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the report that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing report")
     parser.add_argument(
-        "--minutes", type=float, default=7.0, help="parts that would begin later are left out (7)"
+        "--minutes", type=float, default=7.0, help="do not start a part after this time (7)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run; needs no GPU")
     parser.add_argument(
         "--device",
         default="cuda",
         choices=("cuda", "cpu"),
-        help="cpu runs small sizes: a check of this file (cuda)",
+        help="cpu runs small sizes, to test this script (cuda)",
     )
     options = parser.parse_args(arguments)
     if options.dry_run:

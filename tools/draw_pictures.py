@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, draw; exit status 2 with one message on bad input."""
+    """Draw the pictures. Return 2 with one message on bad input."""
     parser = argparse.ArgumentParser(description="Draw the pictures of README.md and docs/.")
     parser.add_argument(
         "--output",

@@ -1,7 +1,7 @@
-"""Print the size of each package, what a module imports, and in which files a choice is named and
-compared.
+"""Print the size of each package, the imports of each entrance, and the files that name or compare
+a choice.
 
-python tools/structure.py
+    python tools/structure.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENTRANCES = (
     "megacp.prepare.command",
     "megacp.plan.command",
 )
-"""Modules and packages whose imports are followed."""
+"""Modules and packages whose imports are followed, directly and indirectly."""
 VALUES = (
     "p2p",
     "all_gather",
@@ -30,13 +30,13 @@ VALUES = (
     "optim_grads_params",
     "zero_bubble",
 )
-"""Values of flags whose naming files are counted."""
+"""Values of flags for which the naming files are counted."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the configuration. Its row should know what depends on it, so that nobody
-    compares its words.
+    """A choice of the configuration. Its row should know everything that depends on it, so other
+    code need not compare its words.
     """
 
     flag: str
@@ -44,7 +44,7 @@ class Choice:
     words: tuple[str, ...]
     """Its values except `auto`."""
     shared: tuple[str, ...] = ()
-    """Words that other choices have too. They count only next to a name of this choice."""
+    """Words that other choices use too. They count only next to a name of this choice."""
     names: tuple[str, ...] = ()
     """Names of variables and fields that hold the word, besides the flag."""
     rows: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ CHOICES = {
 }
 """Choices whose words should be compared in one file; `tests/test_architecture.py` asserts it."""
 CONFIGURATION = "megacp.engine.config."
-"""Begins the modules that list the words of flags, which may compare them."""
+"""Prefix of the modules that list the words of flags. These modules may compare them."""
 
 
 def sources() -> dict[str, Path]:
@@ -129,6 +129,7 @@ def purpose(package: Path) -> str:
 
 
 def print_packages(files: dict[str, Path]) -> None:
+    # Lines include docstrings, comments and blank lines.
     whole = lines_of(list(files.values()))
     print(f"{'package':<22}{'files':>6}{'lines':>8}{'share':>7}  purpose")
     for package in sorted(path.parent for path in (ROOT / "megacp").glob("*/__init__.py")):
@@ -144,6 +145,7 @@ def print_packages(files: dict[str, Path]) -> None:
 def print_closures(files: dict[str, Path]) -> None:
     print(f"\n{'imported by':<26}{'files':>6}{'lines':>8}")
     for start in ENTRANCES:
+        # A package stands for all its modules.
         starts = {name for name in files if name == start or name.startswith(start + ".")}
         reached = closure(starts, files)
         print(f"{start:<26}{len(reached):>6}{lines_of([files[name] for name in reached]):>8,}")
@@ -153,6 +155,7 @@ def print_choices(files: dict[str, Path]) -> None:
     print(f"\n{'value':<22}{'named in files':>15}")
     everywhere = set()
     for value in VALUES:
+        # Only a quoted value counts, so prose that mentions it does not.
         naming = {
             path for path in files.values() if f'"{value}"' in path.read_text(encoding="utf-8")
         }
@@ -162,8 +165,8 @@ def print_choices(files: dict[str, Path]) -> None:
 
 
 def compared_parts(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions that a node compares, elements of literals one by one; empty if it
-    compares nothing.
+    """Return the expressions that a node compares, with each element of a literal; empty if there
+    is no comparison.
     """
     compared: list[ast.expr] = []
     if isinstance(node, ast.Compare):
@@ -198,6 +201,7 @@ def compares(tree: ast.Module, choice: Choice) -> bool:
         rows = {part.id for part in parts if isinstance(part, ast.Name)} & set(choice.rows)
         if rows or words - set(choice.shared):
             return True
+        # A shared word counts only next to the flag or a variable of this choice.
         named = set[object]()
         for part in parts:
             for inner in ast.walk(part):

@@ -1,8 +1,8 @@
-"""Train a tokenizer on text: a byte-level BPE `tokenizer.json`.
+"""Train a byte-level BPE tokenizer on text.
 
     python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.json --vocab-size 4096
 
-The result is one local file that preprocess_data.py takes as --tokenizer.
+The result is a local `tokenizer.json`, which preprocess_data.py accepts as --tokenizer.
 """
 
 from __future__ import annotations
@@ -37,17 +37,21 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="TEXT",
-        help="texts that are one token each, such as '<|user|>'",
+        help="texts that become one token each, such as '<|user|>'",
     )
     parser.add_argument(
-        "--max-mib", type=float, default=256, metavar="N", help="stop after so much text (256)"
+        "--max-mib",
+        type=float,
+        default=256,
+        metavar="N",
+        help="stop after this many MiB of text (256)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     return parser
 
 
 def _train(args: argparse.Namespace) -> int:
-    """The size of the vocabulary. ValueError names the flag."""
+    """Train, and return the size of the vocabulary. Raise ValueError with the flag on bad input."""
     if args.output.suffix != ".json":
         raise ValueError(f"--output is '{args.output}', it must end in .json")
     require_free("--output", args.output, args.overwrite)
@@ -56,7 +60,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; returns the exit code, 2 for an error."""
+    """Train a tokenizer. Return the exit code, 2 on an error."""
     args = _parser().parse_args(argv)
     try:
         size = _train(args)

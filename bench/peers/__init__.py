@@ -1,3 +1,3 @@
-"""Other trainers on the same work: their processes, the table of what each can do, and the
-comparison.
+"""Comparison with other trainers: their processes, the table of their abilities, and the
+measurement.
 """

@@ -1,8 +1,7 @@
-"""Our steps and those of other trainers by turns, on the same weights and tokens: speed, losses,
-memory.
+"""Compare our steps with other trainers on the same weights and tokens: speed, losses and memory.
 
-On each grid all trainers are alive at once and take turns, one step each: a slow minute of the
-machine slows all.
+On each grid, all trainers are alive at once and take turns, one step each. A slow minute of the
+machine therefore affects all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from megacp.verify.spawn import RankPool
 
 OURS = "megacp"
 _IGNORED = -100
-"""The label that torch's cross-entropy leaves out."""
+"""Label that torch's cross-entropy ignores."""
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, sys
 def version(name):
@@ -52,12 +51,12 @@ print(json.dumps({name: version(name) for name in sys.argv[1:]}))
 
 Steps = Sequence[StepMeasure] | Sequence[PeerStep]
 ToHuggingFace = Callable[[Path, Path], None]
-"""Converts a checkpoint of ours (first) to a new Hugging Face folder (second)."""
+"""Function that converts a checkpoint of ours (first) to a new Hugging Face folder (second)."""
 
 
 @dataclass(frozen=True)
 class Opponents:
-    """Peers, the interpreter in which they are installed, and the folder with their scripts."""
+    """Peers, the interpreter with their packages, and the folder with their scripts."""
 
     python: str
     scripts: Path
@@ -65,7 +64,7 @@ class Opponents:
 
 
 def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
-    """Versions of packages in an interpreter; None for those that it has not."""
+    """Return the versions of packages in an interpreter, None for a missing package."""
     done = subprocess.run(
         [python, "-c", _PROBE, *names], capture_output=True, text=True, check=True, timeout=120
     )
@@ -74,7 +73,7 @@ def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
 
 
 def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
-    """Write the weights that a fresh run starts from as a checkpoint of ours; one process."""
+    """Write the initial weights of a run as a checkpoint of ours, on one process."""
     model = ParallelModel(config, build_grid(GridShape(), rank))
     boxes = boxes_to_save(model.parameters.parameter_slices(), {}, model.parameters.counts)
     world = model.grid.world
@@ -84,9 +83,10 @@ def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> No
 
 
 def write_tokens(config: RunConfig, rules: MockRules, steps: int, path: Path) -> None:
-    """The tokens and labels [steps, sequences, length] of mock packs, as `Subject.measure` takes
-    them.
+    """Write the tokens and labels [steps, sequences, length] of mock packs, as used by
+    `Subject.measure`.
     """
+    # Packs are numbered through the steps, so each step has new tokens.
     count = config.training.global_batch_size
     packs = [[mock_batch([step * count + i], rules) for i in range(count)] for step in range(steps)]
     tokens = np.array([[pack.tokens for pack in step] for step in packs])
@@ -104,12 +104,12 @@ class Turn:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.steps[0].tokens / max(rank.wall for rank in self.steps)
 
     @property
     def loss(self) -> float:
-        """Of the step, from the first rank that knows it."""
+        """Loss of the step, from the first rank that knows it."""
         return next((rank.loss for rank in self.steps if rank.loss is not None), float("nan"))
 
 
@@ -128,7 +128,7 @@ class Column:
         self.failures: dict[str, str] = {}
 
     def run(self, installed: Sequence[str]) -> dict[str, list[Turn]]:
-        """Turns of every trainer, the first of each included."""
+        """Return the turns of every trainer, including the first one."""
         turns: dict[str, list[Turn]] = {}
         with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="megacp_peers_") as name:
             folder = Path(name)
@@ -165,6 +165,7 @@ class Column:
             name: stack.enter_context(self._start(peer, work, folder / name))
             for name, peer in peers.items()
         }
+        # All peers start in parallel; wait for each of them.
         for name, ranks in list(started.items()):
             try:
                 ranks.ready()
@@ -174,7 +175,7 @@ class Column:
         return {name: ranks.step for name, ranks in started.items()}
 
     def _work(self, folder: Path) -> dict[str, Any]:
-        """Write what all peers read, and describe it."""
+        """Write the weights and tokens for all peers. Return their description."""
         with RankPool(1) as pool:
             pool.run(
                 save_rank, with_values(self.config, {TP: 1, PP: 1, CP: 1}), folder / "checkpoint"
@@ -201,7 +202,10 @@ class Column:
 
 
 def figures(turns: Sequence[Turn]) -> dict[str, Any]:
-    """Of one trainer on one grid; the first turn warms up and gives the first loss alone."""
+    """Return the figures of one trainer on one grid.
+
+    The first turn is a warm-up; only its loss is used.
+    """
     timed = turns[1:]
     return {
         "tokens_per_second": statistics.median(one.speed for one in timed),
@@ -213,7 +217,9 @@ def figures(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def over_best(found: Mapping[str, Mapping[str, Any]]) -> tuple[float, str] | None:
-    """Our tokens a second over those of the best peer, and its name; None without a peer."""
+    """Return our tokens per second over the best peer's, and its name. Return None without a
+    peer.
+    """
     speeds = {name: row["tokens_per_second"] for name, row in found.items() if name != OURS}
     if not speeds:
         return None
@@ -222,7 +228,7 @@ def over_best(found: Mapping[str, Mapping[str, Any]]) -> tuple[float, str] | Non
 
 
 def other_losses(found: Mapping[str, Mapping[str, Any]], digits: int) -> list[str]:
-    """Peers whose first or last loss, printed, is not ours, with both."""
+    """Return a message for each peer whose printed first or last loss differs from ours."""
     words = []
     for place, number in (("first", 0), ("last", -1)):
         printed = {name: f"{row['losses'][number]:.{digits}f}" for name, row in found.items()}
@@ -238,11 +244,14 @@ SHOWN: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "peak of the fullest rank": lambda row: human_bytes(max(row["peak_memory"])),
     "processor seconds, all ranks": lambda row: f"{row['cpu_seconds']:.2f}",
 }
-"""Blocks of the table: a trainer's figure on a grid, as text."""
+"""Blocks of the table, with a function that formats a trainer's figure on a grid."""
 
 
 def speed_table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """A column a grid, a row a trainer in each block; `found` is grid to trainer to `figures`."""
+    """Return a table with a column per grid and a row per trainer in each block.
+
+    `found` maps grids to trainers to `figures`.
+    """
     names = list(
         dict.fromkeys(name for rows in found.values() for name in rows if name != OURS)
     ) + [OURS]
@@ -273,7 +282,7 @@ def peers_part(
     to_hf: ToHuggingFace,
     grids: Sequence[str] = tuple(GRIDS),
 ) -> Part:
-    """Every grid in turn, all trainers on it by turns."""
+    """Measure every grid in order, with all trainers on it in turns."""
     names = sorted({name for peer in opponents.peers.values() for name in peer.needs} | {"torch"})
     there = versions(opponents.python, names)
     missing = {
@@ -290,9 +299,8 @@ def peers_part(
     for name in grids:
         column = Column(name, quick, rounds, opponents, to_hf)
         found[name] = {trainer: figures(turns) for trainer, turns in column.run(installed).items()}
-        print(
-            f"{name}\n{speed_table({name: found[name]})}", file=sys.stderr, flush=True
-        )  # kept if the run is ended
+        # Print each grid at once, so its figures survive if the run is interrupted.
+        print(f"{name}\n{speed_table({name: found[name]})}", file=sys.stderr, flush=True)
         lines += [
             f"{name}: {trainer} failed, {reason}" for trainer, reason in column.failures.items()
         ]

@@ -1,7 +1,7 @@
-"""What is compared: grids with their sizes, and which peer can train on which of them.
+"""The table of comparisons: grids with their sizes, and the peers that can train on each of them.
 
-A peer's cells are the options that its script takes on a grid; a grid without a cell is one that it
-cannot do.
+A peer's cell has the options of its script on a grid. A grid without a cell is not supported by the
+peer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAME: dict[str, Value] = {
     "weight_decay": 0.0,
     "lr_decay_style": "constant",
 }
-"""Beside the sizes of the benchmark: what every peer can be told as well."""
+"""Flags in addition to the sizes of the benchmark that every peer supports."""
 STATES: dict[str, Value] = {
     "linear_attention_freq": "4",
     "linear_num_key_heads": 1,
@@ -32,21 +32,21 @@ STATES: dict[str, Value] = {
     "norm_epsilon": 1e-6,
     "hf_model_type": "qwen3_5_text",
 }
-"""Three gated delta rules to a layer of attention, heads of 128."""
+"""Three gated delta rules per layer of attention, heads of width 128."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One column: a grid, and what all trainers are given on it."""
+    """One column of the table: a grid, and the settings of all trainers on it."""
 
     ranks: int
     values: Mapping[str, Value]
-    """Our flags beside the sizes."""
+    """Our flags in addition to the sizes."""
     goal: float | None
-    """Least ratio of our tokens a second to the best peer's."""
+    """Required ratio of our tokens per second to the best peer's."""
 
     def axes(self) -> dict[str, int]:
-        """Sizes of the axes by the names that scripts know."""
+        """Return the sizes of the axes by the names that scripts use."""
         sizes = {
             short: int(str(self.values.get(flag, 1)))
             for short, flag in (("tp", TP), ("pp", PP), ("cp", CP))
@@ -70,19 +70,19 @@ GRIDS: dict[str, Grid] = {
 
 
 def sizes(quick: bool) -> dict[str, Value]:
-    """Of the model and the step, before a grid's own."""
+    """Return the sizes of the model and the step, without a grid's additions."""
     return {**(QUICK_SIZES if quick else SIZES), **SAME}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another trainer: its script in tools/peers, what must be importable for it, and its cells."""
+    """Another trainer: its script in tools/peers, its required modules, and its cells."""
 
     script: str
     needs: tuple[str, ...]
-    """Modules that its interpreter must have; also the distributions whose versions are shown."""
+    """Modules that its interpreter must have, and distributions whose versions are shown."""
     cells: Mapping[str, Mapping[str, Any]]
-    """Grid to options of the script."""
+    """Options of the script by grid."""
 
 
 _ONE: dict[str, dict[str, Any]] = {"one process": {}, "one process, long": {}}

@@ -1,7 +1,8 @@
-"""Ranks of another trainer: processes in its own interpreter, kept alive, one training step a line.
+"""Run the ranks of another trainer as processes in its interpreter, with one training step per
+line.
 
-A rank that dies, raises or hangs ends the peer with one `PeerFailure`, which holds what it printed;
-no process outlives the peer. The environment of a rank is set by `env`, so nothing of ours reads or
+If a rank dies, raises or hangs, the peer ends with one `PeerFailure` that contains its output. No
+process outlives the peer. `env` sets the environment of a rank, so our code neither reads nor
 writes one.
 """
 
@@ -25,33 +26,37 @@ _ONE_THREAD = (
     "TOKENIZERS_PARALLELISM=false",
 )
 _SHOWN = 12
-"""Last lines of the error stream in a failure."""
+"""Number of last lines of the error stream in a failure."""
 
 
 class PeerFailure(RuntimeError):
-    """Some rank of a peer died, raised or hung; the message says which and what it printed."""
+    """A rank of a peer died, raised or hung. The message names the rank and has its output."""
 
 
 @dataclass(frozen=True)
 class PeerStep(Seconds):
-    """One training step of a peer on one rank, between two barriers."""
+    """One training step of a peer on one rank, measured between two barriers."""
 
     tokens: int
-    """Of the whole step."""
+    """Tokens of the whole step."""
     loss: float | None
-    """None on a rank that does not know it, such as the first stage of a pipeline."""
+    """Loss of the step; None on a rank that does not know it, such as the first stage of a
+    pipeline.
+    """
     memory: int
-    """Bytes: the process's peak so far, less what it held before the model was built."""
+    """Peak memory of the process minus its memory before the model was built, in bytes."""
 
 
 class PeerRanks:
-    """`ranks` processes of one script in one gloo group; `step` trains all of them once."""
+    """The processes of one script in one gloo group. `step` trains a step on all of them."""
 
     def __init__(
         self, command: Sequence[str], ranks: int, work: Mapping[str, Any], folder: Path
     ) -> None:
-        """`command`: interpreter and script; `work`: what the script reads; `folder`: new, for its
-        files.
+        """Start the processes.
+
+        `command` is the interpreter and script, `work` the script's input, and `folder` a new
+        folder for its files.
         """
         folder.mkdir(parents=True)
         described = folder / "work.json"
@@ -78,11 +83,13 @@ class PeerRanks:
             self._processes.append(process)
 
     def ready(self, timeout: float = 300.0) -> None:
-        """Wait until every rank has built its model. Raises PeerFailure."""
+        """Wait until every rank has built its model. Raise PeerFailure if one fails."""
         self._answers(timeout)
 
     def step(self, number: int, timeout: float = 600.0) -> list[PeerStep]:
-        """Train step `number`, counted from 0; results in rank order. Raises PeerFailure."""
+        """Train step `number`, counted from 0. Return results in rank order. Raise PeerFailure if a
+        rank fails.
+        """
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
             try:
@@ -121,7 +128,7 @@ class PeerRanks:
         return PeerFailure("\n".join([f"rank {rank}: {what}", *printed]))
 
     def close(self) -> None:
-        """End all processes; may be called twice."""
+        """End all processes. May be called twice."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

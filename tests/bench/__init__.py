@@ -1,1 +1,1 @@
-"""Tests of bench."""
+"""Tests of the benchmarks."""

@@ -1,6 +1,4 @@
-"""The benchmarks run, their figures mean what they say, and the pictures show what plans and
-schedules say.
-"""
+"""The benchmarks run, their figures are correct, and the pictures show real plans and schedules."""
 
 from __future__ import annotations
 
@@ -192,7 +190,7 @@ def test_each_stored_picture_is_drawn_here_and_shown_in_a_text() -> None:
 
 
 def finished_demo(folder: Path) -> Path:
-    """A folder as `make demo` leaves it, in small."""
+    """Write a small folder like the output of `make demo`."""
     images = folder / "digits" / "images"
     images.mkdir(parents=True)
     Image.new("L", (16, 16), 128).save(images / "1.png")

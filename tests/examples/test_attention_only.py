@@ -1,4 +1,4 @@
-"""The example of attention in a model of one's own prints its difference from dense attention."""
+"""The example of attention in your own model prints its difference from dense attention."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_sharded_attention_of_a_plain_module_equals_dense_attention() -> None:
-    """Sums of 32 products of float64 numbers near 1, and gradients up to 100, round to about
-    1e-14.
+    """Sums of 32 products of float64 numbers near 1, and gradients up to 100, have rounding errors
+    of about 1e-14.
     """
     command = [
         sys.executable,

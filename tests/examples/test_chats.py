@@ -1,4 +1,4 @@
-"""The pieces of the chat demo on a random model."""
+"""The parts of the chat demo, on a random model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:Glyph")  # a random model says anything
+@pytest.mark.filterwarnings("ignore:Glyph")  # a random model may print any character
 def test_grids_answers_and_questions_of_the_chat_demo(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "hf", chat_template=TEMPLATES["qwen_25"])
     three = {

@@ -1,4 +1,4 @@
-"""The digit records, what is counted about their answers, and the whole way from scans to a page of
+"""The digit records, the counts of right answers, and the whole demo from scans to a page of
 answers.
 """
 
@@ -21,8 +21,8 @@ from megacp.train import main as train
 
 @pytest.fixture(autouse=True, scope="module")
 def the_scans() -> None:
-    """Asked for by the first test: every process that collects tests would pay a second for the
-    import.
+    """Skip without scikit-learn. This runs in the first test, because the import costs a second in
+    every process that collects tests.
     """
     pytest.importorskip("sklearn", reason="the digit scans are inside scikit-learn (extra `demo`)")
 
@@ -142,17 +142,17 @@ def test_only_exact_answers_count_and_single_scans_stand_alone(
     assert "1 of 2 single scans read correctly, --goal is 90%" in capsys.readouterr().err
     (tmp_path / "answers.jsonl").write_text("{}\n")
     assert evaluate_digits.main(flags) == 2
-    assert "answers.jsonl:1 is no line of tools/generate.py" in capsys.readouterr().err
+    assert "answers.jsonl:1 is not a line of tools/generate.py" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_way_from_scans_to_a_page_of_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few steps of a smaller model: would catch parts of the demo that do not fit together."""
+    """A few steps of a smaller model detect parts of the demo that do not fit together."""
     monkeypatch.syspath_prepend(
         str(Path(digits_to_jsonl.__file__).parent)
-    )  # as when the script is run
+    )  # the script's folder, as in a real run
     answer_with_transformers = importlib.import_module("answer_with_transformers")
     digits = made(tmp_path / "digits")
     image_flags = [
@@ -231,7 +231,7 @@ def test_the_way_from_scans_to_a_page_of_answers(
     ]
     capsys.readouterr()
     assert answer_with_transformers.main([*again, "--max-new-tokens", "2"]) == 0
-    assert "25 of 25 answers are those of megacp" in capsys.readouterr().out
+    assert "25 of 25 answers" in capsys.readouterr().out
     other = records(out)
     other[7]["answer"] = "another"
     out.write_text("".join(json.dumps(line) + "\n" for line in other))

@@ -1,5 +1,5 @@
-"""Launch files, scripts for clusters and recipes: their structure, and a dry run of what stands in
-them.
+"""Launch files, scripts for clusters and recipes: their structure, and a dry run of their
+commands.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def launched(
     program: str,
     told: str = ARGUMENTS,
 ) -> list[str]:
-    """What a script gives to `program`, which stands in `folder` and prints its arguments, or what
-    is `told`.
+    """Return the arguments that a script passes to `program`, one per line.
+
+    A substitute for `program` in `folder` prints them, or runs the shell line `told` instead.
     """
     folder.mkdir(exist_ok=True)
     (folder / program).write_text(f"#!/bin/sh\n{told}\n")
@@ -76,7 +77,7 @@ def test_one_hardware_queue_is_asked_for_where_it_helps(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one queue the gathers of full sharding would stand before all products."""
+    """In a single queue, the gathers of full sharding would delay all products."""
     settings = {"TP": tp, "SHARD": strategy, "SLURM_SUBMIT_DIR": str(EXAMPLES.parent)}
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     told = 'echo "queues=$CUDA_DEVICE_MAX_CONNECTIONS"'
@@ -85,21 +86,21 @@ def test_one_hardware_queue_is_asked_for_where_it_helps(
 
 
 def dataset(folder: Path) -> str:
-    """Packs of the length that examples/small.yaml asks for."""
+    """Write packs of the length in examples/small.yaml. Return their folder."""
     length = int(values_of_file(str(EXAMPLES / "small.yaml"))["seq_length"])
     write_dataset(folder, [random_packs(np.random.default_rng(0), 3)], seq_length=length)
     return str(folder)
 
 
 def require_run(arguments: list[str], nodes: int, head: str, gpus: int) -> None:
-    """torchrun's flags join all machines, and what follows is a run that passes its checks."""
+    """Require that torchrun's flags join all machines, and that the run passes its checks."""
     split = arguments.index("-m")
     ours, theirs = arguments[split + 2 :], arguments[:split]
     assert arguments[split + 1] == "megacp.train"
     found = dict(zip(theirs[::2], theirs[1::2], strict=True))
     assert found["--nnodes"] == str(nodes) and found["--nproc-per-node"] == str(gpus)
     assert found["--rdzv-endpoint"] == f"{head}:29500" and found["--rdzv-backend"] == "c10d"
-    assert "--auto-resume" in ours  # a restart goes on
+    assert "--auto-resume" in ours  # a restart resumes the run
     assert main([*ours, "--dry-run", "--world-size", str(nodes * gpus)]) == 0
 
 
@@ -149,14 +150,12 @@ def test_the_jobset_starts_a_run_in_all_its_pods(
     spec = job["template"]["spec"]
     pod, (container,) = spec["template"]["spec"], spec["template"]["spec"]["containers"]
     settings = {row["name"]: row["value"] for row in container["env"]}
-    assert all(
-        isinstance(value, str) for value in settings.values()
-    )  # Kubernetes refuses numbers there
+    # Kubernetes refuses numbers in the environment.
+    assert all(isinstance(value, str) for value in settings.values())
     nodes, gpus = int(settings["NNODES"]), int(settings["NPROC"])
     assert job["replicas"] == 1 and spec["parallelism"] == spec["completions"] == nodes
-    assert (
-        spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
-    )  # JobSet restarts all pods together
+    # JobSet restarts all pods together.
+    assert spec["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
     name = jobset["metadata"]["name"]
     assert settings["HEAD"] == f"{name}-{job['name']}-0-0.{name}"
@@ -173,7 +172,7 @@ def test_the_jobset_starts_a_run_in_all_its_pods(
 
 
 def test_the_image_copies_what_there_is_and_installs_what_training_may_need() -> None:
-    """Without what NVIDIA's image brings."""
+    """The image omits only the extra that NVIDIA's image already contains."""
     text = (EXAMPLES / "docker/Dockerfile").read_text(encoding="utf-8")
     copied = re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE)
     assert copied and all(
@@ -198,7 +197,7 @@ def test_the_cells_of_a_notebook_build_train_on_two_ranks_and_get_the_answers(
 
 
 def built(script: Sequence[str], settings: dict[str, str], folder: Path) -> None:
-    """Run the line of preprocess_data.py that a script starts."""
+    """Run the command of preprocess_data.py that a script starts."""
     program, *flags = launched(script, settings, folder / "bin", "python")
     assert program == "tools/preprocess_data.py"
     assert preprocess.main(flags) == 0
@@ -261,7 +260,7 @@ ROW = re.compile(
 
 
 def estimates(script: str) -> list[tuple[str, ...]]:
-    """(GPUs, settings of the environment, GiB, terms or nothing) of each row."""
+    """Return (GPUs, environment variables, GiB, terms or an empty text) of each row."""
     return ROW.findall((EXAMPLES / script).read_text(encoding="utf-8"))
 
 
@@ -270,8 +269,9 @@ def settings_of(row: tuple[str, ...]) -> dict[str, str]:
 
 
 def dry_run_flags(script: str, row: tuple[str, ...], folder: Path) -> list[str]:
-    """The flags that a dry run of the script gives to `python -m megacp.train`, told by a `python`
-    that prints them.
+    """Return the flags that a dry run of the script passes to `python -m megacp.train`.
+
+    A substitute for `python` prints them.
     """
     command = ["bash", f"examples/{script}", "--dry-run", "--world-size", row[0]]
     printed = launched(command, settings_of(row), folder, "python")
@@ -322,14 +322,14 @@ PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_5_35b_a3b": 35_100_000_000,
 }
-"""Published, or within 1 % of the sum of the published parts."""
+"""Published counts of parameters, or sums of the published parts, which agree within 1 %."""
 RECIPES = {
     (path.parent.name, path.stem): path for path in sorted(EXAMPLES.glob("recipes/*/*gpu*.yaml"))
 }
 
 
 def gpus_of(grid: str) -> int:
-    """The GPUs in the name of a recipe."""
+    """Return the number of GPUs in the name of a recipe."""
     return int(re.findall(r"(\d+)gpu", grid)[0])
 
 
@@ -394,7 +394,7 @@ def test_a_finetuning_under_slurm_is_checked_before_it_asks_for_gpus(
     assert asked == ["--nodes", "1", "--gpus-per-node", "8", script, *flags]
     assert checked[:2] == ["-m", "megacp.train"] and main(checked[2:]) == 0
     launched(["true"], {}, folder, "python", "exit 2")
-    with pytest.raises(AssertionError):  # nothing is asked for
+    with pytest.raises(AssertionError):  # no GPUs are requested
         launched(["bash", script, *flags], {}, folder, "sbatch")
     job = {
         "SLURM_JOB_ID": "1",

@@ -1,4 +1,4 @@
-"""LAYOUT=auto of the launch scripts: one process plans before any rank starts."""
+"""With LAYOUT=auto, a launch script plans in one process before any rank starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.examples.test_launch_files import EXAMPLES, require_run
 from tests.training.runs import TINY, losses, run
 
 FIRST = ["--lr-decay-iters", "4", "--train-iters", "2"]
-"""The first half of TINY."""
+"""First half of TINY."""
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NUM_NODES": "2",
@@ -33,13 +33,13 @@ for word in "$@"; do
 done
 echo "queues=$CUDA_DEVICE_MAX_CONNECTIONS" "$@"
 """
-"""A python, torchrun or srun that prints its arguments, and plans tp 4."""
+"""Substitute for python, torchrun or srun that prints its arguments, and plans tp 4."""
 
 
 def started(
     script: str, flags: list[str], settings: dict[str, str], folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    """A script that has ended; it finds programs in `folder` first, then in this environment."""
+    """Run a script to its end. It finds programs in `folder` first, then in this environment."""
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "TMPDIR": str(folder), **settings, "PATH": path}
     command = ["bash", str(EXAMPLES / script), *flags]
@@ -56,7 +56,7 @@ def program(folder: Path, name: str, text: str) -> None:
 @pytest.mark.slow
 def test_a_script_plans_starts_ranks_and_plans_anew_for_other_ranks(tmp_path: Path) -> None:
     save = tmp_path / "out"
-    size = [*TINY, "--global-batch-size", "2"]  # which four ranks of dp cannot share
+    size = [*TINY, "--global-batch-size", "2"]  # four dp ranks cannot share two packs
     flags = [*size, "--save", str(save), "--auto-resume"]
     first = started(
         "pretrain_llm.sh", [*flags, *FIRST], {"LAYOUT": "auto", "NPROC": "4", "PP": "1"}, tmp_path
@@ -72,7 +72,7 @@ def test_a_script_plans_starts_ranks_and_plans_anew_for_other_ranks(tmp_path: Pa
         and "4/4" in again.stdout
     )
     run(1, [*size, "--save", str(tmp_path / "whole")])
-    # float64; only the order of sums differs
+    # In float64, only the order of sums differs.
     assert losses(save) == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 
 
@@ -90,7 +90,7 @@ def test_a_slurm_job_plans_once_for_all_its_nodes(
         *TINY[: TINY.index("--dtype")],
         "--dtype",
         "float32",
-    ]  # no attention of a CPU has bfloat16
+    ]  # attention on CPUs does not support bfloat16
     for flags, best in (["--save", str(save)], save / "best.yaml"), ([], submitted / "best_7.yaml"):
         resumes = ["--auto-resume"] if flags else []
         done = started("slurm/pretrain_llm.sbatch", [*size, *flags, *resumes], settings, tmp_path)
@@ -129,7 +129,7 @@ def test_every_launch_script_is_here() -> None:
     assert {EXAMPLES / script for script in SCRIPTS} == training
     for script in SCRIPTS:
         assert (
-            "# LAYOUT=auto lets megacp-plan choose the flags of the layout"
+            "# With LAYOUT=auto, megacp-plan chooses the layout flags"
             in (EXAMPLES / script).read_text()
         )
 

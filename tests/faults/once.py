@@ -4,7 +4,7 @@
 
 Two tiny models with experts are trained, one with a gated delta rule and one with Mamba-2 in half
 of its layers. Each is started anew after every death, on up to 8 ranks and on another grid, drawn
-among those that the checks of a run accept. Deaths are of the kinds of docs/running.md, at random
+among those that the checks of a run accept. Deaths are of the kinds of docs/faults.md, at random
 moments, some of them before the first step after the death before. In the end all is compared with
 a run of one process that nothing has disturbed:
 

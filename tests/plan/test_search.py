@@ -372,7 +372,7 @@ def test_nominal_times_are_near_published_ones() -> None:
     for tokens, granularity, seconds in (
         (8192, "none", 0.147),
         (32768, "selective", 0.995),
-    ):  # docs/measured.md
+    ):  # docs/gpu_results.md
         sizes = {
             **BILLION,
             "seq_length": tokens,

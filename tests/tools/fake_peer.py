@@ -1,5 +1,5 @@
-"""A trainer that computes nothing: it speaks the protocol of tools/peers/stepping.py, and fails
-where it is told to.
+"""A trainer that computes nothing. It implements the protocol of tools/peers/stepping.py, and fails
+on request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checks of parity and of a GPU: what they find, and a dry run that needs no GPU."""
+"""The checks of parity and of a GPU: their findings, and a dry run without a GPU."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-
     ids=" ".join,
 )
 def test_grids_are_the_same_as_one_process(flags: list[str], capsys: pytest.CaptureFixture) -> None:
-    """Every mask and what the golden gradients leave out: rows of several packs and degrees that
-    change.
+    """Every mask, and cases that the golden gradients omit: rows of several packs, and changing
+    degrees.
     """
     assert tool.main([*SMALL, *flags]) == 0
     out = capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_grids_are_the_same_as_one_process(flags: list[str], capsys: pytest.Capt
 
 
 def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
-    """A rank that forgets to sum the gradients of norms over tp."""
+    """Fault: a rank does not sum the gradients of norms over tp."""
     from megacp.engine.data_parallel import shards
 
     with pytest.MonkeyPatch.context() as patch:
@@ -116,8 +116,8 @@ def test_a_fault_in_the_ranks_is_found_and_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """A tool that always says yes, and a parent that waits for ever or hides the first
-    traceback.
+    """A tool that always succeeds would pass other tests, and so would a parent that waits forever
+    or hides the first traceback.
     """
 
     def run_ranks(
@@ -189,7 +189,7 @@ def test_stored_packs_are_taken_when_they_are_named(
 
 
 def test_a_fault_of_the_update_is_found_whatever_the_schedule(tmp_path: Path) -> None:
-    """Beside the parameters an update during the warm-up is less than rounding."""
+    """During the warm-up, an update is smaller than the rounding of the parameters."""
     path = tmp_path / "run.yaml"
     path.write_text(
         "lr: 2.0e-5\nlr_warmup_iters: 200\ntrain_iters: 10000\nvision_lr_multiplier: 0.5\n"
@@ -259,7 +259,7 @@ def test_a_dry_run_names_every_part_and_measures_nothing(
 def test_a_torch_that_cannot_compile_the_backward_of_attention_is_refused_on_cuda(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch 2.12 calls what 2.11 did the fallback."""
+    """torch 2.12 and 2.11 use different names for the fallback."""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     monkeypatch.setattr(select, "compiler_problem", flex.compiler_problem.__wrapped__)
     assert backend_problems(RunConfig(), "cuda") == [], "a compiler that was given what 2.12 has"

@@ -1,5 +1,5 @@
-"""Converting checkpoints: round trips bit for bit, logits of the transformers library, and all that
-is refused.
+"""Conversion of checkpoints: round trips bit for bit, logits of the transformers library, and
+refused inputs.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def convert(source: str, target: str, given: Path, output: Path, *flags: str) ->
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder; the two tables of a released embedding, which may be cut anywhere,
-    as one.
+    """Return all tensors of a folder.
+
+    The two tables of a released embedding may be split anywhere, so they count as one.
     """
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -84,7 +85,10 @@ def loaded(folder: Path) -> Any:
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of the model; layers counted from the end of three are the same layers."""
+    """Return the description of the model in a config.
+
+    Layers counted from the end of three layers are the same layers.
+    """
     ignored = {"transformers_version", "_name_or_path", "dtype"}
     found = {
         k: plain(v) if isinstance(v, dict) else v for k, v in config.items() if k not in ignored
@@ -99,8 +103,8 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
 def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits differ by some of what float32 moves our own: in another order of sums, on any
-    processor.
+    """Require that logits differ by less than float32 changes our own, because sums have another
+    order on each processor.
     """
     monkeypatch.setattr(verify, "_TOLERANCE", 0.0)
     model = save(name, tmp_path / "a")
@@ -112,14 +116,14 @@ def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
     rows = 6 if "molmo2" in name else 4 if "images" in name else 2
     assert text.count("verify: random text") == 2 and text.count("verify: random") == rows
     assert text.count("100.00 %") == rows
-    if "stacked" not in name:  # experts are written one by one, as they are released
+    if "stacked" not in name:  # experts are exported separately, like in released models
         assert equal(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
     again = loaded(tmp_path / "c")
     assert equal(model.state_dict(), again.state_dict())
     before, after = plain(model.config.to_dict()), plain(again.config.to_dict())
     new = {"eos_token_id", "bos_token_id", "pad_token_id"} - set(
         before
-    )  # a tokenizer may say more than its model did
+    )  # a tokenizer may have more fields than its model
     assert before == {key: value for key, value in after.items() if key not in new}
     if "molmo2" in name:
         assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (
@@ -221,7 +225,9 @@ def test_both_layouts_of_a_molmo2_become_each_other(tmp_path: Path) -> None:
 def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Interleaved pairs have the same names and shapes: only logits tell them from halves."""
+    """Interleaved pairs have the same names and shapes as halves; only logits reveal the
+    difference.
+    """
     save("llama 2", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
     path = tmp_path / "a" / "model.safetensors"
@@ -297,7 +303,7 @@ GRIDS: dict[str, tuple[dict[str, int], Values]] = {
 def exported(folder: Path, *flags: str) -> dict[str, str]:
     assert convert("megacp", "hf", folder, folder.with_suffix(".hf"), "--verify", *flags) == 0
     files = {*folder.with_suffix(".hf").iterdir()}
-    files.remove(folder.with_suffix(".hf") / "README.md")  # names the grid
+    files.remove(folder.with_suffix(".hf") / "README.md")  # the model card names the grid
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -318,8 +324,8 @@ SAVED: dict[str, tuple[Values, dict[str, Any] | None, tuple[str, ...]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SAVED)
 def test_checkpoints_of_any_grid_become_equal_files(kind: str, tmp_path: Path) -> None:
-    """53 rows of vocabulary are padded to 64 by tp 4; a tied head lives on another virtual stage
-    than its embedding.
+    """53 vocabulary rows are padded to 64 by tp 4, and a tied head is on another virtual stage than
+    its embedding.
     """
     values, rules, flags = SAVED[kind]
     saved_on_grid(0, 1, {}, {**values, "dtype": "float32"}, str(tmp_path / "one"), rules)
@@ -420,7 +426,7 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
         tmp_path / "a" / "tokenizer.json"
     ).read_bytes()
     with (tmp_path / "b" / "tokenizer.json").open("a") as stream:
-        stream.write("\n")  # another file than the run's
+        stream.write("\n")  # differs from the run's file
     for flags, message in (
         ((), "was trained with a tokenizer: name it with --tokenizer"),
         (("--chat-template", "messages"), "--chat-template messages requires --tokenizer"),

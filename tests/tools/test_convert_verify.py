@@ -1,5 +1,5 @@
-"""--verify sees one flipped bit; what surrounds the weights comes back; what is refused leaves
-nothing.
+"""--verify detects one flipped bit, files next to the weights survive, and a refused conversion
+leaves no files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
 def test_verify_sees_one_flipped_bit_and_keeps_no_folder(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A comparison of a few random tokens alone sees none of these."""
+    """A comparison of only a few random tokens detects none of these."""
     tensor, row, message = FLIPPED[name]
 
     def faulty(source: Source, key: str) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_verify_sees_one_flipped_bit_and_keeps_no_folder(
 def test_an_export_keeps_the_length_that_the_model_is_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not the length of the rows that it was tuned on, unless nothing says another."""
+    """The length is not that of the tuning rows, unless no other length is known."""
     from megacp.train import main as train
 
     save("llama 2", tmp_path / "a")
@@ -143,7 +143,7 @@ def test_generation_settings_and_special_ids_come_back(
 
 
 def test_stale_weights_of_other_formats_are_not_copied(tmp_path: Path) -> None:
-    """A library may prefer the weights of the model before to those that were written."""
+    """A library may load the old model's weights instead of the written ones."""
     save("llama 2", tmp_path / "a")
     (tmp_path / "a" / "generation_config.json").unlink()
     for name in (
@@ -164,8 +164,8 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`theirs`, a Hugging Face folder, `ours`, what it became, `cut`, a checkpoint without its end,
-    and others.
+    """Folders: `theirs` (Hugging Face), `ours` (its conversion), `cut` (a checkpoint without its
+    end), and more.
     """
     folder = tmp_path_factory.mktemp("refusals")
     save("llama 2", folder / "theirs")
@@ -182,7 +182,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(capsys: Capture, *arguments: Any) -> str:
-    """The one line of a refused conversion."""
+    """Return the single error line of a refused conversion."""
     capsys.readouterr()
     assert convert(*arguments) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""tools/generate.py as a user types it: texts, images, files of records, wrong flags."""
+"""tools/generate.py on the command line: texts, images, files of records, wrong flags."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def question(file: str, answer: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`seeing` and `reading` are checkpoints with and without a tower."""
+    """Checkpoints with a tower (`seeing`) and without one (`reading`)."""
     folder = tmp_path_factory.mktemp("generate_tool")
     for name in ("a", "b"):
         (folder / f"{name}.png").write_bytes(encoded(noise(16, 16, ord(name))))
@@ -96,7 +96,7 @@ def test_prompts_are_continued_behind_images_and_videos_in_the_order_of_their_fl
     assert said.count("after step 1\n--- 'one'\n") == said.count("--- 'two'\n") == 4
     assert (
         said.count("--- 'one'\none") == 1
-    )  # what learned texts continues it, what learned messages answers it
+    )  # a model of texts continues it, a model of messages answers it
     media = ([], [-1, -1], [*range(8), -1], [-1, *range(8)])
     assert seen == [frames for frames in media for _ in texts[::2]]
 
@@ -104,7 +104,7 @@ def test_prompts_are_continued_behind_images_and_videos_in_the_order_of_their_fl
 def test_records_are_answered_in_their_order_beside_what_was_expected(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A byte order mark may stand before them, and a record without an `id` has its line's
+    """A byte order mark may precede the records, and a record without an `id` gets its line
     number.
     """
     out = tmp_path / "new" / "answers.jsonl"
@@ -131,7 +131,9 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
 def test_a_terminal_that_is_closed_or_a_reader_that_goes_ends_it_in_silence(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By SIGPIPE, where nothing else is written; answers to records are written whole."""
+    """SIGPIPE ends the command if it writes nothing else; answers to records are written
+    completely.
+    """
     answer, ends = Generator.answer, list[bool]()
 
     def noted(*given: Any) -> Any:

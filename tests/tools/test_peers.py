@@ -1,5 +1,5 @@
-"""Other trainers beside ours: the protocol of their processes, the table of who can do what, and
-the comparison.
+"""Comparison with other trainers: the protocol of their processes, the table of their abilities,
+and the measurement.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ to_hugging_face = runpy.run_path(str(TOOLS / "benchmark.py"))["to_hugging_face"]
 
 @pytest.fixture
 def work(tmp_path: Path) -> dict[str, Any]:
-    """What a fake peer reads: weights and the tokens of two steps."""
+    """Write the input of a fake peer: weights, and the tokens of two steps."""
     import numpy as np
 
     (tmp_path / "model.safetensors").touch()

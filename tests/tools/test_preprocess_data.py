@@ -1,4 +1,6 @@
-"""tools/preprocess_data.py as a user types it: exit codes, one-line errors, no torch, kills."""
+"""tools/preprocess_data.py on the command line: exit codes, one-line errors, no import of torch,
+kills.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,7 @@ def children(pid: int) -> list[int]:
 
 
 def started(args: list[object], output: Path) -> subprocess.Popen[str]:
-    """A build that has finished a shard and goes on."""
+    """Start a build, and wait until it has finished one shard."""
     before = len(list(output.glob(".build/[0-9]*.json")))
     process = subprocess.Popen(
         command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
@@ -208,7 +210,7 @@ def test_a_build_that_is_killed_or_loses_a_worker_ends_and_can_be_continued(tmp_
     process = started(args, output)
     process.kill()
     process.communicate(timeout=30)
-    time.sleep(0.3)  # its workers notice and end
+    time.sleep(0.3)  # its workers notice this and exit
 
     assert not (output / "manifest.json").exists()
     last = tool(*args)

@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py with images as a user types it: flags, rules from a file, kills at any
+"""tools/preprocess_data.py with images on the command line: flags, rules from a file, kills at any
 moment.
 """
 

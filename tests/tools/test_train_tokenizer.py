@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py: what it writes is what the data tools read."""
+"""The data tools can read the output of tools/train_tokenizer.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Torch's ring attention on CPU: a patch that torchtitan and Accelerate need alike.
+"""Run torch's ring attention on CPUs: a patch for torchtitan and Accelerate.
 
-`torch.distributed.tensor.experimental._context_parallel` knows the kernels of CUDA by name and
-refuses the CPU's. Its ring itself fits any kernel that returns a log-sum-exp. The patch adds the
-CPU's flash kernel and its backward to the table of handlers; the ring is torch's.
+`torch.distributed.tensor.experimental._context_parallel` lists the kernels of CUDA by name and
+refuses the CPU's kernel. Its ring works with any kernel that returns a log-sum-exp. The patch adds
+the CPU's flash kernel and its backward to the table of handlers. The ring itself is unchanged.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_SEQUENCE = 2  # of [batch, heads, sequence, width]
+_SEQUENCE = 2  # the dimension in [batch, heads, sequence, width]
 
 
 def allow_cpu_kernel() -> None:
-    """Add the CPU's kernel to the table; once a process."""
+    """Add the CPU's kernel to the table. Call this once per process."""
     ring.custom_ops[_FORWARD] = _forward
     ring.custom_ops[_BACKWARD] = _backward
 
 
 def _wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A result as torch's handler wraps it: cut along the sequence, like the queries."""
+    """Wrap a local result like torch's handler: cut along the sequence, as the queries."""
     shape = list(local.shape)
     shape[_SEQUENCE] *= like.device_mesh.size()
     meta = TensorMeta(torch.Size(shape), local.stride(), local.dtype)

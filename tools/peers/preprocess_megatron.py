@@ -1,10 +1,10 @@
-"""Text to tokens as Megatron's preprocessing does: a pool of processes, a JSON line and a call of
-the tokenizer each.
+"""Tokenize text like Megatron's preprocessing: a pool of processes, with one call of the tokenizer
+per JSON line.
 
-The writer is megatron-core's own. The loop around it stands in no package: it is that of Megatron's
-tool, told again. Lines go to the workers by chunks of 32, and ids come back as lists. `--batch N`
-gives the tokenizer N texts at once. Prints the seconds from before the pool starts to the closed
-files: importing torch and megatron-core is left out.
+The writer is megatron-core's. No package contains the loop around it, so this script repeats the
+loop of Megatron's tool: workers receive chunks of 32 lines, and ids return as lists. `--batch N`
+gives the tokenizer N texts at once. The script prints the seconds from the start of the pool to the
+closed files, without the imports of torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ END = "<|endoftext|>"
 
 
 class Encoder:
-    """What a worker holds: the tokenizer and the id that ends a document."""
+    """State of a worker: the tokenizer, and the id that ends a document."""
 
     tokenizer: Tokenizer
     end: int
 
     @classmethod
     def start(cls, path: str) -> None:
-        """Called once in each worker."""
+        """Load the tokenizer. Called once in each worker."""
         cls.tokenizer = Tokenizer.from_file(path)
         cls.end = cls.tokenizer.token_to_id(END)
 
     @classmethod
     def encode(cls, lines: list[bytes]) -> list[list[int]]:
-        """The ids of some records' texts."""
+        """Return the ids of the texts of some records."""
         texts = [json.loads(line)["text"] for line in lines]
         if len(texts) == 1:
             return [[*cls.tokenizer.encode(texts[0]).ids, cls.end]]
@@ -47,7 +47,7 @@ class Encoder:
 
 
 def batches(path: Path, size: int) -> Iterator[list[bytes]]:
-    """The lines of a file, some at a time."""
+    """Yield the lines of a file in batches of `size`."""
     with path.open("rb") as lines:
         while batch := list(itertools.islice(lines, size)):
             yield batch
@@ -55,9 +55,7 @@ def batches(path: Path, size: int) -> Iterator[list[bytes]]:
 
 def main() -> None:
     """Write `OUTPUT.bin` and `OUTPUT.idx`."""
-    parser = argparse.ArgumentParser(
-        description="Megatron's way of preprocessing text, to be measured beside ours."
-    )
+    parser = argparse.ArgumentParser(description="Preprocess text like Megatron, for a comparison.")
     parser.add_argument("--input", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")

@@ -1,9 +1,9 @@
-"""Accelerate 1.15 around the transformers library's Llama: DDP or FSDP2 at dp 2, context
+"""Train the transformers library's Llama with Accelerate 1.15: DDP or FSDP2 at dp 2, context
 parallelism over FSDP2.
 
-Patched: Accelerate turns FSDP2 on for accelerators only, so with FSDP2 it is told that it has
-several. Ring attention gets the CPU's kernel (cpu_ring.py). Both divide gradients by the ranks, so
-losses are multiplied by them.
+Patches: Accelerate enables FSDP2 only on accelerators, so with FSDP2 this script claims several of
+them. Ring attention gets the CPU's kernel (cpu_ring.py). DDP and FSDP2 divide gradients by the
+number of ranks, so losses are multiplied by it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 
 def accelerator_of(work: Work) -> Accelerator:
-    """Accelerate's object for the grid."""
+    """Return Accelerate's object for the grid."""
     if work.options.get("data") != "shard" and work.axes["cp"] == 1:
         return Accelerator(cpu=True)
     allow_cpu_kernel()
@@ -38,7 +38,7 @@ def accelerator_of(work: Work) -> Accelerator:
 
 
 def build(work: Work) -> Train:
-    """The prepared model and its step."""
+    """Return the training step of the prepared model."""
     accelerator = accelerator_of(work)
     model = AutoModelForCausalLM.from_pretrained(
         work.weights, attn_implementation="sdpa", dtype=torch.float32
@@ -51,14 +51,14 @@ def build(work: Work) -> Train:
 
     def backward(ids: torch.Tensor, targets: torch.Tensor, denominator: float) -> float:
         ids, targets, extra = ids.clone(), targets.clone(), {}
-        if (
-            work.axes["cp"] > 1
-        ):  # elsewhere positions would only make the library look for packed sequences
+        # Without cp, positions would only make the library look for packed sequences.
+        if work.axes["cp"] > 1:
             extra["position_ids"] = positions.repeat(len(ids), 1)
         buffers = [ids, targets, *extra.values()]
         with accelerator.maybe_context_parallel(
             buffers, [1] * len(buffers), no_restore_buffers=set(buffers)
         ):
+            # Accelerate cuts the buffers over cp inside this block.
             loss = token_loss(model(input_ids=ids, **extra).logits, targets, denominator)
             accelerator.backward(loss * ranks)
         return loss.item()
@@ -67,6 +67,7 @@ def build(work: Work) -> Train:
         optimizer.zero_grad()
         denominator, total = float((labels != IGNORED).sum()), 0.0
         parts = work.microbatches(tokens, labels)
+        # Gradients are exchanged only in the last microbatch.
         for ids, targets in parts[:-1]:
             with accelerator.no_sync(model):
                 total += backward(ids, targets, denominator)

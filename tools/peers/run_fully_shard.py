@@ -1,8 +1,8 @@
-"""The transformers library's Llama with torch's `fully_shard` alone: one process, and dp 2.
+"""Train the transformers library's Llama with torch's `fully_shard`: one process, and dp 2.
 
-Nothing is patched. Each block, then the model, is a group of `fully_shard`, which sums gradients:
-the loss is already divided by the tokens of the step, and gloo has none of the scaled sums that
-`fully_shard` takes by default.
+Nothing is patched. Each block is a group of `fully_shard`, and then the whole model. Groups sum
+gradients instead of averaging them: the loss is already divided by the tokens of the step, and gloo
+lacks the scaled sums that `fully_shard` uses by default.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from transformers import LlamaForCausalLM
 
 
 def build(work: Work) -> Train:
-    """The model from the weights, and its step."""
+    """Return the training step of the model."""
     model = LlamaForCausalLM.from_pretrained(
         work.weights, attn_implementation="sdpa", dtype=torch.float32
     )
     model.config.use_cache = False
     if work.axes["dp"] > 1:
         mesh = init_device_mesh("cpu", (work.axes["dp"],))
+        # Shard each block separately, so only one block is gathered at a time.
         for block in model.model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

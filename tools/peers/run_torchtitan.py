@@ -1,11 +1,13 @@
-"""torchtitan 0.3.0's Llama 3 with its own parallelisms, pipeline, loss, clipping and optimizer.
+"""Train torchtitan 0.3.0's Llama 3 with its parallelisms, pipeline, loss, clipping and optimizer.
 
-Patched: torchtitan takes CUDA where torch sees no accelerator, so it is told `cpu`. Ring attention
-gets the CPU's kernel (cpu_ring.py). FSDP2 takes plain sums, as gloo has no scaled ones. Set:
-attention is torch's `scaled_dot_product_attention`, as FlexAttention has no backward on CPU;
-DTensors in place of `spmd_types`, which torch 2.13's `fully_shard` does not know. No checkpointing
-of activations, fp32 throughout. The loop is that of its Trainer.train_step; the Trainer itself, its
-data loader and its metrics are left out.
+Patches: torchtitan chooses CUDA if torch finds no accelerator, so this script reports `cpu`. Ring
+attention gets the CPU's kernel (cpu_ring.py). FSDP2 uses plain sums, because gloo lacks scaled
+ones.
+
+Settings: attention is torch's `scaled_dot_product_attention`, because FlexAttention has no backward
+on CPUs. DTensors replace `spmd_types`, which torch 2.13's `fully_shard` does not support. There is
+no activation checkpointing, and all values are fp32. The loop repeats Trainer.train_step; the
+Trainer, its data loader and its metrics are omitted.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter  
 
 DEVICE = torch.device("cpu")
 ANY = {"weight": torch.nn.init.zeros_, "bias": torch.nn.init.zeros_}
-"""Its configs ask for an initialization; the weights of the folder are loaded."""
+"""Initialization for torchtitan's configs, which require one. The weights of the folder replace the
+zeros.
+"""
 
 
 class Flags:
-    """What of a run's configuration its model reads."""
+    """The part of a run's configuration that torchtitan's model reads."""
 
     def __init__(self, work: Work) -> None:
         axes, replicated = work.axes, work.options.get("data") == "replicate"
@@ -60,7 +64,7 @@ class Flags:
 
 
 def config_of(work: Work) -> Llama3Model.Config:
-    """Its configuration of the folder's Llama."""
+    """Return torchtitan's configuration of the folder's Llama."""
     theirs = LlamaConfig.from_pretrained(work.weights)
     dim, heads = theirs.hidden_size, theirs.num_attention_heads
 
@@ -101,7 +105,7 @@ def config_of(work: Work) -> Llama3Model.Config:
 
 
 class Trainer:
-    """The model, cut as the grid says, and a step as torchtitan's Trainer.train_step makes it."""
+    """The model, divided over the grid, with a step like torchtitan's Trainer.train_step."""
 
     def __init__(self, work: Work) -> None:
         allow_cpu_kernel()
@@ -154,7 +158,9 @@ class Trainer:
     def given(
         self, ids: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        """Its post_dataloading_process: positions, and this rank's part of the row."""
+        """Return positions and this rank's part of the row, like torchtitan's
+        post_dataloading_process.
+        """
         extra = {"positions": torch.arange(ids.shape[1]).expand(ids.shape)}
         if self.dims.cp_enabled:
             return prepare_context_parallel_input(
@@ -165,7 +171,7 @@ class Trainer:
     def by_stages(
         self, ids: torch.Tensor, targets: torch.Tensor, count: torch.Tensor
     ) -> torch.Tensor | None:
-        """Forward and backward of all microbatches; the loss on the last stage."""
+        """Run forward and backward of all microbatches. Return the loss on the last stage."""
         losses: list[torch.Tensor] | None = [] if self.last else None
         ids, targets, extra = self.given(ids, targets)
         with self.context():
@@ -180,7 +186,7 @@ class Trainer:
         return torch.stack(losses).sum() if losses is not None else None
 
     def whole(self, ids: torch.Tensor, targets: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of one microbatch; this rank's part of the loss."""
+        """Run forward and backward of one microbatch. Return this rank's part of the loss."""
         ids, targets, extra = self.given(ids, targets)
         with self.context():
             prediction = self.models[0](ids, **extra)
@@ -190,9 +196,10 @@ class Trainer:
         return loss
 
     def train(self, tokens: torch.Tensor, labels: torch.Tensor) -> float | None:
-        """One step."""
+        """Train one step. Return the loss, or None on a rank that does not know it."""
         self.optimizers.zero_grad()
         parts = self.work.microbatches(tokens, labels)
+        # The loss of the step is divided by the labels of all data-parallel ranks.
         count = sum((targets != IGNORE_INDEX).sum() for _, targets in parts)
         if self.dims.dp_enabled:
             count = utils.dist_sum_tensor(count, self.dims.get_mesh("batch"))
@@ -200,6 +207,7 @@ class Trainer:
             losses = [self.by_stages(tokens, labels, count)]
         else:
             losses = [self.whole(ids, targets, count) for ids, targets in parts]
+        # The norm covers the parameters of all pipeline stages.
         stages = self.dims.get_optional_mesh("pp")
         utils.clip_grad_norm_(
             self.parameters, self.work.adamw["clip_grad"], foreach=True, pp_mesh=stages
@@ -216,7 +224,7 @@ class Trainer:
 
 
 def build(work: Work) -> Train:
-    """The step of a trainer for this rank."""
+    """Return the training step of this rank."""
     return Trainer(work).train
 
 

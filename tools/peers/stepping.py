@@ -1,10 +1,10 @@
-"""The rank's side of a comparison with another trainer: one JSON line in asks for a step, one line
-out answers.
+"""Run one rank of another trainer: each JSON line on standard input asks for a step, and one line
+on standard output answers.
 
-Every script of this folder runs in the interpreter that `tools/benchmark.py --peers-python` names,
-one process a rank, and imports nothing of megacp. `serve` makes the gloo group, builds the trainer,
-and times its steps between two barriers, as bench/steps.py does. Standard output carries the
-answers; what libraries print goes to the error stream.
+Every script of this folder runs in the interpreter of `tools/benchmark.py --peers-python`, with one
+process per rank, and imports nothing of megacp. `serve` creates the gloo group, builds the trainer,
+and times its steps between two barriers, as bench/steps.py does. Standard output contains only the
+answers; messages of libraries go to standard error.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
 IGNORED = -100
-"""The label of a token that predicts nothing."""
+"""Label of a token that predicts nothing."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all trainers are given: sizes, weights, tokens, and the place of this rank."""
+    """The input of every trainer: sizes, weights, tokens, and the position of this rank."""
 
     rank: int
     world_size: int
     axes: dict[str, int]
     """Sizes of dp, tp, pp and cp."""
     options: dict[str, Any]
-    """Of this trainer on this grid."""
+    """Options of this trainer on this grid."""
     adamw: dict[str, float]
-    """lr, beta1, beta2, eps, weight_decay, clip_grad."""
+    """Values of lr, beta1, beta2, eps, weight_decay and clip_grad."""
     weights: Path
     """A Hugging Face folder of a Llama."""
     sequences: int
-    """Of a step, over all ranks."""
+    """Sequences per step, over all ranks."""
     length: int
     """Tokens of a sequence."""
     before: int
-    """Bytes that the process held before the model."""
+    """Peak memory of the process before the model is built, in bytes."""
 
     @property
     def data_rank(self) -> int:
-        """The place along dp; of four axes only dp deals sequences, and no grid here combines it
-        with another.
+        """Position along dp. Only dp divides sequences, and no grid here combines it with another
+        axis.
         """
         return self.rank if self.axes["dp"] > 1 else 0
 
     def optimizer(self, parameters: Any) -> torch.optim.AdamW:
-        """AdamW in torch's fused form, the fastest on CPU."""
+        """Return AdamW in torch's fused form, the fastest on CPUs."""
         values = self.adamw
         betas = (values["beta1"], values["beta2"])
         decay = values["weight_decay"]
@@ -69,20 +69,22 @@ class Work:
     def microbatches(
         self, tokens: torch.Tensor, labels: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This data-parallel rank's sequences one at a time, as ours takes them."""
+        """Return the sequences of this data-parallel rank one at a time, as megacp processes
+        them.
+        """
         mine = self.sequences // self.axes["dp"]
         part = slice(self.data_rank * mine, (self.data_rank + 1) * mine)
         return list(zip(tokens[part].split(1), labels[part].split(1), strict=True))
 
 
 Train = Callable[[torch.Tensor, torch.Tensor], float | None]
-"""Tokens and labels [sequences, length] of a whole step to its loss, None on ranks that do not know
-it.
+"""Function from tokens and labels [sequences, length] of a whole step to its loss, or None on ranks
+that do not know it.
 """
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, denominator: float) -> torch.Tensor:
-    """The sum over this rank's labels over the denominator of the step."""
+    """Return the loss summed over this rank's labels, divided by the denominator of the step."""
     total = cross_entropy(
         logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
     )
@@ -90,7 +92,7 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, denominator: float) -
 
 
 def summed(loss: float, world_size: int) -> float:
-    """The sum of all ranks' losses."""
+    """Return the sum of all ranks' losses."""
     total = torch.tensor([loss], dtype=torch.float64)
     if world_size > 1:
         dist.all_reduce(total)
@@ -98,8 +100,8 @@ def summed(loss: float, world_size: int) -> float:
 
 
 def plain_sums(model: torch.nn.Module) -> None:
-    """Let `fully_shard` sum gradients: gloo knows none of the scaled sums by which it divides
-    them.
+    """Make `fully_shard` sum gradients, because gloo lacks the scaled sums with which it
+    averages.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -108,13 +110,14 @@ def plain_sums(model: torch.nn.Module) -> None:
 
 
 def peak_bytes() -> int:
-    """The high mark of this process."""
+    """Return the peak memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def serve(build: Callable[[Work], Train]) -> None:
-    """Build the trainer, then train a step for each line until the input ends."""
+    """Build the trainer, then train one step for each line until the input ends."""
+    # Keep standard output for the answers, and send every other print to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
@@ -124,7 +127,7 @@ def serve(build: Callable[[Work], Train]) -> None:
 
     try:
         work, tokens, labels = _given()
-        torch.ones(8).sum()  # the first operation starts threads and allocators
+        torch.ones(8).sum()  # starts threads and allocators before the measurement
         train = build(work)
         answer(ready=True)
         for line in sys.stdin:
@@ -154,6 +157,7 @@ def _given() -> tuple[Work, torch.Tensor, torch.Tensor]:
         "MASTER_PORT": "0",
     }
     torch.set_num_threads(1)
+    # A file replaces torchrun's TCP store, because the parent starts the ranks.
     store = dist.FileStore(arguments.store, world_size)
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=world_size)
     with np.load(said["tokens"]) as arrays:
@@ -176,6 +180,7 @@ def _measured(
     train: Train, tokens: torch.Tensor, labels: torch.Tensor, before: int
 ) -> dict[str, Any]:
     dist.barrier()
+    # Time from barrier to barrier, so waiting for slower ranks counts.
     wall, cpu = time.perf_counter(), time.process_time()
     loss = train(tokens, labels)
     dist.barrier()

@@ -126,7 +126,7 @@ def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
     """What torch's Triton kernels are told; torch drops what a GPU has not.
 
     TMA (Hopper's loads from global memory) is taken where it needs fewer registers, and eight warps
-    instead of four where a row of four spills most (docs/measured.md).
+    instead of four where a row of four spills most (docs/gpu_results.md).
     """
     narrow = dtype == torch.bfloat16
     warps = {"bwd_num_warps": 8} if narrow and width > 128 else {}

@@ -1,7 +1,7 @@
 """The files of a shard: fixed-width tables, Megatron's indexed bins, and how one of them is opened
 and read by offset.
 
-docs/data.md lists them. A table is a little-endian structured `.npy`, read in one piece.
+docs/datasets.md lists them. A table is a little-endian structured `.npy`, read in one piece.
 
 A file that is cut, replaced or unreadable while a run reads it is an error that names it; of a
 memory map the same would end the process with SIGBUS. Checksums are zlib's crc32; zlib-ng makes 40
