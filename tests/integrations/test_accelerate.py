@@ -464,7 +464,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         call("logits of a sharded sequence", trainer().predict, rows("packed", 2))
         prepare, batch = trainer()._prepare_context_parallel_inputs, collate(rows("packed", 2))
         call(
-            "nothing is known of pixel_values",
+            "unknown: pixel_values",
             prepare,
             None,
             {**batch, "pixel_values": torch.ones(2)},
