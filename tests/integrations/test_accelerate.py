@@ -470,14 +470,14 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
             {**batch, "pixel_values": torch.ones(2)},
         )
         call(
-            "2 ranks that share a row hold other rows",
+            "2 ranks that share a sequence have different rows",
             prepare,
             None,
             collate(rows("packed", 2 + rank)[-2:]),
         )
         call("0 of the 1 buffers look like position ids", in_a_loop, torch.full((1, 8), 3))
         call(
-            "2 ranks that share a row hold other rows",
+            "2 ranks that share a sequence have different rows",
             in_a_loop,
             torch.arange(30).repeat(2 + rank, 1),
         )

@@ -251,7 +251,7 @@ USES = [
     Use("Qwen2VL", use="axes"),
     Use(
         "Qwen2VL",
-        "do not count up by one .* give document_ids",
+        "do not count up by one.* give document_ids",
         layout="contiguous",
         use="axes, packed",
     ),
@@ -430,7 +430,7 @@ def test_what_one_rank_alone_can_see_is_refused_by_all_ranks_alike() -> None:
     """And none waits for the others' keys until it times out."""
     patterns = [
         "rank 1: position_ids do not count up by one.* give document_ids",
-        r"rank 1: attention_mask \(1, 24\) has 3 zeros, which are not this rank's padding",
+        r"rank 1: attention_mask \(1, 24\) has 3 zeros that do not match this rank's padding",
         "rank 0: this model lays a mask of its own",
         "^$",
     ]
