@@ -486,7 +486,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         batch["labels"] = batch["input_ids"]
         call("branches begin with a label", own._prepare_context_parallel_inputs, None, batch)
         call(
-            "trees are rows of text",
+            "trees must be text",
             shard_sequences,
             stock_trainer("Qwen3VL", folder, "gloo"),
             2,
@@ -494,7 +494,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         )
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(llama())
-        call("comes before prepare", shard_sequences, accelerator, 2)
+        call("before prepare", shard_sequences, accelerator, 2)
         call("an Accelerator or a Trainer, got LlamaForCausalLM", shard_sequences, llama(), 2)
     return said
 

@@ -277,7 +277,7 @@ USES = [
         use="behind",
     ),
     Use("Llama", use="reentrant"),
-    Use("Llama", "is given labels: .* shift_labels .* num_items_in_batch too", use="labels"),
+    Use("Llama", "receives labels: .* shift_labels .* num_items_in_batch", use="labels"),
     Use(
         "Llama",
         "create_graph=True: attention over ranks cannot be differentiated twice",
@@ -431,7 +431,7 @@ def test_what_one_rank_alone_can_see_is_refused_by_all_ranks_alike() -> None:
     patterns = [
         "rank 1: position_ids do not count up by one.* give document_ids",
         r"rank 1: attention_mask \(1, 24\) has 3 zeros that do not match this rank's padding",
-        "rank 0: this model lays a mask of its own",
+        "rank 0: this model adds its own mask",
         "^$",
     ]
     for said in run_ranks(seen_on_one_rank, 4, timeout=100):
