@@ -1,7 +1,7 @@
 """Context parallelism inside transformers' Trainer, TRL and Accelerate.
 
-`shard_sequences(trainer, cp_size=4)` is the one line for a Trainer. `context_parallel` is the same
-for a training loop of your own.
+`shard_sequences(trainer, cp_size=4)` adds it to a Trainer, `context_parallel` to your own training
+loop.
 """
 
 from megacp.public import exports

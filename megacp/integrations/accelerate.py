@@ -1,10 +1,9 @@
-"""Accelerate, and the Trainers of transformers and TRL on it, over a sharded sequence with the mask
-of packed rows.
+"""Sharded sequences in Accelerate, and in the Trainers of transformers and TRL that use it.
 
-Only objects of the caller are changed, where Accelerate plugs in its own context parallelism. FSDP2
-and DDP take the mean of gradients over all processes: a loop of one's own multiplies its loss by
-`accelerator.num_processes`, as the Trainers do, after dividing by the labels of all batches of a
-step.
+Only objects of the caller are changed, at the places where Accelerate plugs in its own context
+parallelism. FSDP2 and DDP average gradients over all processes. Your own loop must therefore divide
+its loss by the labels of all batches of a step and multiply it by `accelerator.num_processes`, as
+the Trainers do.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _PAD = {
     "position_ids": 0,
 }
 _PAD |= {"token_type_ids": 0}
-"""Inputs of a model that lie along the sequence, and what padding gets."""
+"""Model inputs with a sequence dimension, and their padding values."""
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators say of packed documents for other kernels; the position ids say it too."""
+"""Inputs that describe packed documents for other kernels. Position ids contain the same."""
 _Block = Callable[..., contextlib.AbstractContextManager[Any]]
-"""`context_parallel` with axis, transport and layout."""
+"""`context_parallel` with a fixed axis, transport and layout."""
 
 
 def shard_sequences(
@@ -52,34 +51,38 @@ def shard_sequences(
     layout: str = "balanced",
     trees: bool = False,
 ) -> Axis:
-    """Run what `target` trains under this attention; returns the axis of the ranks that share a
-    row.
+    """Shard every sequence that a Trainer or an Accelerator trains on over `cp_size` ranks.
 
-    `target`: an Accelerator before `prepare`, or a Trainer of transformers (TRL's too) before
-    `train`. `cp_size`: ranks that share a row, neighbours in rank order; they get the same batches.
-    None: as the Accelerator's ParallelismConfig says, which TRL refuses with packing and Accelerate
-    on CPU. `transport`, `layout`: see `context_parallel`.
+    Every process calls this before `train()` or `prepare()`. It returns the axis of the ranks that
+    share a sequence.
 
-    A Trainer packs by position ids that restart; padding is what its attention mask says. In a loop
-    of one's own `accelerator.maybe_context_parallel` finds the position ids among its buffers: they
-    count up by one from 0, and start again with each document. `trees`: where they go back to a
-    number above 0 a branch begins, see `trees_of`. Its first token has no label in a Trainer: it
-    repeats the last shared one, which predicts one token alone.
+    * `target`: a Trainer of transformers or TRL, or an Accelerator.
+    * `cp_size`: number of neighbouring ranks that share a sequence; they receive the same batches.
+      None uses the Accelerator's ParallelismConfig, which TRL refuses with packing, and Accelerate
+      refuses on CPUs.
+    * `transport`, `layout`: see `context_parallel`.
+    * `trees`: a branch begins where position ids go back to a number above 0, see `trees_of`. In a
+      Trainer its first token repeats the last shared token and has no label.
 
-    Every process calls it. ValueError after `prepare`, for a size that does not divide the
-    processes, for options of a Trainer that would see one rank's tokens alone, for trees with
-    images, and in a step whose ranks hold other rows or whose branches begin with a label.
+    In a Trainer, position ids that restart begin a document, and the attention mask marks padding.
+    In your own loop, `accelerator.maybe_context_parallel` finds the position ids among its buffers:
+    they count up by one from 0 in each document.
+
+    Raise ValueError after `prepare`; if `cp_size` does not divide the number of processes; if an
+    option of the Trainer would only see the tokens of one rank; for trees with images; and in a
+    step whose ranks have different rows or whose branches begin with a label.
     """
     from accelerate import Accelerator
 
     accelerator = getattr(target, "accelerator", target)
     if not isinstance(accelerator, Accelerator):
         raise ValueError(
-            f"shard_sequences wants an Accelerator or a Trainer, got {type(target).__name__}"
+            f"shard_sequences expects an Accelerator or a Trainer, got {type(target).__name__}"
         )
     if accelerator._models:
         raise ValueError(
-            "shard_sequences comes before prepare() and train(): this Accelerator has prepared a model"
+            "call shard_sequences before prepare() and train(): this Accelerator has already "
+            "prepared a model"
         )
     _set_size(accelerator, cp_size)
     axis = axis_of_mesh(accelerator.torch_device_mesh["cp"])
@@ -90,18 +93,18 @@ def shard_sequences(
         buffer_seq_dims: Sequence[int],
         no_restore_buffers: Any = None,
     ) -> contextlib.AbstractContextManager[Any]:
-        """A block as `Accelerator.maybe_context_parallel` asks for it."""
+        """Return the block for `Accelerator.maybe_context_parallel`."""
         _refuse_other_rows(axis, buffers)
-        counting = [
-            x
-            for x, dim in zip(buffers, buffer_seq_dims, strict=True)
-            if dim % x.dim() == 1 and _counts(x, trees)
-        ]
+        # The position ids tell which tokens belong to a document.
+        counting = []
+        for x, dim in zip(buffers, buffer_seq_dims, strict=True):
+            if dim % x.dim() == 1 and _counts(x, trees):
+                counting.append(x)
         if not counting or any(not torch.equal(x, counting[0]) for x in counting):
             raise ValueError(
                 f"{len(counting)} of the {len(buffers)} buffers look like position ids [B, S] "
-                "(from 0 up by one, again "
-                f"with each document), exactly one must: they say which tokens are one document"
+                "(counting up by one from 0 in each document); exactly one must, because they "
+                "define the documents"
             )
         return block(
             model=accelerator._models[0] if accelerator._models else None,
@@ -112,9 +115,12 @@ def shard_sequences(
         )
 
     def prepare(*args: Any) -> tuple[Any, ...]:
-        """Prepare instead of Accelerate, which would drop the masks of the model."""
-        for module in (x for x in args if isinstance(x, torch.nn.Module)):
-            if (stock := stock_model(module)) is not None:
+        """Replace Accelerate's own preparation, which would drop the masks of the model."""
+        for module in args:
+            if not isinstance(module, torch.nn.Module):
+                continue
+            stock = stock_model(module)
+            if stock is not None:
                 stock.set_attn_implementation(register_with_transformers())
         accelerator._cp_context = of_buffers
         return args
@@ -128,23 +134,23 @@ def shard_sequences(
 def _set_size(accelerator: Any, cp_size: int | None) -> None:
     """Give the accelerator a mesh with an axis `cp`, unless it has one.
 
-    All Accelerators of a process share the attributes of one state; this one gets a copy.
+    All Accelerators of a process share one state, so this one gets a copy.
     """
     from accelerate import ParallelismConfig
 
-    world, found = accelerator.num_processes, accelerator.parallelism_config
+    world = accelerator.num_processes
+    found = accelerator.parallelism_config
     has = 1 if found is None else found.cp_size
     if has > 1 and cp_size in (None, has):
         return
     if has > 1 or cp_size is None or cp_size < 2 or world % cp_size:
         raise ValueError(
-            f"cp_size is {cp_size}, that of the Accelerator's ParallelismConfig is {has}: give one "
-            "size of at least 2 "
-            f"that divides the {world} processes"
+            f"cp_size is {cp_size}, and {has} in the Accelerator's ParallelismConfig: give one "
+            f"size of at least 2 that divides the {world} processes"
         )
     if found is not None and (found.tp_enabled or found.sp_enabled):
         raise ValueError(
-            "shard_sequences shares ranks with data parallelism alone, this Accelerator has tp or sp"
+            "shard_sequences works with data parallelism only, but this Accelerator has tp or sp"
         )
     config = ParallelismConfig(cp_size=cp_size, dp_shard_size=world // cp_size)
     accelerator.state = copy.copy(accelerator.state)
@@ -153,86 +159,84 @@ def _set_size(accelerator: Any, cp_size: int | None) -> None:
 
 
 def _counts(x: torch.Tensor, trees: bool) -> bool:
-    """Whether `x[B, S]` counts up by one from 0, and starts again any number of times; `trees`: at
-    0 or above.
-    """
+    """Whether `x[B, S]` counts up by one from 0 in each document, or in each branch of trees."""
     if x.dim() != 2 or x.is_floating_point() or x.dtype == torch.bool:
         return False
     up = x.diff(dim=1) == 1
-    back = (x.diff(dim=1) < 1) & (x[:, 1:] >= 0) if trees else x[:, 1:] == 0
-    return bool((x[:, 0] == 0).all() and (up | back).all() and (x.shape[1] == 1 or up.any()))
+    restarts = x[:, 1:] == 0
+    if trees:  # a branch may begin at any earlier position
+        restarts = (x.diff(dim=1) < 1) & (x[:, 1:] >= 0)
+    begins_at_0 = bool((x[:, 0] == 0).all())
+    counts = x.shape[1] == 1 or bool(up.any())  # a row of zeros is not a count
+    return begins_at_0 and bool((up | restarts).all()) and counts
 
 
 def _refuse_other_rows(axis: Axis, buffers: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError on all ranks of the axis where they hold other rows, as of a loader that
-    deals to each rank.
+    """Raise ValueError on all ranks of the axis if they have different rows.
 
-    Compares 32-bit sums of the integer tensors and their shapes: one small message a step.
+    This happens if a loader gives each rank its own batches. Checksums of the integer tensors and
+    their shapes are compared, with one small message per step.
     """
     found = 0
-    for x in (x for x in buffers if not x.is_floating_point()):
+    for x in buffers:
+        if x.is_floating_point():
+            continue
+        data = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         found = zlib.crc32(str(tuple(x.shape)).encode(), found)
-        found = zlib.crc32(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
+        found = zlib.crc32(data, found)
     device = buffers[0].device if axis.backend == "nccl" else torch.device("cpu")
     most, least = all_reduce(torch.tensor([found, -found], device=device), axis, "max").tolist()
     if most != -least:
         raise ValueError(
-            f"the {axis.size} ranks that share a row hold other rows: their loader must give all "
-            "of them the same "
-            "batch (a loader of an IterableDataset gives each process its own: set "
-            "dispatch_batches=False)"
+            f"the {axis.size} ranks that share a sequence have different rows: their loader must "
+            "give all of them the same batch (the loader of an IterableDataset gives each process "
+            "its own: set dispatch_batches=False)"
         )
 
 
 def _block_of_inputs(
     axis: Axis, block: _Block, model: torch.nn.Module, inputs: dict[str, Any], trees: bool
 ) -> contextlib.AbstractContextManager[Any]:
-    """A block for the inputs of a model, which it completes.
+    """Return a block for the inputs of a model, and add missing inputs.
 
-    A model with towers takes the whole batch, and only its labels are cut.
+    A model with towers takes the whole batch, and only its labels are sharded.
     """
     for name in _OF_PACKING:
         inputs.pop(name, None)
-    towers, ids, labels = (
-        find_towers(model) is not None,
-        inputs.get("input_ids"),
-        inputs.get("labels"),
-    )
-    strange = [
-        name for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in _PAD
-    ]
-    if ids is None or ids.dim() != 2 or (labels is None if towers else strange):
+    towers = find_towers(model) is not None
+    ids = inputs.get("input_ids")
+    labels = inputs.get("labels")
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    strange = [name for name in tensors if name not in _PAD]
+    unusable = labels is None if towers else bool(strange)
+    if ids is None or ids.dim() != 2 or unusable:
         raise ValueError(
-            f"a sharded sequence has input_ids [B, S], may have {', '.join(list(_PAD)[1:])}, and "
-            "with images has "
-            f"labels; nothing is known of {', '.join(strange) or 'other inputs'}, maybe of one "
-            "rank's tokens alone"
+            f"a sharded sequence needs input_ids [B, S], may have {', '.join(list(_PAD)[1:])}, and "
+            f"with images needs labels; unknown: {', '.join(strange) or 'other inputs'}, which may "
+            "belong to the tokens of one rank"
         )
-    _refuse_other_rows(axis, [x for x in inputs.values() if isinstance(x, torch.Tensor)])
+    _refuse_other_rows(axis, list(tensors.values()))
     if towers:
         documents = _documents_with_images(model, inputs)
     else:
-        inputs.setdefault(
-            "position_ids", torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
-        )
-        documents = (trees_of if trees else documents_of)(
-            inputs["position_ids"], inputs.get("attention_mask")
-        )
+        whole_rows = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+        inputs.setdefault("position_ids", whole_rows)
+        read_documents = trees_of if trees else documents_of
+        documents = read_documents(inputs["position_ids"], inputs.get("attention_mask"))
     if labels is not None and "shift_labels" not in inputs:
-        if trees and (
-            number := int(
-                ((inputs["position_ids"].diff(dim=1) != 1) & (labels[:, 1:] != -100)).sum()
-            )
-        ):
-            raise ValueError(
-                f"{number} branches begin with a label, and what they continue stands elsewhere: "
-                "begin each one with a "
-                f"copy of the token that it continues, without a label, or give shift_labels"
-            )
-        inputs["shift_labels"] = shift_labels(
-            labels
-        )  # documents of packed rows begin without a label
-    names = [name for name in (("labels", "shift_labels") if towers else _PAD) if name in inputs]
+        if trees:
+            begins = inputs["position_ids"].diff(dim=1) != 1
+            number = int((begins & (labels[:, 1:] != -100)).sum())
+            if number:
+                raise ValueError(
+                    f"{number} branches begin with a label, but the token before them does not "
+                    "predict it: begin each branch with a copy of the token that it continues, "
+                    "without a label, or give shift_labels"
+                )
+        # Documents of packed rows begin without a label, so they need no document_ids here.
+        inputs["shift_labels"] = shift_labels(labels)
+    sharded = ("labels", "shift_labels") if towers else tuple(_PAD)
+    names = [name for name in sharded if name in inputs]
     buffers = [inputs[name] for name in names]
     return block(
         model=model,
@@ -245,33 +249,31 @@ def _block_of_inputs(
 
 
 def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) -> DocumentIds:
-    """The mask of rows with images. Position ids `[4, B, S]` begin with those of the text, as
-    transformers has it.
+    """Return the mask of rows with images.
 
-    In Gemma 3 and 4 the tokens of an image see each other: neighbours whose `token_type_ids` are 1,
-    or 2 of a video.
+    Position ids `[4, B, S]` of transformers begin with those of the text. In Gemma 3 and 4 the
+    tokens of an image attend to each other: neighbours whose `token_type_ids` are 1 (2 in videos).
     """
-    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    positions = inputs.get("position_ids")
+    mask = inputs.get("attention_mask")
     if positions is not None and positions.dim() == 3:
         positions = positions[0] if len(positions) == 4 else None
     config: Any = model.config
-    kinds = (
-        inputs.get("token_type_ids")
-        if getattr(config, "model_type", "") in SEES_WITHIN_IMAGES
-        else None
-    )
-    if (
-        getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-    ):  # Gemma 4
+    kinds = None
+    if getattr(config, "model_type", "") in SEES_WITHIN_IMAGES:
+        kinds = inputs.get("token_type_ids")
+    text = config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) == "vision":  # Gemma 4
         kinds = inputs.get("mm_token_type_ids")
     ids = inputs["input_ids"]
-    found = documents_of(
-        positions, torch.ones_like(ids) if positions is None and mask is None else mask
-    )
+    if positions is None and mask is None:
+        mask = torch.ones_like(ids)
+    found = documents_of(positions, mask)
     if kinds is None:
         return found
     numbers = np.broadcast_to(found.cpu().numpy(), ids.shape)
-    row = np.arange(len(ids))[:, None]  # no number in two rows
+    row = np.arange(len(ids))[:, None]
+    # Renumber the documents so that no number occurs in two rows, and number the images.
     document = np.where(numbers >= 0, numbers + row * (numbers.max() + 1), numbers).reshape(-1)
     image = ((kinds == 1) | (kinds == 2)).cpu().numpy()
     begins = np.diff(image, axis=1, prepend=False) & image  # [B, S]
@@ -280,63 +282,66 @@ def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) ->
 
 
 def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None:
-    """Let the steps of a Trainer run in blocks."""
+    """Make the training and evaluation steps of a Trainer run in blocks."""
     wrong = {
         "compute_loss_func": trainer.compute_loss_func,
         "label_smoothing_factor": trainer.label_smoother,
     }
-    if given := [name for name, value in wrong.items() if value is not None]:
+    given = [name for name, value in wrong.items() if value is not None]
+    if given:
         raise ValueError(
-            f"{', '.join(given)} would shift the labels of one rank's tokens alone: leave it out"
+            f"{', '.join(given)} would shift the labels within the tokens of one rank: remove it"
         )
-    predict, accelerator, counted = (
-        trainer.prediction_step,
-        trainer.accelerator,
-        not trainer.model_accepts_loss_kwargs,
-    )
+    predict = trainer.prediction_step
+    accelerator = trainer.accelerator
+    counted = not trainer.model_accepts_loss_kwargs  # the labels are counted here
     of_trl = hasattr(trainer, "_total_train_tokens")
     if trees and find_towers(accelerator.unwrap_model(trainer.model)):
         raise ValueError(
-            "trees are rows of text: for those with images give context_parallel a Metadata"
+            "trees must be text: for trees with images, give a Metadata to context_parallel"
         )
     if counted and accelerator.unwrap_model(trainer.model).config.model_type not in HANDS_ON:
         raise ValueError(
-            f"{type(trainer.model).__name__} takes no num_items_in_batch: its loss is a mean over "
-            "one rank's tokens"
+            f"{type(trainer.model).__name__} does not accept num_items_in_batch, so its loss would "
+            "be a mean over the tokens of one rank"
         )
 
     def prepare(
         model: torch.nn.Module, inputs: Mapping[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """Return a function that opens the block of a step, and the inputs for it."""
         bare = accelerator.unwrap_model(trainer.model)
         found = {name: x for name, x in inputs.items() if x is not None}
-        if of_trl:  # it counts what the mask says, and filled tokens without one
+        if of_trl:  # TRL counts the tokens of the mask, or padding too if there is none
             found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
         cut = _block_of_inputs(axis, block, bare, found, trees)
         if counted and "shift_labels" in found:
-            # the Trainer takes the mean of processes, which is that of the row with its sum over
-            # these labels
-            found["num_items_in_batch"] = (found["shift_labels"] != -100).sum().double() / axis.size
+            # The Trainer averages over processes. With this divisor the average is the mean over
+            # the labels of the row.
+            labels = (found["shift_labels"] != -100).sum().double()
+            found["num_items_in_batch"] = labels / axis.size
 
         @contextlib.contextmanager
         def both() -> Iterator[None]:
-            with (
-                cut as context,
-                cut_multimodal(bare, context) if find_towers(bare) else contextlib.nullcontext(),
-            ):
-                yield
+            with cut as context:
+                images = contextlib.nullcontext()
+                if find_towers(bare):
+                    images = cut_multimodal(bare, context)
+                with images:
+                    yield
 
         return both, found
 
     def gather(losses: torch.Tensor) -> torch.Tensor:
-        """Losses of all rows, each once; the library takes every process for one with rows of its
-        own.
+        """Gather the losses of all rows, each once.
+
+        The library assumes that every process has its own rows, but `axis.size` of them share one.
         """
         every = accelerator.gather(losses).view(-1, axis.size, len(losses))[:, 0].flatten()
         state = accelerator.gradient_state
-        return (
-            every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
-        )
+        if state.end_of_dataloader and state.remainder > 0:
+            return every[: state.remainder]
+        return every
 
     def prediction_step(
         model: torch.nn.Module,
@@ -344,23 +349,28 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
         prediction_loss_only: bool,
         ignore_keys: Any = None,
     ) -> tuple[Any, None, None]:
+        """Evaluate the loss of a batch in a block."""
         if not prediction_loss_only:
             raise ValueError(
-                "logits of a sharded sequence are of one rank's tokens: evaluate without compute_metrics"
+                "logits of a sharded sequence belong to the tokens of one rank: evaluate without "
+                "compute_metrics"
             )
-        if of_trl:  # its own step opens no block
+        if of_trl:  # TRL's own step does not open a block
             opened, found = prepare(model, trainer._prepare_inputs(inputs))
-            # TRL takes the mean of its rows' labels, and multiplies it by the processes where it is
-            # given their number
+            # TRL computes the mean over the labels of its rows, and multiplies it by the number of
+            # processes if it averages tokens across devices.
             times = accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
             number = (found["shift_labels"] != -100).sum() * times / axis.size
             with torch.no_grad(), trainer.compute_loss_context_manager(), opened():
                 loss = trainer.compute_loss(model, found, num_items_in_batch=number)
         else:
             loss, _, _ = predict(model, inputs, prediction_loss_only, ignore_keys)
-        trainer.gather_function = gather  # the loop sets it back
-        # each rank has the part of its tokens, times all processes: the mean is that of the row
-        return None if loss is None else all_reduce(loss, axis) / axis.size, None, None
+        trainer.gather_function = gather  # the evaluation loop resets it
+        # Each rank has the part of its tokens, times the number of processes: the mean over the
+        # axis is the loss of the row.
+        if loss is not None:
+            loss = all_reduce(loss, axis) / axis.size
+        return loss, None, None
 
     trainer._prepare_context_parallel_inputs = prepare
     trainer.prediction_step = prediction_step

@@ -1,19 +1,21 @@
-"""Attention of models of transformers in a block in which the sequence is sharded.
+"""A block in which a transformers model computes attention over a sharded sequence.
 
-    register_with_transformers()                                     # attn_implementation="megacp"
-    inputs, positions, labels = ...                                  # of the whole sequence, the
-    same on every rank labels = shift_labels(labels)                                    # before the
-    cut, see loop counted = (labels != -100).sum() with context_parallel(axis, model=model,
-    buffers=[inputs, positions, labels], buffer_seq_dims=[1, 1, 1]):
-        logits = model(inputs, position_ids=positions).logits        # [B, S / ranks, ...]
+    register_with_transformers()  # attn_implementation="megacp"
+    inputs, positions, labels = ...  # the whole sequence, the same on every rank
+    labels = shift_labels(labels)  # before sharding, see loop.py
+    counted = (labels != -100).sum()
+    with context_parallel(
+        axis, model=model, buffers=[inputs, positions, labels], buffer_seq_dims=[1, 1, 1]
+    ):
+        logits = model(inputs, position_ids=positions).logits  # [B, S / ranks, ...]
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
         loss.backward()
     sum_gradients(model.parameters(), axis)
 
-What would see this rank's tokens alone is refused by all ranks alike: by the model's config at the
-beginning, by the arguments of its call, or in an attention call. Nothing of torch is replaced, and
-of the model states alone (`recurrent.py`): the registered attention asks `block_of` for the open
-block.
+Anything that would only see the tokens of one rank is refused by all ranks alike: from the model's
+config when the block opens, from the arguments of a call, or in an attention call. torch itself is
+not patched. The registered attention finds the open block with `block_of`; only layers with a state
+are replaced in the model (`recurrent.py`).
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ from megacp.integrations.recurrent import ours_in
 
 
 class LayerRule(NamedTuple):
-    """What a layer's attention has beside the mask of the block."""
+    """Properties of a layer's attention in addition to the mask of the block."""
 
     reach: Reach = Reach()
-    """How far it looks; only for causal layers."""
+    """The window of the layer; only for causal layers."""
     cap: float = 0.0
-    """Scores become `cap * tanh(score / cap)`; 0: as they are."""
+    """Scores become `cap * tanh(score / cap)`; 0 means no cap."""
     sinks: torch.Tensor | None = None
-    """`[heads]`: one more score a head, without a value."""
+    """`[heads]`: an additional score per head, without a value."""
     spans: bool = True
-    """Whether the spans of the mask hold."""
+    """Whether the spans of the mask apply."""
 
 
 _PLAIN = LayerRule()
@@ -68,52 +70,45 @@ _PLAIN = LayerRule()
 
 @dataclass(eq=False)
 class ContextParallel:
-    """State of a block: which rank holds which tokens, the plans that were made, what one rank has
-    seen.
-    """
+    """State of an open block: the tokens of each rank, the plans, and problems of this rank."""
 
     axis: Axis
     mask: BatchMask
-    """Mask of the whole rows, padding included."""
+    """Mask of the whole rows, including padding."""
     length: int
-    """Tokens of a whole row, without that padding."""
+    """Tokens of a whole row, without padding."""
     places: np.ndarray
-    """int64 `[1 or B, ranks, s]`: the places of a row that each rank holds, in the order of the
-    buffers.
-    """
+    """int64 `[1 or B, ranks, s]`: places in a row that each rank holds, in the buffers' order."""
     transport: str | Transport
     plans: dict[tuple[int, bool, bool], AttentionPlan] = field(default_factory=dict)
-    """Plans by batch rows, `is_causal` and `spans`; made by the first call and used by all layers.
-    """
+    """Plans by batch rows, `is_causal` and `spans`; the first call makes one for all layers."""
     modules: set[int] = field(default_factory=set)
-    """Ids of the modules of the model that runs here."""
+    """Ids of the modules of the model that runs in the block."""
     language: torch.nn.Module | None = None
-    """The part of the model that is called with this rank's tokens; None: the model itself is."""
+    """The submodule that is called with this rank's tokens; None means the model itself."""
     outside: int = 0
-    """Parts under way that have nothing to do with the sequence: while one runs, the block is not
-    there.
-    """
+    """Number of running parts that do not see the sequence, such as a tower: they see no block."""
     noted: list[str] = field(default_factory=list)
-    """What this rank alone has seen, until the next attention call reports it to all."""
+    """Problems of this rank that the next attention call reports to all ranks."""
     _transports: dict[tuple[torch.device, str, float], Transport] = field(default_factory=dict)
     _longest: int = 0
     _unsettled: bool = True
 
     @property
     def local(self) -> np.ndarray:
-        """int64 `[1 or B, s]`: the places that this rank holds."""
+        """int64 `[1 or B, s]`: places in a row that this rank holds."""
         return self.places[:, self.axis.rank]
 
     def cut(self, x: torch.Tensor, dim: int = 1, pad: float = 0.0) -> torch.Tensor:
-        """The tokens of this rank of a whole `x[..., S, ...]`, S along `dim`; padding gets `pad`.
+        """Return this rank's tokens of a whole `x[..., S, ...]`, S along `dim`; padding is `pad`.
 
-        For what is made of the whole sequence in the block, such as `inputs_embeds` with features
-        of images. Autograd goes through: the gradient of `x` is that of this rank's tokens, so sum
-        over the ranks what it flows into.
+        Use it for tensors that are computed for the whole sequence inside the block, such as
+        `inputs_embeds` with image features. It is differentiable. The gradient of `x` is that of
+        this rank's tokens, so sum the gradients of its inputs over the ranks.
         """
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.length:
             refuse(
-                f"cut wants the {self.length} tokens of the whole sequence along dim {dim}, got "
+                f"cut expects the {self.length} tokens of the whole sequence along dim {dim}, got "
                 f"{tuple(x.shape)}"
             )
         return _part_of(x, dim % x.dim(), self.local, pad)
@@ -127,38 +122,39 @@ class ContextParallel:
         scale: float | None = None,
         layer: LayerRule = _PLAIN,
     ) -> torch.Tensor:
-        """Attention over the ranks: `q[B, H, s, D]`, `k, v[B, Hkv, s, D or less]` of the tokens
-        this rank holds, in the order of the buffers -> `[B, H, s, D or less]`. `is_causal` means
-        the mask of the documents. Without it every token sees its whole document; a branch still
-        sees its document's prefix and itself alone.
+        """Compute attention over all ranks.
+
+        `q[B, H, s, D]` and `k, v[B, Hkv, s, D or less]` belong to this rank's tokens, in the
+        order of the buffers; the result is `[B, H, s, D or less]`. With `is_causal`, the mask is
+        that of the documents. Without it, every token attends to its whole document; a branch
+        still attends only to its document's prefix and to itself.
         """
-        kind, held = q.device.type, self.places.shape[2]
-        if torch.is_autocast_enabled(kind):  # as torch's own call would
+        kind = q.device.type
+        held = self.places.shape[2]
+        if torch.is_autocast_enabled(kind):  # torch's own attention would cast too
             to = torch.get_autocast_dtype(kind)
             q, k, v = (x if x.dtype == torch.float64 else x.to(to) for x in (q, k, v))
         if q.shape[2] != held or k.shape[2] != held:
             refuse(
-                f"{q.shape[2]} queries and {k.shape[2]} keys, the buffers hold {held} of "
-                f"{self.mask.length} tokens on "
-                "this rank: every input of the sequence must be among the buffers, and a KV cache "
-                "(use_cache) and "
-                f"cross attention are not sharded"
+                f"{q.shape[2]} queries and {k.shape[2]} keys, but the buffers have {held} of "
+                f"{self.mask.length} tokens on this rank: every input of the sequence must be "
+                "among "
+                "the buffers; a KV cache (use_cache) and cross attention cannot be sharded"
             )
         if len(self.mask.document) not in (1, len(q)):
-            refuse(f"{len(q)} batch rows, document_ids have {len(self.mask.document)}")
-        reach = Reach(
-            *(size if size < self.length else 0 for size in layer.reach)
-        )  # a longer one leaves nothing out
+            refuse(f"{len(q)} batch rows, but document_ids have {len(self.mask.document)}")
+        # A window of the whole sequence or more leaves nothing out.
+        reach = Reach(*(size if size < self.length else 0 for size in layer.reach))
         if any(reach) and not is_causal:
             refuse(
                 f"a window of {max(reach)} tokens that also look ahead, in a sequence of "
                 f"{self.length}"
             )
-        width, narrow = q.shape[-1], v.shape[-1]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, s, D] -> [B, s, H, D]
-        v = torch.nn.functional.pad(
-            v, (0, width - narrow)
-        )  # narrower values, as of latent attention
+        # Latent attention has narrower values: pad them to the width of the keys.
+        width = q.shape[-1]
+        narrow = v.shape[-1]
+        v = torch.nn.functional.pad(v, (0, width - narrow))
         transport = self.transport_on(q.device, q.dtype, layer.cap)
 
         def of_rows(
@@ -167,9 +163,8 @@ class ContextParallel:
             scaled = width**-0.5 if scale is None else float(scale)
             return transport.attend(q, k, v, plan.within(reach), scaled, layer.sinks)
 
-        return self.along(of_rows, q, k, v, causal=is_causal, spans=layer.spans)[
-            ..., :narrow
-        ].transpose(1, 2)
+        out = self.along(of_rows, q, k, v, causal=is_causal, spans=layer.spans)
+        return out[..., :narrow].transpose(1, 2)  # [B, s, H, D] -> [B, H, s, D or less]
 
     def along(
         self,
@@ -178,12 +173,15 @@ class ContextParallel:
         causal: bool = True,
         spans: bool = True,
     ) -> torch.Tensor:
-        """`function(plan, ...)` of `tensors[B, s, ...]` of this rank's tokens, as rows `[B * s,
-        ...]` in the plan's order; its result as `[B, s, ...]`. The plan is of a causal mask, or of
-        one without order.
+        """Apply `function(plan, ...)` to `tensors[B, s, ...]` of this rank's tokens.
+
+        The function receives them as rows `[B * s, ...]` in the plan's order, and its result is
+        returned as `[B, s, ...]`. The plan is that of the causal mask, or of the mask without
+        order.
         """
-        self._settle(tensors[0].device)
-        batch, device = len(tensors[0]), tensors[0].device
+        batch = len(tensors[0])
+        device = tensors[0].device
+        self._settle(device)
         key = batch, causal, spans or not self.mask.span.any()
         if key not in self.plans:
             self.plans[key] = self.mask.plan(self.places, batch, self.axis.rank, *key[1:])
@@ -202,27 +200,27 @@ class ContextParallel:
     def _orders(
         self, key: tuple[int, bool, bool], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Indices `[B * s]` that bring tokens from the buffers' order into a plan's, and back;
-        None: they are one.
+        """Return indices `[B * s]` from the buffers' order to a plan's order, and back.
+
+        Return None if both orders are the same.
         """
         local = self.plans[key].local
         cut = in_batch(self.places, key[0], self.mask.length)[self.axis.rank]
         if np.array_equal(cut, local):
             return None
-        # argsort twice numbers the plan's tokens by place; argsort of `cut` says where the buffers
-        # hold each number
-        order = np.argsort(cut)[np.argsort(np.argsort(local))]
+        # The rank of each of the plan's tokens by place (argsort twice), and the position in the
+        # buffers of the token with each rank.
+        rank = np.argsort(np.argsort(local))
+        order = np.argsort(cut)[rank]
         return to_device(order, device), to_device(np.argsort(order), device)
 
     def transport_on(self, device: torch.device, dtype: torch.dtype, cap: float = 0.0) -> Transport:
-        """The transport for tensors of `dtype` on `device`: the caller's, or one that is built once
-        for each kernel.
-        """
+        """Return the caller's transport, or build one per kernel for `dtype` on `device`."""
         if not isinstance(self.transport, str):
             if cap:
                 refuse(
-                    f"a soft cap of {cap:g} comes with the model: give transport by its name, not "
-                    "as an object"
+                    f"the model has a soft cap of {cap:g}: give transport by its name, not as an "
+                    "object"
                 )
             return self.transport
         key = device, auto_kernel(device.type, dtype), cap
@@ -234,14 +232,12 @@ class ContextParallel:
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Give attention and states of `model` to the block while it lasts, and check its calls."""
+        """Let attention and states of `model` run in this block, and check its calls."""
         self.modules |= {id(module) for module in model.modules()}
         stock = stock_model(model)
-        hook = (
-            None
-            if stock is None
-            else stock.register_forward_pre_hook(self.check_call, with_kwargs=True)
-        )
+        hook = None
+        if stock is not None:
+            hook = stock.register_forward_pre_hook(self.check_call, with_kwargs=True)
         try:
             with ours_in(model, self.along, self.axis):
                 yield
@@ -250,8 +246,9 @@ class ContextParallel:
                 hook.remove()
 
     def check_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call of a stock model that would not see the whole sequence; positions are noted
-        for all ranks.
+        """Refuse a call of a transformers model that would not see the whole sequence.
+
+        Wrong positions are noted, because only this rank can see them.
         """
         if self.axis.size == 1:
             return
@@ -263,124 +260,129 @@ class ContextParallel:
         values = np.atleast_2d(positions.detach().cpu().numpy())
         images = self.language is not None and values.ndim == 3
         problem = self.mask.misplaced(values.reshape(-1, *values.shape[-2:]), self.local, images)
-        advice = "put those of the whole sequence among the buffers, and where they restart give document_ids too"
-        self.note(f"{problem}: {advice}" if problem else "")
-        self._longest = max(
-            self._longest,
-            rotary_length(module.config.get_text_config(), int(values.max(initial=0)) + 1),
-        )
+        if problem:
+            problem += (
+                ": put the position_ids of the whole sequence among the buffers, and give "
+                "document_ids too if they restart"
+            )
+        self.note(problem)
+        length = rotary_length(module.config.get_text_config(), int(values.max(initial=0)) + 1)
+        self._longest = max(self._longest, length)
 
     def note(self, problem: str) -> None:
-        """Remember what is wrong with values of this rank; every rank calls this at the same place,
-        also with "".
+        """Remember a problem with the values of this rank, or "" for none.
 
-        All ranks hear of it in the next attention call and raise alike: a rank that raised at once
-        would leave the others in a collective.
+        Every rank calls this at the same place. In the next attention call all ranks exchange their
+        problems and raise together: a rank that raised at once would leave the others waiting in a
+        collective.
         """
-        self.noted += [problem] if problem else []
+        if problem:
+            self.noted.append(problem)
         self._unsettled = True
 
     def _settle(self, device: torch.device) -> None:
-        """Raise one ValueError with the findings of all ranks on every rank; nothing is sent when
-        none can be open.
+        """Raise one ValueError on every rank with the noted problems of all ranks.
+
+        Nothing is sent if no rank has called `note` since the last time.
         """
         if not self._unsettled:
             return
         kind = device if self.axis.backend == "nccl" else torch.device("cpu")
-        mine = torch.tensor(
-            [bool(self.noted), self._longest, -self._longest], dtype=torch.int64, device=kind
-        )
+        # One message tells whether any rank has a problem, and the longest and shortest length.
+        values = [bool(self.noted), self._longest, -self._longest]
+        mine = torch.tensor(values, dtype=torch.int64, device=kind)
         some, most, least = all_reduce(mine, self.axis, "max").tolist()
-        found, self.noted, self._longest, self._unsettled = self.noted, [], 0, False
+        found = self.noted
+        self.noted = []
+        self._longest = 0
+        self._unsettled = False
         if some:
-            every = gather_objects(found, self.axis)
-            refuse(
-                *(
-                    f"rank {number}: {problem}"
-                    for number, one in enumerate(every)
-                    for problem in one
-                )
-            )
+            problems = []
+            for rank, noted in enumerate(gather_objects(found, self.axis)):
+                problems += [f"rank {rank}: {problem}" for problem in noted]
+            refuse(*problems)
         if most != -least:
             refuse(
-                f"this model's rotary angles depend on the longest position, which is {-least} on "
-                f"one rank and {most} "
-                "on another (rope type dynamic or longrope): stay within the length that it was "
-                "first trained on"
+                "this model's rotary angles depend on the longest position, which is "
+                f"{-least} on one rank and {most} on another (rope type dynamic or longrope): use "
+                "sequences no longer than its original training length"
             )
 
 
 _open: list[ContextParallel] = []
-"""The block of this process, if any. No thread has its own: autograd's recompute layers in theirs.
+"""The open block of this process, if any. Threads share it: autograd recomputes layers in its
+own.
 """
 _last_in_block: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Attention layers whose last forward was in a block."""
+"""Attention layers whose last forward ran in a block."""
 
 
 def current_context() -> ContextParallel | None:
-    """The open block; None outside, and while a tower runs in it."""
-    return _open[0] if _open and not _open[0].outside else None
+    """Return the open block, or None outside of a block and while a tower runs."""
+    if not _open or _open[0].outside:
+        return None
+    return _open[0]
 
 
 def block_of(module: torch.nn.Module) -> ContextParallel | None:
-    """The open block in which an attention layer runs.
+    """Return the open block in which an attention layer runs, or None.
 
-    ValueError for a layer that is recomputed behind its block, and for a model that the block was
-    not given.
+    Raise ValueError if a layer is recomputed after its block has ended, or if its model was not
+    given to the block.
     """
     block = current_context()
     if block is not None:
         if id(module) not in block.modules:
-            refuse(f"{type(module).__name__} is no part of the model that was given as model=")
+            refuse(f"{type(module).__name__} does not belong to the model given as model=")
         _last_in_block.add(module)
     elif not _open and module in _last_in_block:
         if torch._C._current_graph_task_id() != -1:  # in backward
-            refuse("a layer is recomputed after its block was left: call backward inside the block")
+            refuse(
+                "a layer is recomputed after its block has ended: call backward inside the block"
+            )
         _last_in_block.discard(module)
     return block
 
 
 @dataclass(eq=False)
 class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
-    """A block in which `buffers` hold this rank's tokens and attention of `model` runs over all
-    ranks of `axis`.
+    """A block in which `buffers` contain this rank's tokens, and attention of `model` runs over
+    all ranks of `axis`.
 
-    Every rank enters with the same whole sequence; forward and backward belong inside. Raises
-    ValueError before a message is sent; a second block inside is refused. What one rank alone can
-    see (the values of positions and masks) is raised by all ranks in the next attention call. A
-    block that ends without any attention call raises as well: what a model computes itself saw this
-    rank's tokens alone.
+    Every rank enters with the same whole sequence; forward and backward belong inside. Blocks
+    cannot be nested. Raise ValueError before any message is sent if the arguments are wrong.
+    Wrong values of positions and masks, which only one rank can see, are raised by all ranks in
+    the next attention call. A block without any attention call also raises: a model that
+    computes attention itself has only seen the tokens of one rank.
     """
 
     axis: Axis
     _: KW_ONLY
     model: torch.nn.Module | None = None
-    """Model of transformers with the registered attention; it may be wrapped. None: the caller
-    calls `attend`.
+    """A transformers model with the registered attention, possibly wrapped (FSDP, DDP); None if the
+    caller calls `attend`.
     """
     buffers: Sequence[torch.Tensor]
-    """Tensors to cut: token ids, position ids, shifted labels, tables of rotary angles over the
-    sequence. The object stays, its data becomes that of S / ranks tokens, and comes back at the
-    end, also after an exception."""
+    """Tensors to shard: token ids, position ids, shifted labels, tables of rotary angles. Inside
+    the block the same objects contain S / ranks tokens; the data is restored at the end, also
+    after an exception."""
     buffer_seq_dims: Sequence[int]
-    """The dim of each buffer that has the S tokens."""
+    """The sequence dimension of each buffer."""
     no_restore_buffers: Collection[torch.Tensor] = ()
-    """Buffers that stay cut."""
+    """Buffers that stay sharded after the block."""
     pad_values: Sequence[float] | None = None
-    """Values that fill each buffer up where the layout needs a longer sequence. Added tokens belong
-    to no document: no token sees them and their attention is zero. Give labels a value that the
-    loss ignores."""
+    """Padding values of the buffers, in case the layout needs a longer sequence. No token
+    attends to padding, and its attention is zero. Give labels a value that the loss ignores."""
     document_ids: DocumentIds = None
-    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see only their own
-    document. None: each batch row is one document. A `Metadata` of S (or B * S) tokens adds
-    branches and spans."""
+    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 at padding; tokens attend only to
+    their own document. None means that each batch row is one document. A `Metadata` of S (or B *
+    S) tokens adds branches and spans."""
     transport: str | Transport = "p2p"
-    """p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once
-    with `(A, B)` and hand it in: it makes process groups."""
+    """p2p, all_gather, a2a or kv_exchange, or an object from `select_transport`. Build `a2a+p2p`
+    once with `(A, B)` and pass the object, because it creates process groups."""
     layout: str = "zigzag"
-    """contiguous, zigzag, zigzag_document or balanced: which rank holds which tokens. Results do
-    not depend on it.
-    """
+    """contiguous, zigzag, zigzag_document or balanced: how tokens are distributed to ranks. Results
+    do not depend on it."""
 
     def __enter__(self) -> ContextParallel:
         self._block = self._opened()
@@ -397,31 +399,32 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         if isinstance(self.transport, str) and self.transport not in TRANSPORTS:
             refuse(f"transport {self.transport} is unknown; choose {', '.join(TRANSPORTS)}")
         if _open:
-            refuse("a context_parallel block is open already, and blocks cannot be nested")
+            refuse("a context_parallel block is already open, and blocks cannot be nested")
         pads = [0.0] * len(buffers) if self.pad_values is None else self.pad_values
         if not buffers or not len(buffers) == len(self.buffer_seq_dims) == len(pads):
-            refuse("give buffers, and as many buffer_seq_dims and pad_values")
+            refuse("give buffers, and one buffer_seq_dims and pad_values entry for each")
         if any(x.requires_grad for x in buffers):
             refuse(
-                "a buffer requires grad, and its gradient would have another shape: cut it inside"
+                "a buffer requires grad, but its gradient would have a different shape: use cut() "
+                "inside the block"
             )
         lengths = [x.shape[dim] for x, dim in zip(buffers, self.buffer_seq_dims, strict=True)]
         if len(set(lengths)) > 1:
             refuse(
                 f"buffers differ in length: {', '.join(map(str, lengths))} along buffer_seq_dims"
             )
-        length, ranks = lengths[0], axis.size
+        length = lengths[0]
+        ranks = axis.size
         if model is not None and ranks > 1:
             refuse(*model_problems(model, length))
-        dealing = (
-            LAYOUTS[layout] if ranks > 1 else CONTIGUOUS
-        )  # one rank holds the rows as they are
+        # A single rank keeps the rows as they are.
+        dealing = LAYOUTS[layout] if ranks > 1 else CONTIGUOUS
         mask = batch_mask(self.document_ids, length).padded(dealing, ranks)
         if mask.length > length and self.pad_values is None:
             refuse(
-                f"layout {layout} cannot deal {length} tokens to {ranks} ranks, the next length is "
-                f"{mask.length}: give "
-                f"pad_values, one for each buffer, or pad to it with document_ids -1"
+                f"layout {layout} cannot distribute {length} tokens over {ranks} ranks, the next "
+                f"length is {mask.length}: give pad_values, one for each buffer, or pad to it with "
+                "document_ids -1"
             )
         places = mask.deal(dealing, ranks)
         triples = [
@@ -431,17 +434,16 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         if len(places) > 1 and any(dim == 0 or len(x) != len(places) for x, dim, _ in triples):
             refuse(
                 f"each buffer must have the {len(places)} batch rows in dim 0, as layout {layout} "
-                "deals each row of "
-                f"documents differently: expand it, or choose zigzag or contiguous"
+                "distributes each row of documents differently: expand it, or choose zigzag or "
+                "contiguous"
             )
         context = ContextParallel(axis, mask, length, places, self.transport)
-        context.transport_on(
-            buffers[0].device, torch.get_default_dtype()
-        )  # what is wrong with the choice shows here
+        # Build the transport now, so that a wrong choice is refused before the first call.
+        context.transport_on(buffers[0].device, torch.get_default_dtype())
         with torch.no_grad():
             parts = [_part_of(x.data, dim, context.local, pad) for x, dim, pad in triples]
-        # the full data is set aside without a copy: views of one storage can be cut, because
-        # nothing is written into it
+        # The full data is set aside without a copy. Nothing is written to it, so buffers that are
+        # views of the same storage work too.
         whole = [(x, x.data) for x in buffers if not any(x is y for y in self.no_restore_buffers)]
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
@@ -457,23 +459,24 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         if not context.plans:
             refuse(
                 *context.noted,
-                "no attention was called in the block: a model that computes attention itself (eager), has none or "
-                "calls another library saw this rank's tokens alone",
+                "no attention was called in the block: the model computes attention itself (eager) "
+                "or with a different library, so it only saw the tokens of one rank",
             )
 
 
 def _part_of(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Tensor:
-    """A copy of the tokens of `x` at `places[1 or B, s]` along `dim >= 0`, `pad` past its end, for
-    autograd too.
+    """Copy the tokens of `x` at `places[1 or B, s]` along `dim >= 0`, differentiably.
+
+    Places past the end of `x` get the value `pad`.
     """
     if len(places) > 1:  # x [B, ..., S, ...], every row with its own places
-        return torch.stack(
-            [_part_of(row, dim - 1, own[None], pad) for row, own in zip(x, places, strict=True)]
-        )
+        rows = zip(x, places, strict=True)
+        return torch.stack([_part_of(row, dim - 1, own[None], pad) for row, own in rows])
     length = x.shape[dim]
-    index = to_device(
-        np.minimum(places[0], length - 1), x.device
-    )  # padding reads the last token, overwritten below
+    # Padding first copies the last token and is then overwritten.
+    index = to_device(np.minimum(places[0], length - 1), x.device)
     part = x.index_select(dim, index)
     outside = np.flatnonzero(places[0] >= length)
-    return part.index_fill_(dim, to_device(outside, x.device), pad) if len(outside) else part
+    if len(outside):
+        part.index_fill_(dim, to_device(outside, x.device), pad)
+    return part

@@ -1,9 +1,9 @@
-"""Two rules for any training loop around a sharded sequence: shift before sharding, sum then divide
-once.
+"""Two rules for a training loop with sharded sequences: shift labels before sharding; sum, then
+divide once.
 
-The loss of a rank is a sum over its tokens, divided by a number that all ranks know before the
-forward. Gradients are then added over the ranks and nothing is scaled: a mean of means is wrong
-where ranks count unequal numbers of tokens. `context` begins with such a loop.
+The loss of a rank is the sum over its tokens, divided by a number that all ranks know before the
+forward. Gradients are then summed over the ranks without scaling. A mean of means would be wrong if
+ranks have different numbers of labels. The docstring of `context.py` shows such a loop.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from megacp.distributed.grid import Axis
 from megacp.engine.data_parallel.fully_shard import shard_of
 
 _AT_ONCE = 16 << 20
-"""Gradient elements of a message, about."""
+"""Approximate number of gradient elements per message."""
 
 
 def shift_labels(
     labels: torch.Tensor, document_ids: torch.Tensor | None = None, ignore_index: int = -100
 ) -> torch.Tensor:
-    """The label of each token: that of its right neighbour in the same document, else
-    `ignore_index`.
+    """Return labels shifted by one: each token gets the label of the next one in its document.
 
-    `labels[..., S]` are those of the whole sequence: a rank's part lacks neighbours.
-    `document_ids[..., S]` broadcasts to it and has -1 at padding, which neither predicts nor is
-    predicted. Returns a new tensor like `labels`.
+    The last token of a document gets `ignore_index`. `labels[..., S]` belong to the whole sequence,
+    because a rank's part lacks neighbours. `document_ids[..., S]` broadcasts to `labels` and is -1
+    at padding, which neither predicts nor is predicted.
     """
     shifted = torch.full_like(labels, ignore_index)
     shifted[..., :-1] = labels[..., 1:]
@@ -40,12 +39,12 @@ def shift_labels(
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
-    """Add every `.grad` over the axis, in place; all ranks call it alike, after backward.
+    """Sum every `.grad` over the axis, in place. All ranks call this after backward.
 
-    Nothing is divided: the loss was divided by the number of all ranks' tokens before. Parameters
-    sharded by torch (DTensors) are summed shard by shard: their ranks must be others than those of
-    the axis. A gradient that is None on some rank counts as zero there, one that is None on all
-    stays None. Gradients of one dtype travel together.
+    Nothing is divided: the loss was already divided by the number of labels on all ranks. Shards
+    of parameters (DTensors) are summed one by one; they must be sharded over other ranks than
+    those of the axis. A gradient that is None on some ranks counts as zero there; if it is None
+    on all ranks, it stays None. Gradients of the same dtype are sent together.
     """
     wanted = [p for p in parameters if p.requires_grad]
     if axis.size == 1 or not wanted:
@@ -54,15 +53,19 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
         [p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device
     )
     anywhere = all_reduce(present, axis, "max").tolist()
-    for p in (p for p, some in zip(wanted, anywhere, strict=True) if some and p.grad is None):
-        p.grad = torch.zeros_like(p)
-    messages: dict[
-        tuple[str, str, int], list[torch.Tensor]
-    ] = {}  # in the order of the parameters, as on every rank
+    for p, some in zip(wanted, anywhere, strict=True):
+        if some and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    # Group the gradients into messages, in the order of the parameters, which all ranks share.
+    messages: dict[tuple[str, str, int], list[torch.Tensor]] = {}
     elements = 0
-    for x in (shard_of(p.grad.detach()) for p in wanted if p.grad is not None):
+    for p in wanted:
+        if p.grad is None:
+            continue
+        x = shard_of(p.grad.detach())
         elements += x.numel()
-        messages.setdefault((str(x.dtype), str(x.device), elements // _AT_ONCE), []).append(x)
+        key = str(x.dtype), str(x.device), elements // _AT_ONCE
+        messages.setdefault(key, []).append(x)
     for message in messages.values():
         total = all_reduce(torch.cat([x.reshape(-1) for x in message]), axis)
         for x, part in zip(message, total.split([x.numel() for x in message]), strict=True):

@@ -1,8 +1,8 @@
-"""Why a model of transformers cannot run over a sharded sequence, or not with these arguments.
+"""Reasons why a transformers model, or a call of it, cannot run over a sharded sequence.
 
-Each reason is read from the config, the class and the arguments, which are the same on all ranks:
-so all ranks refuse alike and before a message. The names are those of the library's configs and
-signatures, across its models.
+Each reason follows from the config, the class and the arguments, which are the same on all
+ranks. So all ranks refuse alike, before any message. Names are those of the library's configs
+and signatures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTENTION_LAYERS = {
     "local",
 }
 _TOKENWISE_LAYERS = {"moe", "mlp", "sparse", "dense"}
-"""Values of `layer_types` whose layers mix tokens by attention alone, or not at all."""
+"""Values of `layer_types` whose layers mix tokens by attention only, or not at all."""
 _STATEFUL = {
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), {"linear_attention"}
@@ -32,7 +32,7 @@ _STATEFUL = {
     **dict.fromkeys(("falcon_h1", "zamba2"), {"linear_attention", "hybrid"}),
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"conv"}),
 }
-"""Models whose layers of other kinds call the functions of `recurrent`, and those kinds."""
+"""Models with other kinds of layers, which call the functions of `recurrent.py`, and the kinds."""
 HANDS_ON: tuple[str, ...] = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -42,97 +42,92 @@ HANDS_ON: tuple[str, ...] = (
     "qwen3_5_moe",
 )
 HANDS_ON += ("gemma3", "gemma4", "paligemma", "glm4v", "glm46v")
-"""Model types that say `accepts_loss_kwargs = False`, and yet hand options to the library's loss of
-shifted labels: the Trainer gives them no number of tokens, takes the mean of each batch, and
-divides by the accumulated steps.
+"""Model types with `accepts_loss_kwargs = False` that still pass options to the library's loss.
+
+The Trainer does not give them the number of tokens. It takes the mean of each batch, and divides by
+the accumulated steps.
 """
 SEES_WITHIN_IMAGES = ("gemma3",)
-"""Model types in which the tokens of an image see each other, as `token_type_ids` say."""
+"""Model types whose image tokens (by `token_type_ids`) attend to each other."""
 _MIXING = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.MultiheadAttention)
-"""Layers that mix tokens beside the registered attention, in models whose config names no types."""
+"""Other layers that mix tokens, in models whose config has no layer types."""
 _ONE_ANSWER: tuple[str, ...] = (
     "ForSequenceClassification",
     "ForMultipleChoice",
     "ForNextSentencePrediction",
 )
 _ONE_ANSWER += ("ForPreTraining", "DoubleHeadsModel")
-"""Ends of class names of models that pool the sequence into one vector."""
+"""Endings of class names of models that pool the sequence into one vector."""
 
 
 def refuse(*problems: str) -> None:
-    """Raise one ValueError with all `problems`, when there are any."""
+    """Raise one ValueError with all `problems`, if there are any."""
     if problems:
         raise ValueError("context_parallel: " + "; ".join(problems))
 
 
 def stock_model(module: torch.nn.Module) -> Any:
-    """The outermost model of transformers in `module`, or None."""
+    """Return the outermost transformers model in `module`, or None."""
     from transformers import PreTrainedModel
 
     return next((x for x in module.modules() if isinstance(x, PreTrainedModel)), None)
 
 
 def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
-    """Why `model` cannot run in a block over `tokens` at all; reasons that depend on a call are
-    found in the call.
+    """Return the reasons why `model` can never run in a block over `tokens` tokens.
+
+    Reasons that depend on a call are found in the call (`call_problems`).
     """
     stock = stock_model(model)
     if stock is None:
-        return []  # a model of the caller's own, which calls our attention
+        return []  # the caller's own model, which calls our attention
     from transformers import AttentionInterface
 
-    config, language = (
-        stock.config.get_text_config(),
-        (stock.get_decoder() if hasattr(stock, "get_decoder") else stock),
-    )
+    config = stock.config.get_text_config()
+    language = stock.get_decoder() if hasattr(stock, "get_decoder") else stock
     name = str(getattr(config, "model_type", "") or type(config).__name__)
+
+    # Layers that mix tokens in another way than attention
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    strange = (
-        {str(kind) for kind in kinds}
-        - _ATTENTION_LAYERS
-        - _TOKENWISE_LAYERS
-        - _STATEFUL.get(name, set())
-    )
-    if name not in _STATEFUL:
-        strange = strange or {
-            type(x).__name__ for x in language.modules() if isinstance(x, _MIXING)
-        }
+    known = _ATTENTION_LAYERS | _TOKENWISE_LAYERS | _STATEFUL.get(name, set())
+    strange = {str(kind) for kind in kinds} - known
+    if not strange and name not in _STATEFUL:
+        strange = {type(x).__name__ for x in language.modules() if isinstance(x, _MIXING)}
     found = []
     if strange:
         found.append(
-            f"{name} has layers of type {', '.join(sorted(strange))}, which would see this rank's "
-            "tokens alone: "
-            f"what mixes tokens beside attention is supported in {', '.join(_STATEFUL)} alone"
+            f"{name} has layers of type {', '.join(sorted(strange))}, which would only see the "
+            "tokens of one rank: layers that mix tokens without attention are supported in "
+            f"{', '.join(_STATEFUL)}"
         )
     scale = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and scale is not None and tokens >= scale:
         found.append(
-            f"{name} scales queries by their place among this rank's tokens from {scale:g} tokens "
-            "on "
+            f"{name} scales queries by their place among the tokens of a rank from {scale:g} "
+            "tokens "
             f"(attn_temperature_tuning): {tokens} tokens are not supported"
         )
     chosen = config._attn_implementation
     if not found and not hasattr(AttentionInterface().get(chosen), "is_sharded"):
         found.append(
-            f'attn_implementation="{chosen}" of transformers sees the tokens of one rank alone: call '
-            f'register_with_transformers() and model.set_attn_implementation("megacp")'
+            f'attn_implementation="{chosen}" of transformers only sees the tokens of one rank: '
+            'call register_with_transformers() and model.set_attn_implementation("megacp")'
         )
     return found
 
 
 def rotary_length(config: Any, longest: int) -> int:
-    """A number that must be the same on all ranks, whose positions end at `longest - 1`, for equal
-    rotary angles.
+    """Return a number that must be equal on all ranks for equal rotary angles.
 
-    0 where angles do not depend on the longest position of a call: for most types, and up to the
-    trained length.
+    `longest - 1` is the last position of this rank. The number is 0 if angles do not depend on the
+    longest position: for most types, and up to the trained length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    for one in [
-        rope,
-        *(value for value in rope.values() if isinstance(value, Mapping)),
-    ]:  # or one a type of layer
-        kind, limit = str(one.get("rope_type")), getattr(config, "max_position_embeddings", 0)
+    limit = getattr(config, "max_position_embeddings", 0)
+    # Some models have one set of parameters per type of layer.
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    for one in [rope, *nested]:
+        kind = str(one.get("rope_type"))
         if kind == "longrope":
             name = "original_max_position_embeddings"
             return int(longest > (one.get(name) or getattr(config, name, None) or limit))
@@ -144,49 +139,47 @@ def rotary_length(config: Any, longest: int) -> int:
 def call_problems(
     module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: int | None
 ) -> list[str]:
-    """Why a call of a stock model is not about a sequence with `held` tokens here; None: it is cut
-    further inside.
+    """Return the reasons why a call of a transformers model does not fit this rank's `held` tokens.
+
+    `held` is None if the sequence is sharded later, inside the model.
     """
     name = type(module).__name__
     value = functools.partial(argument, module, args, kwargs)
     found = []
     if name.endswith(_ONE_ANSWER):
         found.append(
-            f"{name} pools the sequence into one answer, from this rank's tokens alone: call its "
-            "base model"
+            f"{name} pools the sequence into one answer, but only sees the tokens of one rank: "
+            "call "
+            "its base model"
         )
     given = [x for x in ("labels", "shift_labels", "num_items_in_batch") if value(x) is not None]
-    token_by_token = bool(value("fused_lm_head")) and "shift_labels" in given  # TRL divides itself
+    # TRL's fused head returns the loss of each token, and TRL divides it.
+    token_by_token = bool(value("fused_lm_head")) and "shift_labels" in given
     if "labels" in given and len(given) < 3 and not token_by_token:
         found.append(
-            f"{name} is given labels: it would shift them inside this rank's part and divide by "
-            "this rank's tokens; "
-            "give shift_labels (shifted before the cut) and num_items_in_batch too, or compute "
-            "the loss from logits"
+            f"{name} receives labels: it would shift them within the tokens of one rank and divide "
+            "by the number of these; also give shift_labels (shifted before sharding) and "
+            "num_items_in_batch, or compute the loss from logits"
         )
     router = value("output_router_logits")
-    if (
-        getattr(module.config.get_text_config(), "output_router_logits", False)
-        if router is None
-        else router
-    ):
+    if router is None:
+        router = getattr(module.config.get_text_config(), "output_router_logits", False)
+    if router:
         found.append(
             f"{name} has output_router_logits: its load-balancing loss is not a sum over tokens; "
-            "switch it off, in TRL "
-            f"by SFTConfig(router_aux_loss_coef=0.0)"
+            "switch it off, in TRL with SFTConfig(router_aux_loss_coef=0.0)"
         )
     if held is None:
         return found
     positions = value("position_ids")
     if "position_ids" not in _signature(type(module).forward):
         found.append(
-            f"{name} takes no position_ids: it numbers the tokens of each rank from 0 by itself"
+            f"{name} takes no position_ids: it would number the tokens of each rank from 0"
         )
     elif positions is None:
         found.append(
-            f"{name} is given no position_ids: it would count the tokens of each rank from 0; put "
-            "the position_ids of "
-            f"the whole sequence among the buffers and hand them to the model"
+            f"{name} receives no position_ids: it would number the tokens of each rank from 0; put "
+            "the position_ids of the whole sequence among the buffers and give them to the model"
         )
     elif positions.shape[-1] != held:
         found.append(
@@ -199,18 +192,17 @@ def call_problems(
 def argument(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str
 ) -> Any:
-    """What a call gives `module.forward` as `name`, by name or by place; None where it does not."""
+    """Return the argument `name` of a call of `module.forward`, or None if it is not given."""
     if name in kwargs:
         return kwargs[name]
-    names = _signature(type(module).forward)
-    return args[names[name]] if names.get(name, len(args)) < len(args) else None
+    place = _signature(type(module).forward).get(name, len(args))
+    if place >= len(args):
+        return None
+    return args[place]
 
 
 @functools.cache
 def _signature(forward: Callable[..., Any]) -> Mapping[str, int]:
-    """Names of the arguments of a class's `forward` and their places among positional ones, `self`
-    left out.
-    """
-    return {
-        name: place for place, name in enumerate(list(inspect.signature(forward).parameters)[1:])
-    }
+    """Return the arguments of a class's `forward` with their places, without `self`."""
+    _, *names = inspect.signature(forward).parameters
+    return {name: place for place, name in enumerate(names)}

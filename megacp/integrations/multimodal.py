@@ -1,10 +1,10 @@
-"""Models of text and images over a sharded sequence: towers see whole images, the language model
-this rank's tokens.
+"""Vision-language models over a sharded sequence: towers see whole images, the language model
+sees this rank's tokens.
 
-The model itself puts features of images into the embeddings of the whole sequence; what it then
-hands to its language model is cut there. Each rank runs the towers on whole images of its own,
-evenly by patches. One exchange gives every rank the features of all images, and its backward brings
-the partial gradients home: their sum over ranks is the whole.
+The model itself inserts image features into the embeddings of the whole sequence. The arguments of
+its language model are then sharded. Each rank runs the towers on some whole images, balanced by
+patches. One exchange gives every rank the features of all images, and its backward returns the
+partial gradients, whose sum over ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,15 +32,15 @@ _TOKENS = {
     "input_ids": 1,
 }
 _TOKENS["per_layer_inputs"] = 1  # of Gemma 4
-"""Arguments of language models that lie along the sequence, and the dim that does."""
+"""Arguments of language models with a sequence dimension, and that dimension."""
 _OTHERS = ("deepstack_visual_embeds", "labels", "shift_labels")
-"""Arguments that may be as long by chance, or are cut by the caller's block."""
+"""Arguments that may have the same length by chance, or that the caller's block shards."""
 _OF_TOWERS = {
     "get_image_features": [["pixel_values"], ["pixel_values", "image_grid_thw"]],
     "get_video_features": [["pixel_values_videos", "video_grid_thw"]],
 }
-"""Methods that turn images into features, and their arguments: images in dim 0, or patches end to
-end with grids.
+"""Methods that compute features, and their possible arguments: images in dim 0, or concatenated
+patches with grids.
 """
 
 
@@ -47,26 +48,24 @@ end with grids.
 def cut_multimodal(
     model: torch.nn.Module, context: ContextParallel, vision: str = "sharded"
 ) -> Iterator[None]:
-    """Calls of `model` take the whole sequence, and its language model gets the tokens of this
-    rank.
+    """Let calls of `model` take the whole sequence, and shard it for the language model.
 
-    `model`: of transformers, with a language model (`get_decoder()`) beside its towers, such as
-    Qwen2.5-VL, Qwen3-VL, Gemma 3 and LLaVA. `context`: the open block. Masks in which the tokens of
-    an image see each other need a `Metadata` with these spans as the block's `document_ids`; a
-    model that lays one over is refused without.
+    * `model`: a transformers model with a language model (`get_decoder()`) and towers, such as
+      Qwen2.5-VL, Qwen3-VL, Gemma 3 or LLaVA.
+    * `context`: the open block. If the tokens of an image attend to each other, its `document_ids`
+      must be a `Metadata` with these spans; otherwise such a model is refused.
+    * `vision`: with `sharded`, each rank runs the towers on some of the images, if that is exact. A
+      rank without images runs the smallest one and discards the result, because ranks that share
+      weights must meet in every layer. With `replicated`, all ranks run all images.
 
-    `vision`: `sharded`: each rank runs the towers on some of the images, where that is exact; a
-    rank for which none are left runs the smallest one for nothing, so that ranks that share weights
-    meet in every layer. `replicated`: all ranks run all.
-
-    Raises ValueError for a model without such parts, and for an argument of its language model that
-    lies along the sequence in a way that is not known.
+    Raise ValueError for a model without these parts, and for an unknown argument of the language
+    model with a sequence dimension.
     """
     parts = find_towers(model)
     if parts is None:
         raise ValueError(
-            f"{type(model).__name__} has no towers beside a language model: call it in the block "
-            "as it is"
+            f"{type(model).__name__} has no towers next to a language model: call it in the block "
+            "directly"
         )
     language, towers = parts
     owner = next(
@@ -99,50 +98,57 @@ def cut_multimodal(
         stack.callback(
             language.register_forward_pre_hook(context.check_call, with_kwargs=True).remove
         )
-        for module in (
-            part for tower in towers for part in tower.modules()
-        ):  # a layer may be recomputed by itself
-            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        for tower in towers:
+            # Every submodule gets the hooks, because recomputation may call it on its own.
+            for module in tower.modules():
+                stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         if vision == "sharded" and context.axis.size > 1 and told_apart(owner, towers):
-            for name in (name for name in _OF_TOWERS if hasattr(owner, name)):
-                setattr(
-                    owner,
-                    name,
-                    functools.partial(_sharded_features, context, name, getattr(owner, name)),
-                )
-                stack.callback(delattr, owner, name)
+            for name in _OF_TOWERS:
+                if hasattr(owner, name):
+                    stock = getattr(owner, name)
+                    sharded = functools.partial(_sharded_features, context, name, stock)
+                    setattr(owner, name, sharded)
+                    stack.callback(delattr, owner, name)
         yield
 
 
 def find_towers(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]] | None:
-    """The language model, and what stands beside it on the way there but heads; None where either
-    is missing.
+    """Return the language model, and its siblings on the path from `model` except output heads.
+
+    Return None if the model has no language model or no such siblings.
     """
     stock: Any = model
     language = stock.get_decoder() if hasattr(model, "get_decoder") else None
     path = next((name for name, module in model.named_modules() if module is language), "")
-    head = stock.get_output_embeddings() if path else None
-    towers, here = [], model
-    for name in path.split(".") if path else []:
-        towers += [
-            child for other, child in here.named_children() if other != name and child is not head
-        ]
+    if not path:
+        return None
+    head = stock.get_output_embeddings()
+    towers = []
+    here = model
+    for name in path.split("."):
+        for sibling, child in here.named_children():
+            if sibling != name and child is not head:
+                towers.append(child)
         here = getattr(here, name)
     return (here, towers) if towers else None
 
 
 def told_apart(owner: torch.nn.Module, towers: Sequence[torch.nn.Module]) -> bool:
-    """Whether images can be dealt to ranks: methods take them one by one, and features of one are
-    its own affair.
+    """Whether images can be distributed over ranks.
+
+    The methods must accept images one by one, and the features of an image must not depend on other
+    images (as with batch norms).
     """
-    for name in (name for name in _OF_TOWERS if hasattr(owner, name)):
-        signature = inspect.signature(getattr(owner, name)).parameters.values()
-        if [
-            x.name for x in signature if x.kind is not inspect.Parameter.VAR_KEYWORD
-        ] not in _OF_TOWERS[name]:
+    for name, known in _OF_TOWERS.items():
+        if not hasattr(owner, name):
+            continue
+        parameters = inspect.signature(getattr(owner, name)).parameters.values()
+        named = [x.name for x in parameters if x.kind is not inspect.Parameter.VAR_KEYWORD]
+        if named not in known:
             return False
-    return not any("BatchNorm" in type(x).__name__ for tower in towers for x in tower.modules())
+    modules = itertools.chain.from_iterable(tower.modules() for tower in towers)
+    return not any("BatchNorm" in type(module).__name__ for module in modules)
 
 
 def _sharded_features(
@@ -153,54 +159,65 @@ def _sharded_features(
     grid: torch.Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """Compute the features of this rank's images and gather all others', instead of a model's
-    method `name`.
+    """Compute the features of this rank's images and gather those of the other ranks.
 
-    `pixels[images, ...]`, or `[patches, ...]` with `grid[images, 3]` -> what `stock` gives for all
+    This replaces the method `name` of a model, whose original is `stock`. `pixels` is `[images,
+    ...]`, or `[patches, ...]` with `grid[images, 3]`. The result is that of `stock` for all
     images.
     """
-    # a method may call the other one; and options that describe all images cannot be dealt
-    whole = any(
-        option.startswith(name.split("_")[1] + "_") and x is not None
-        for option, x in options.items()
-    )
+    grids = () if grid is None else (grid,)
+    # Options that describe all images (image_..., video_...) cannot be distributed.
+    prefix = name.split("_")[1] + "_"
+    whole = any(key.startswith(prefix) and x is not None for key, x in options.items())
+    # One method may call the other: then the images are distributed already.
     if context.outside or whole or len(pixels) == 0:
-        return stock(pixels, *(() if grid is None else (grid,)), **options)
-    sizes = [1] * len(pixels) if grid is None else grid.prod(-1).tolist()  # patches of each image
-    axis, ends = context.axis, np.cumsum(sizes)
+        return stock(pixels, *grids, **options)
+    sizes = [1] * len(pixels)  # patches of each image
+    if grid is not None:
+        sizes = grid.prod(-1).tolist()
+    axis = context.axis
+    ends = np.cumsum(sizes)
     shares = image_shares(sizes, axis.size)
     smallest = int(np.argmin(sizes))
     mine = shares[axis.rank] or range(smallest, smallest + 1)
     own = pixels[int(ends[mine.start]) - sizes[mine.start] : int(ends[mine.stop - 1])]
     context.outside += 1
     try:
-        out = stock(own, *(() if grid is None else (grid[mine.start : mine.stop],)), **options)
+        own_grids = [x[mine.start : mine.stop] for x in grids]
+        out = stock(own, *own_grids, **options)
     finally:
         context.outside -= 1
     layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
-    parts = [torch.cat(tuple(layer)) for layer in layers]  # [tokens, H] each, of images end to end
+    parts = [torch.cat(tuple(layer)) for layer in layers]  # [tokens, H] each, images concatenated
     tokens = len(parts[0])
-    if any(len(part) != tokens for part in parts) or any(
-        size * tokens % len(own) for size in sizes
-    ):
+    same_tokens = all(len(part) == tokens for part in parts)
+    # The number of tokens of other ranks' images is only known if it is proportional to patches.
+    proportional = all(size * tokens % len(own) == 0 for size in sizes)
+    if not same_tokens or not proportional:
         refuse(
-            f"{len(own)} patches became {tokens} tokens, which other images do not: give "
-            "vision='replicated'"
+            f"{len(own)} patches became {tokens} tokens, which is not proportional for all images: "
+            "give vision='replicated'"
         )
     counts = [size * tokens // len(own) for size in sizes]  # tokens of each image
-    rows = torch.cat(parts, -1) if shares[axis.rank] else torch.cat(parts, -1)[:0]
-    every = gather_uneven(rows, axis, [sum(counts[i] for i in share) for share in shares])
-    found = [part.split(counts) for part in every.split([part.shape[-1] for part in parts], -1)]
+    rows = torch.cat(parts, -1)
+    if not shares[axis.rank]:
+        rows = rows[:0]  # the smallest image was only run to meet the other ranks
+    tokens_per_rank = [sum(counts[i] for i in share) for share in shares]
+    every = gather_uneven(rows, axis, tokens_per_rank)
+    widths = [part.shape[-1] for part in parts]
+    found = [part.split(counts) for part in every.split(widths, -1)]
     if not isinstance(out.pooler_output, tuple):  # [images, tokens, H]
         found = [torch.stack(images) for images in found]
-    return type(out)(
-        pooler_output=found[0], **({"deepstack_features": found[1:]} if found[1:] else {})
-    )
+    features, *deepstack = found
+    if deepstack:
+        return type(out)(pooler_output=features, deepstack_features=deepstack)
+    return type(out)(pooler_output=features)
 
 
 def image_shares(sizes: Sequence[int], ranks: int) -> list[range]:
-    """The images of each rank, in order, evenly by their patches `sizes`; ranks behind the last
-    image have none.
+    """Return the images of each rank, in order and balanced by their patches `sizes`.
+
+    The last ranks may have none.
     """
     ends = np.cumsum(sizes)
     table = compute_image_shard_boundaries(ends, ends, ranks)
@@ -208,40 +225,35 @@ def image_shares(sizes: Sequence[int], ranks: int) -> list[range]:
 
 
 def _cut_arguments(context: ContextParallel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a language model was given, of this rank's tokens alone."""
+    """Return the arguments of a language model for this rank's tokens only."""
     whole = context.length
     for name, x in kwargs.items():
-        if (
-            isinstance(x, torch.Tensor)
-            and name not in _TOKENS
-            and name not in _OTHERS
-            and whole in x.shape
-        ):
-            refuse(
-                f"{name} of the language model lies along the sequence in a way that is not known"
-            )
-    embeds = next(
-        x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids")) if x is not None
-    )
-    found = {**kwargs}
-    if found.get("position_ids") is None:  # the model would count the tokens of this rank
-        found["position_ids"] = torch.arange(whole, device=embeds.device).repeat(embeds.shape[0], 1)
+        known = name in _TOKENS or name in _OTHERS
+        if isinstance(x, torch.Tensor) and not known and whole in x.shape:
+            refuse(f"{name} of the language model has an unknown sequence dimension")
+    embeds = kwargs.get("inputs_embeds")
+    if embeds is None:
+        embeds = kwargs["input_ids"]
+    found = dict(kwargs)
+    if found.get("position_ids") is None:  # the model would number the tokens of this rank
+        positions = torch.arange(whole, device=embeds.device)
+        found["position_ids"] = positions.repeat(embeds.shape[0], 1)
     for name, dim in _TOKENS.items():
         x = found.get(name)
-        if isinstance(x, torch.Tensor):
-            if name == "position_ids":  # one row may stand for all, which are cut differently
-                x = x.expand(*x.shape[:-2], len(embeds), -1)
-            axes = (
-                name == "position_ids" and x.dim() == 3
-            )  # [axes, B, S], such as time, height and width
-            found[name] = (
-                torch.stack([context.cut(axis) for axis in x]) if axes else context.cut(x, dim)
-            )
-    mask, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+        if not isinstance(x, torch.Tensor):
+            continue
+        if name == "position_ids":
+            # A single row may represent all rows, which can be sharded differently.
+            x = x.expand(*x.shape[:-2], len(embeds), -1)
+            if x.dim() == 3:  # [axes, B, S], such as time, height and width
+                found[name] = torch.stack([context.cut(axis) for axis in x])
+                continue
+        found[name] = context.cut(x, dim)
+    mask = kwargs.get("visual_pos_masks")
+    features = kwargs.get("deepstack_visual_embeds")
     if mask is not None and features is not None:
-        number = (mask.flatten().cumsum(0) - 1).view_as(
-            mask
-        )  # [B, S]: the row of features of each image token
+        # [B, S]: the row of the features that belongs to each image token
+        number = (mask.flatten().cumsum(0) - 1).view_as(mask)
         rows = context.cut(number)[found["visual_pos_masks"]]
         found["deepstack_visual_embeds"] = [x[rows] for x in features]
     return found

@@ -1,10 +1,9 @@
-"""Layers of transformers with a state or a short convolution, in a block: their functions become
-ours.
+"""Replacement of functions in transformers layers that have a state or a short convolution.
 
-A layer calls the convolution and the rule of its state (gated delta, Mamba-2) of its own module by
-name. While the block is open these names are those of functions that know which document a token
-belongs to and which rank has the tokens before it. The library's own, without its CUDA packages,
-would go on from one packed document to the next.
+A layer calls the convolution and the state rule (gated delta, Mamba-2) of its own module by name.
+While a block is open, these names refer to functions that know the documents and the rank of the
+previous tokens. The library's own functions, without its CUDA packages, continue from one packed
+document to the next.
 """
 
 from __future__ import annotations
@@ -38,16 +37,19 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """`causal_conv1d_fn`: `x[B, C, s]` by `weight[C, taps]`."""
+    """Replace `causal_conv1d_fn`: convolve `x[B, C, s]` with `weight[C, taps]`."""
 
     def of_rows(plan: AttentionPlan, rows: torch.Tensor) -> torch.Tensor:
         return short_convolution(rows.to(weight.dtype), weight, plan, axis)
 
     if activation not in (None, "silu", "swish"):
-        refuse(f"a convolution with {activation} behind it is not supported")
+        refuse(f"a convolution followed by {activation} is not supported")
     out = along(of_rows, x.transpose(1, 2))
-    out = out if bias is None else out + bias
-    return (out if activation is None else F.silu(out)).to(x.dtype).transpose(1, 2)
+    if bias is not None:
+        out = out + bias
+    if activation is not None:
+        out = F.silu(out)
+    return out.to(x.dtype).transpose(1, 2)  # [B, s, C] -> [B, C, s]
 
 
 def _delta_rule(
@@ -60,17 +62,18 @@ def _delta_rule(
     beta: torch.Tensor,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`torch_chunk_gated_delta_rule`: `query, key[B, s, groups, K]`, `value[B, s, heads, V]`, rates
-    `[B, s, heads]`.
+    """Replace `torch_chunk_gated_delta_rule`.
+
+    Shapes: `query, key[B, s, groups, K]`, `value[B, s, heads, V]`, `g, beta[B, s, heads]`.
     """
 
     def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
         return move_states(gated_delta_rule, plan, axis, *rows)
 
     if more.get("initial_state") is not None or more.get("output_final_state"):
-        refuse("a cache of states (use_cache) is not sharded")
+        refuse("a cache of states (use_cache) cannot be sharded")
     if not more.get("use_qk_l2norm_in_kernel"):
-        refuse("a gated delta rule without normed queries and keys is not supported")
+        refuse("a gated delta rule without normalised queries and keys is not supported")
     return along(of_rows, query, key, value, g, beta), None
 
 
@@ -84,14 +87,17 @@ def _state_space(
     c: torch.Tensor,
     **more: Any,
 ) -> torch.Tensor:
-    """`mamba2_chunk_scan`: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]`, `b, c[B, s,
-    groups, K]`, which the library calls A, B and C; its D is a share of x that is passed on.
+    """Replace `mamba2_chunk_scan`.
+
+    Shapes: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]` and `b, c[B, s, groups, K]` (A, B
+    and C in the library). D is the share of x that is added to the output.
     """
     if more.get("initial_states") is not None or more.get("return_final_states"):
-        refuse("a cache of states (use_cache) is not sharded")
+        refuse("a cache of states (use_cache) cannot be sharded")
     if more.get("z") is not None:
-        refuse("Mamba-2 with its gate inside the rule is not supported")
-    if (bias := more.get("dt_bias")) is not None:
+        refuse("Mamba-2 with the gate inside the rule is not supported")
+    bias = more.get("dt_bias")
+    if bias is not None:
         dt = dt + bias.to(dt.dtype)
     if more.get("dt_softplus"):
         dt = F.softplus(dt)
@@ -102,12 +108,15 @@ def _state_space(
 
     read = along(of_rows, c, b, x * dt.unsqueeze(-1).to(x.dtype), rate * dt)
     passed = more.get("D")
-    return read if passed is None else read + passed.unsqueeze(-1) * x
+    if passed is None:
+        return read
+    return read + passed.unsqueeze(-1) * x
 
 
 def _not_fused(along: Along, axis: Axis, *_: Any, **__: Any) -> None:
-    """`mamba2_split_conv1d_scan_combined`, which does all of a layer at once: None sends it to the
-    functions above.
+    """Replace `mamba2_split_conv1d_scan_combined`, a whole layer in one call.
+
+    None makes the layer call the separate functions above.
     """
 
 
@@ -121,30 +130,29 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
-    """Give the library's modules that hold layers of `model` our functions instead of theirs, and
-    no cache.
+    """Replace the functions in the library's modules that define layers of `model`.
+
+    The model also runs without a cache. Everything is restored at the end.
     """
-    layers = {
-        type(layer).__module__: vars(sys.modules[type(layer).__module__])
-        for layer in model.modules()
-    }
-    stock = [
-        (home, found)
-        for home in layers.values()
-        if (found := {n: home[n] for n in _OURS if n in home})
-    ]
+    stock: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's names, and the original
+    for name in dict.fromkeys(type(layer).__module__ for layer in model.modules()):
+        home = vars(sys.modules[name])
+        found = {function: home[function] for function in _OURS if function in home}
+        if found:
+            stock.append((home, found))
     if not stock:
         yield
         return
     kept = {name.removeprefix("torch_") for name in _OURS}
     if any(kept & vars(layer).keys() for layer in model.modules()):
         refuse(
-            "this transformers keeps its functions in each layer, where they cannot be replaced: take 5.21 or newer"
+            "this version of transformers stores the functions in each layer, where they cannot be "
+            "replaced: install 5.21 or newer"
         )
     for home, found in stock:
-        home.update(
-            {n: torch.compiler.disable(functools.partial(_OURS[n], along, axis)) for n in found}
-        )
+        for function in found:
+            ours = functools.partial(_OURS[function], along, axis)
+            home[function] = torch.compiler.disable(ours)
     decoder = stock_model(model).get_decoder()
     hook = decoder.register_forward_pre_hook(_without_cache, with_kwargs=True)
     try:
@@ -158,5 +166,5 @@ def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
 def _without_cache(
     module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """A config has use_cache also in training."""
+    """Switch the cache off: configs enable it in training too."""
     return args, {**kwargs, "use_cache": False}

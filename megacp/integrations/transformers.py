@@ -1,9 +1,8 @@
-"""The attention of `transformers` models under `context_parallel`: an attention and a mask function
-under one name.
+"""Attention and mask functions of transformers models under `context_parallel`, under one name.
 
-In a block the attention is the block's, and no S x S mask is made: the mask function hands a layer
-its `Reach` at the most. Outside both functions are the library's `sdpa`, so the same model
-evaluates and generates.
+In a block, attention is that of the block. No S x S mask is built; the mask function gives a layer
+at most its `Reach`. Outside of a block both functions are the library's `sdpa`, so the same model
+can evaluate and generate.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ _NOWHERE = {
     "indices": "indexed attention",
     "block_indices": "indexed attention",
 }
-"""Arguments of models whose attention is more than softmax(q k) v; `sdpa` would leave them out."""
+"""Arguments of models whose attention is more than softmax(q k) v; `sdpa` would ignore them."""
 _NO_SDPA = {"s_aux": "attention sinks", "softcap": "a soft cap"}
-"""Arguments that a block can follow and `sdpa` cannot."""
+"""Arguments that a block supports and `sdpa` does not."""
 _NOT_SHARDED = ("position_bias", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
-"""Arguments that `sdpa` answers for a whole sequence and a block cannot."""
+"""Arguments that `sdpa` supports for a whole sequence and a block does not."""
 _OVERLAY = (
-    "this model lays a mask of its own over the causal one (images that see each other, prefixes): give "
-    "context_parallel a Metadata with those spans as document_ids"
+    "this model adds its own mask to the causal one (images whose tokens attend to each other, "
+    "prefixes): give context_parallel a Metadata with these spans as document_ids"
 )
 
 
 def register_with_transformers(name: str = "megacp") -> str:
-    """Make `attn_implementation=name` known to transformers; returns `name`. Calling it again
-    changes nothing.
+    """Register `attn_implementation=name` with transformers, and return `name`.
 
-    In a `context_parallel` block packing is what `document_ids` say, and `position_ids` are only
-    angles. What the block cannot do is refused with a ValueError: masks with zeros that are not its
-    padding, windows of layers that also look ahead, position biases, KV caches, and overlays on the
-    causal mask without a `Metadata`.
+    Calling it again changes nothing. In a `context_parallel` block, `document_ids` define the
+    packed documents, and `position_ids` only define rotary angles. The block refuses the
+    following with a ValueError: masks with zeros that are not its padding, windows that also
+    look ahead, position biases, KV caches, and additions to the causal mask without a
+    `Metadata`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -48,7 +47,8 @@ def register_with_transformers(name: str = "megacp") -> str:
     return name
 
 
-@torch.compiler.disable  # a graph breaks here: plans and messages are neither traced nor compiled
+# A compiled graph breaks here: plans and messages are neither traced nor compiled.
+@torch.compiler.disable
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -57,49 +57,55 @@ def attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query[B, H, s, D]`, `key, value[B, Hkv, s, D]` -> `[B, s, H, D]` and no weights; the mask is
-    `_mask`'s.
+    """Compute the attention of a layer, in the interface of transformers.
+
+    `query[B, H, s, D]` and `key, value[B, Hkv, s, D]` give `[B, s, H, D]`, without weights.
+    `attention_mask` comes from `_mask`.
     """
     context = block_of(module)
-    refused = {**_NOWHERE, **(dict.fromkeys(_NOT_SHARDED) if context is not None else _NO_SDPA)}
-    given = [
-        said or name
-        for name, said in refused.items()
-        if not (kwargs.get(name) is None or kwargs[name] is False)
-    ]
+    refused: dict[str, str] = dict(_NOWHERE)
+    if context is None:
+        refused |= _NO_SDPA
+    else:
+        refused |= {name: name for name in _NOT_SHARDED}
+    given = []
+    for name, meaning in refused.items():
+        option = kwargs.get(name)
+        if option is not None and option is not False:
+            given.append(meaning)
     if given:
         refuse(
-            f"{type(module).__name__} asks for {', '.join(given)}, which this attention does not "
-            "have here"
+            f"{type(module).__name__} needs {', '.join(given)}, which this attention does not "
+            "support here"
         )
     if context is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("dropout", 0.0) > 0:
-        refuse(f"dropout {kwargs['dropout']:g} in attention is not supported: set the model's to 0")
-    window = kwargs.get("sliding_window") or 0  # some configs say 0 where there is none
+        refuse(
+            f"attention dropout {kwargs['dropout']:g} is not supported: set it to 0 in the model's "
+            "config"
+        )
+    window = kwargs.get("sliding_window") or 0  # some configs have 0 instead of None
     rule = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
-    spans = rule != "vision" or window > 0  # Gemma 4: in the local layers alone
+    spans = rule != "vision" or window > 0  # in Gemma 4 only the local layers have spans
     reach = Reach(window)
-    if attention_mask is not None and (attention_mask.dtype, attention_mask.shape) == (
-        torch.int64,
-        (1, 1, 1, 2),
-    ):
+    if attention_mask is not None:
+        # `_mask` returns a Reach as int64 [1, 1, 1, 2]. Any other mask is the caller's.
+        if attention_mask.dtype != torch.int64 or attention_mask.shape != (1, 1, 1, 2):
+            refuse(
+                f"attn_mask {tuple(attention_mask.shape)} belongs to the tokens of one rank: give "
+                "document_ids instead"
+            )
         reach = Reach(*attention_mask.flatten().tolist())
-    elif attention_mask is not None:
-        refuse(
-            f"attn_mask {tuple(attention_mask.shape)} is of this rank's tokens alone: give "
-            "document_ids"
-        )
-    elif (
-        0 < window < context.length and not context.mask.whole_rule
-    ):  # Gemma 3's overlay of images has it inside
-        refuse(
-            f"{type(module).__name__} asks for a window of {window} tokens, and its mask has none"
-        )
+    elif 0 < window < context.length and not context.mask.whole_rule:
+        # (A whole rule, such as Gemma 3's with images, contains the window.)
+        refuse(f"{type(module).__name__} needs a window of {window} tokens, but its mask has none")
     is_causal = kwargs.get("is_causal")
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = bool(is_causal)
     layer = LayerRule(reach, float(kwargs.get("softcap") or 0.0), kwargs.get("s_aux"), spans)
     out = context.attend(query, key, value, causal, kwargs.get("scaling"), layer)
     return out.transpose(1, 2).contiguous(), None  # [B, H, s, D] -> [B, s, H, D]
@@ -110,11 +116,11 @@ attention.is_sharded = True
 
 @torch.compiler.disable
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
-    """The stock mask outside of a block; inside the block's rule holds, and a model's other rule is
-    refused.
+    """Return the library's mask outside of a block; in a block, return the layer's window.
 
-    Inside it is None or int64 `[1, 1, 1, 2]`, a `Reach`: as a model cuts masks `[B, 1, queries,
-    keys]`, it stays whole.
+    In a block the mask of the block applies, and other rules of the model are refused. The
+    result is None or a `Reach` as int64 `[1, 1, 1, 2]`, a shape that models do not slice like a
+    mask.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
@@ -123,9 +129,8 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
         return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
     if kv_length != q_length:
         refuse(
-            f"{q_length} queries and {kv_length} keys: a KV cache and cross attention are not "
-            "sharded, and an "
-            f"attention_mask of the whole sequence must be among the buffers"
+            f"{q_length} queries and {kv_length} keys: a KV cache and cross attention cannot be "
+            "sharded, and an attention_mask of the whole sequence must be among the buffers"
         )
     if kwargs.get("attention_mask") is not None:
         context.note(_padding_problem(context, kwargs["attention_mask"]))
@@ -137,48 +142,48 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
     ):
         if kwargs.get("use_vmap", False):
             refuse(_OVERLAY)
-        # whether some token sees the next one of this rank, which neither causal nor packed masks
-        # allow
+        # Neither causal nor packed masks let a token see the next one. If this function does, it
+        # adds a rule of its own.
         q = torch.arange(q_length - 1, device=kwargs.get("device", "cpu"))
         rows = torch.arange(batch_size, device=q.device)[:, None]
         overlaid = torch.as_tensor(
             function(rows, torch.zeros_like(rows), q[None], q[None] + 1)
         ).any()
         context.note(_OVERLAY if overlaid else "")
-    size, config = kwargs.get("local_size"), kwargs.get("config")
-    if not size or size >= context.length:  # tokens of a row stand in front of a layout's padding
+    size = kwargs.get("local_size")
+    config = kwargs.get("config")
+    if not size or size >= context.length:
         return None
     if context.mask.span.any():
         refuse(
-            f"spans that may see each other past a window of {size} tokens, in a sequence of "
-            f"{context.length}"
+            f"spans that may exceed a window of {size} tokens, in a sequence of {context.length}"
         )
-    chunked = (
-        size
-        == getattr(config, "attention_chunk_size", None)
-        != getattr(config, "sliding_window", None)
-    )
-    return torch.tensor([[[Reach(chunk=size) if chunked else Reach(window=size)]]])
+    # The library does not say whether the size is that of chunks or of a window.
+    chunk = getattr(config, "attention_chunk_size", None)
+    window = getattr(config, "sliding_window", None)
+    reach = Reach(window=size)
+    if size == chunk and chunk != window:
+        reach = Reach(chunk=size)
+    return torch.tensor([[[reach]]])
 
 
 def _padding_problem(context: ContextParallel, attention_mask: torch.Tensor) -> str:
-    """Zeros in `attention_mask[B, s]` must be where the block has padding, and only there; "" where
-    they are.
+    """Return "" if `attention_mask[B, s]` has zeros exactly at the block's padding, else a
+    problem.
     """
-    given, document = attention_mask.cpu().bool().numpy(), context.mask.document
+    given = attention_mask.cpu().bool().numpy()
+    document = context.mask.document
     if given.all():
         return ""
-    if (
-        given.shape[1] == context.length
-    ):  # made before the cut, by a model with towers; or on one rank
+    if given.shape[1] == context.length:
+        # The whole mask: of a model with towers, which is sharded later, or of a single rank.
         real = document[:, : context.length] >= 0
     else:
         real = context.mask.of(document, context.local) >= 0
     if given.shape[1] == real.shape[1] and (given == real).all():
         return ""
     return (
-        f"attention_mask {given.shape} has {int((~given).sum())} zeros, which are not this rank's "
-        "padding in "
-        "document_ids: put it among the buffers, and give context_parallel document_ids with -1 "
-        "there"
+        f"attention_mask {given.shape} has {int((~given).sum())} zeros that do not match this "
+        "rank's padding in document_ids: put it among the buffers, and give context_parallel "
+        "document_ids with -1 at padding"
     )

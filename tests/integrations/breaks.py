@@ -8,8 +8,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a branch sees the beginning of another one",
         ),
         (
-            "path[low:high], height = places[start:stop], high",
-            "height = 0",
+            "        path[low:high] = places[start:stop]\n        height = high",
+            "        height = 0",
             "a branch that ended sees later ones",
         ),
     ],

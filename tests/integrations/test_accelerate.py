@@ -464,20 +464,20 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         call("logits of a sharded sequence", trainer().predict, rows("packed", 2))
         prepare, batch = trainer()._prepare_context_parallel_inputs, collate(rows("packed", 2))
         call(
-            "nothing is known of pixel_values",
+            "unknown: pixel_values",
             prepare,
             None,
             {**batch, "pixel_values": torch.ones(2)},
         )
         call(
-            "2 ranks that share a row hold other rows",
+            "2 ranks that share a sequence have different rows",
             prepare,
             None,
             collate(rows("packed", 2 + rank)[-2:]),
         )
         call("0 of the 1 buffers look like position ids", in_a_loop, torch.full((1, 8), 3))
         call(
-            "2 ranks that share a row hold other rows",
+            "2 ranks that share a sequence have different rows",
             in_a_loop,
             torch.arange(30).repeat(2 + rank, 1),
         )
@@ -486,7 +486,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         batch["labels"] = batch["input_ids"]
         call("branches begin with a label", own._prepare_context_parallel_inputs, None, batch)
         call(
-            "trees are rows of text",
+            "trees must be text",
             shard_sequences,
             stock_trainer("Qwen3VL", folder, "gloo"),
             2,
@@ -494,7 +494,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         )
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(llama())
-        call("comes before prepare", shard_sequences, accelerator, 2)
+        call("before prepare", shard_sequences, accelerator, 2)
         call("an Accelerator or a Trainer, got LlamaForCausalLM", shard_sequences, llama(), 2)
     return said
 

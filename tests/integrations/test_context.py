@@ -263,17 +263,17 @@ ZEROS = np.zeros(50, np.int64)
         ("transport p3p", {"transport": "p3p"}),
         (r"a2a\+p2p", {"transport": "a2a+p2p"}),
         ("give buffers", {"buffers": [], "buffer_seq_dims": []}),
-        ("as many buffer_seq_dims", {"buffer_seq_dims": [1, 0]}),
+        ("one buffer_seq_dims", {"buffer_seq_dims": [1, 0]}),
         ("and pad_values", {"pad_values": [0, 0]}),
         ("requires grad", {"buffers": [torch.zeros(1, 48, requires_grad=True)]}),
         ("48, 47", {"buffers": [torch.zeros(1, 48), torch.zeros(47)], "buffer_seq_dims": [1, 0]}),
-        ("46 tokens to 2 ranks, the next length is 48", {"buffers": [torch.zeros(1, 46)]}),
+        ("46 tokens over 2 ranks, the next length is 48", {"buffers": [torch.zeros(1, 46)]}),
         (
             "the next length is 56",
             {"document_ids": torch.arange(48) // 7, "layout": "zigzag_document"},
         ),
         ("S = 48", {"document_ids": torch.zeros(2, 24).int()}),
-        ("are ints", {"document_ids": torch.zeros(48)}),
+        ("must be ints", {"document_ids": torch.zeros(48)}),
         ("a Metadata of", {"document_ids": Metadata.of_documents(np.zeros(50, int))}),
         (
             "in order",
@@ -296,15 +296,15 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
     with no_attention(), block as context:
         for rows, queries, message in (
             (2, 24, "24 queries and 48 keys"),
-            (2, 48, "48 keys, the buffers hold 24 of 48"),
-            (3, 24, "3 batch rows, document_ids have 2"),
+            (2, 48, "48 keys, but the buffers have 24 of 48"),
+            (3, 24, "3 batch rows, but document_ids have 2"),
         ):
             keys = torch.zeros(rows, 4, 24 if rows == 3 else 48, 8)
             with pytest.raises(ValueError, match=message):
                 context.attend(torch.zeros(rows, 4, queries, 8), keys, keys, True)
         context.transport = DenseAttention(single_axis("cp"))
         with pytest.raises(
-            ValueError, match="a soft cap of 50 comes with the model: give transport by its name"
+            ValueError, match="the model has a soft cap of 50: give transport by its name"
         ):
             context.transport_on(CPU, torch.float32, 50.0)
         with pytest.raises(ValueError, match="cannot be nested"):
@@ -390,7 +390,7 @@ def test_documents_are_read_from_positions_and_masks() -> None:
         (torch.zeros(2, 6), torch.ones(2, 5)),
         (None, numbered),
     ):
-        with pytest.raises(ValueError, match="documents_of wants"):
+        with pytest.raises(ValueError, match="documents_of expects"):
             documents_of(*given)
 
 

@@ -348,7 +348,7 @@ def test_what_cannot_be_cut_is_refused_and_towers_that_mix_images_are_not_sharde
     for given, rule, vision, message in (
         (text, None, "sharded", "LlamaForCausalLM has no towers"),
         (model, rule_of("Gemma3"), "half", "vision is half"),
-        (model, None, "sharded", "Metadata with those spans"),
+        (model, None, "sharded", "Metadata with these spans"),
     ):
         with pytest.raises(ValueError, match=message), torch.no_grad():
             with block_of(labels, rule) as context, cut_multimodal(given, context, vision):
@@ -357,7 +357,7 @@ def test_what_cannot_be_cut_is_refused_and_towers_that_mix_images_are_not_sharde
         not model.model.language_model._forward_pre_hooks
         and not model.model.vision_tower._forward_hooks
     )
-    with pytest.raises(ValueError, match="cut wants the 40 tokens"), block_of(labels) as context:
+    with pytest.raises(ValueError, match="cut expects the 40 tokens"), block_of(labels) as context:
         context.cut(torch.zeros(2, 7))
     assert told_apart(model.model, [model.model.vision_tower])
     model.model.vision_tower.norm = torch.nn.BatchNorm1d(4)

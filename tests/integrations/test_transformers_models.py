@@ -241,7 +241,7 @@ BERT: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-FORGOTTEN = "is given no position_ids"
+FORGOTTEN = "receives no position_ids"
 ANGLES = "angles depend on the longest position, which is (0|24) on one rank and (1|48) on another"
 
 USES = [
@@ -251,7 +251,7 @@ USES = [
     Use("Qwen2VL", use="axes"),
     Use(
         "Qwen2VL",
-        "do not count up by one .* give document_ids",
+        "do not count up by one.* give document_ids",
         layout="contiguous",
         use="axes, packed",
     ),
@@ -272,10 +272,12 @@ USES = [
     Use("Llama", 'attn_implementation="eager"', use="eager"),
     Use("Mistral", 'attn_implementation="sdpa"', layout="contiguous", use="sdpa"),
     Use(
-        "Llama", "recomputed after its block was left: call backward inside the block", use="behind"
+        "Llama",
+        "recomputed after its block has ended: call backward inside the block",
+        use="behind",
     ),
     Use("Llama", use="reentrant"),
-    Use("Llama", "is given labels: .* shift_labels .* num_items_in_batch too", use="labels"),
+    Use("Llama", "receives labels: .* shift_labels .* num_items_in_batch", use="labels"),
     Use(
         "Llama",
         "create_graph=True: attention over ranks cannot be differentiated twice",
@@ -427,9 +429,9 @@ def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
 def test_what_one_rank_alone_can_see_is_refused_by_all_ranks_alike() -> None:
     """And none waits for the others' keys until it times out."""
     patterns = [
-        "rank 1: position_ids do not count up by one .* give document_ids",
-        r"rank 1: attention_mask \(1, 24\) has 3 zeros, which are not this rank's padding",
-        "rank 0: this model lays a mask of its own",
+        "rank 1: position_ids do not count up by one.* give document_ids",
+        r"rank 1: attention_mask \(1, 24\) has 3 zeros that do not match this rank's padding",
+        "rank 0: this model adds its own mask",
         "^$",
     ]
     for said in run_ranks(seen_on_one_rank, 4, timeout=100):
@@ -461,10 +463,10 @@ def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
         (
             net,
             {"sliding_window": 16},
-            "LlamaAttention asks for a window of 16 tokens, and its mask has none",
+            "LlamaAttention needs a window of 16 tokens, but its mask has none",
         ),
-        (net, {"position_bias": torch.ones(1)}, "LlamaAttention asks for position_bias"),
-        (net, {"cu_seq_lens_q": torch.ones(1)}, "LlamaAttention asks for cu_seq_lens_q"),
+        (net, {"position_bias": torch.ones(1)}, "LlamaAttention needs position_bias"),
+        (net, {"cu_seq_lens_q": torch.ones(1)}, "LlamaAttention needs cu_seq_lens_q"),
     ):
         ids, positions, _ = (x.clone() for x in tokens_of("packed"))
         buffers = [ids, positions]
@@ -485,7 +487,10 @@ def test_spans_past_a_window_are_refused() -> None:
     block = context_parallel(
         TWO, model=sliding, buffers=[ids, positions], buffer_seq_dims=[1, 1], document_ids=rule
     )
-    with pytest.raises(ValueError, match="past a window of 16 tokens, in a sequence of 48"), block:
+    with (
+        pytest.raises(ValueError, match="exceed a window of 16 tokens, in a sequence of 48"),
+        block,
+    ):
         sliding(ids, position_ids=positions, use_cache=False)
 
 
@@ -512,13 +517,13 @@ def test_an_overlay_needs_the_whole_rule(whole_rule: bool) -> None:
         if whole_rule:
             assert create_causal_mask(position_ids=positions, **arguments, **overlay) is None
         else:
-            with pytest.raises(ValueError, match="Metadata with those spans"):
+            with pytest.raises(ValueError, match="Metadata with these spans"):
                 create_causal_mask(**arguments, **overlay)
         assert (
             create_causal_mask(position_ids=positions, block_sequence_ids=zeros, **arguments)
             is None
         )
-    assert ("Metadata with those spans" in str(caught.value)) != whole_rule
+    assert ("Metadata with these spans" in str(caught.value)) != whole_rule
 
 
 def test_outside_of_a_block_the_registered_attention_is_the_stock_one() -> None:
@@ -538,7 +543,7 @@ def test_outside_of_a_block_the_registered_attention_is_the_stock_one() -> None:
             for net in (ours, stock)
         ]
     assert torch.equal(*steps)
-    with pytest.raises(ValueError, match="asks for a soft cap"):
+    with pytest.raises(ValueError, match="needs a soft cap"):
         ours(ids, softcap=30.0)
 
 
