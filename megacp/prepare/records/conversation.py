@@ -77,7 +77,7 @@ class WrittenTalk:
     def __init__(
         self, talk: Talk, template: ChatTemplate, rules: RecordRules, goes_on: bool = False
     ) -> None:
-        """`goes_on`: branches continue the messages, so the text must not end with a closing token."""
+        """`goes_on`: branches follow, so only the first token of a next turn can end the text."""
         self._goes_on = goes_on
         self._talk = talk
         self._template = template
@@ -141,6 +141,7 @@ class WrittenTalk:
         `shared` is the beginning that this branch continues; only the text after it is multiplied
         by `weight`. For a prompt, the expected answer follows as a separate part.
         """
+        # the branch must repeat the shared text exactly: both are stored as one tree of tokens
         start = 0 if shared is None else len(shared.text)
         if shared is not None:
             same_learned = [span for span in self.learned if span[0] < start] == shared.learned
@@ -213,7 +214,7 @@ class WrittenTalk:
         left_out = self._left_out
         for i, where in enumerate(self._talk.paths):
             if i in left_out:
-                # the last answer always has its thought in a working template
+                # templates may drop thoughts of earlier answers, but not the last one
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in self._messages[i]), "content")
                     raise RecordError(
@@ -333,7 +334,7 @@ class WrittenTalk:
         """Return the numbers of the messages with a loss."""
         return [i for i, weight in enumerate(self._weights) if weight > 0]
 
-    # ---- what is learned
+    # ---- the learned text
 
     def _answers(self) -> list[tuple[int, int, float]]:
         """Return the ranges of the learned answers, each with the token that ends it."""
@@ -349,7 +350,7 @@ class WrittenTalk:
             stop = self._with_end(i, stop)
             if start < stop:
                 learned.append((start, stop, self._weights[i]))
-            # an answer ends with a special token, or the next turn begins with one
+            # count answers after which neither their end nor the next turn has a special token
             if self._has_end(stop):
                 continue
             if not self._template.forgeable.match(self.text, self._after_blanks(stop)):
@@ -441,9 +442,7 @@ class WrittenTalk:
         return at
 
     def _before_thought(self, at: int) -> int:
-        """Return the start of a thought tag that directly precedes `at`, or `at` without white
-        space.
-        """
+        """Skip white space before `at`, then an opening thought tag; return the position."""
         while at and self.text[at - 1].isspace():
             at -= 1
         return at - len(THOUGHT) if self.text.endswith(THOUGHT, 0, at) else at
@@ -459,8 +458,8 @@ class WrittenTalk:
                 return
         self._refuse_unsaid(i, "content", self.text)
 
-    def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
-        """Raise RecordError unless `said` has the words of a value, in order, from `start` on.
+    def _refuse_unsaid(self, i: int, key: str, text: str, start: int = 0) -> int:
+        """Raise RecordError unless a text has the words of a value, in order, from `start` on.
 
         Return the position after the last word.
         """
@@ -471,7 +470,7 @@ class WrittenTalk:
         if self._weights[i]:
             words = EMPTY_THOUGHT.sub("", words)
         for word in words.split():
-            found = said.find(word, start)
+            found = text.find(word, start)
             if found < 0:
                 raise RecordError(
                     f"`{self._talk.paths[i]}.{key}`: {word[:_LONGEST]!r} would be lost, because "
@@ -487,6 +486,7 @@ class WrittenTalk:
 
         A placeholder is found by rendering the messages with a text in its place.
         """
+        # one rendering for all placeholders pays off from two of them on
         if len(self._media) < 2:
             return [self._place(*media) for media in self._media]
         return self._places_at_once() or [self._place(*media) for media in self._media]
@@ -562,7 +562,7 @@ def _with_text(message: dict[str, Any], j: int) -> dict[str, Any]:
 def _would_be_lost(what: str, key: str) -> str:
     """Return the error message for a value that the template omits."""
     problem = f"`{what}` would be lost, because the chat template does not write it"
-    # without its content a message is empty, so ignoring the key is no remedy
+    # without its content a message is empty, so ignoring the key would not help
     if key == "content":
         return f"{problem}; use a template that writes it, with --chat-template FILE.jinja"
     return f"{problem}; use --ignore-keys {key} to leave it out"
