@@ -102,7 +102,7 @@ def marked_value(value: Any, mark: str) -> Any:
     """
     if isinstance(value, str):
         return marked_text(value, mark)
-    # `is not` tells whether the mark is inside this item
+    # an item that changed has the mark, so the search stops there
     if isinstance(value, list):
         for n, item in enumerate(value):
             if (made := marked_value(item, mark)) is not item:
