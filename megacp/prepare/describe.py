@@ -34,19 +34,19 @@ def describe_pack(
     """Describe one pack: length, loss weights, source and an excerpt of each document.
 
     Only the first `documents` are shown (0: all), with `characters` of text each. Learned text is
-    between \u00ab and \u00bb. Raise ValueError if there is no pack of this `index`.
+    between \u00ab and \u00bb. Raise ValueError if pack `index` does not exist.
     """
     pack = pack_of(dataset, index)
     manifest = dataset.manifest
     padded = int(pack.segments["padded_length"].sum())
+    share = padded / manifest.seq_length
     lines = [
         f"pack {index} of {len(dataset)}: {counted(len(pack.segments), 'document')}, "
-        f"{len(pack.tokens)} tokens, "
-        f"{learned_of_pack(pack)} learned, {padded} padded, "
-        f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}; "
-        "\u00ablearned\u00bb"
+        f"{len(pack.tokens)} tokens, {learned_of_pack(pack)} learned, {padded} padded, "
+        f"{share:.2%} of --seq-length {manifest.seq_length}; \u00ablearned\u00bb"
     ]
     for number, (here, branches) in enumerate(pack_documents(pack)):
+        # --documents 0 shows all documents
         if documents and number >= documents:
             lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
             break
@@ -58,9 +58,9 @@ def describe_pack(
         if pack.weights is not None:
             own = pack.weights[here]
             learned = own > 0
-            weights = (
-                f"weights {float(own.min()):g}..{float(own.max()):g}, {int(learned.sum())} counted"
-            )
+            low = float(own.min())
+            high = float(own.max())
+            weights = f"weights {low:g}..{high:g}, {int(learned.sum())} counted"
         note = ""
         if row["flags"] & FLAG_TRUNCATED:
             note = " (truncated)"
@@ -74,8 +74,11 @@ def describe_pack(
             if not above:
                 lines += [f"      {shown}", *_images(pack, number)]
                 continue
-            name = f"branch {i} of {above[-1]}" if len(above) > 1 else f"branch {i}"
-            lines.append(f"{'  ' * len(above)}    {name}: {last - first} tokens  {shown}")
+            name = f"branch {i}"
+            if len(above) > 1:  # of another branch
+                name += f" of {above[-1]}"
+            indent = "  " * len(above)
+            lines.append(f"{indent}    {name}: {last - first} tokens  {shown}")
     return "\n".join(lines + _boundaries(pack))
 
 
@@ -103,7 +106,7 @@ def pack_documents(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
 def document_parts(length: int, branches: np.ndarray) -> list[tuple[int, int, list[int]]]:
     """Return the parts of a document: (first token, end, numbers of the parts that it continues).
 
-    Part 0 is the prefix; the others are branches.
+    Part 0 is the prefix; all other parts are branches.
     """
     begins = [0, *branches["start"].tolist(), length]
     leaves = np.array([length, *branches["leave"]])
@@ -130,7 +133,8 @@ def _learned(dataset: PackedDataset) -> int:
     for shard in dataset.manifest.shards:
         names = {file.name for file in shard.files}
         if {"weights.bin", "branches.npy"} & names:
-            total += sum(learned_of_pack(dataset.pack(first + i)) for i in range(shard.num_packs))
+            for index in range(first, first + shard.num_packs):
+                total += learned_of_pack(dataset.pack(index))
         else:
             # every token except the first of each document
             total += shard.num_tokens - shard.num_segments
@@ -155,19 +159,23 @@ def _images(pack: Pack, segment: int) -> list[str]:
     for rows in np.split(here, changes):
         first = units[rows[0]]
         last = units[rows[-1]]
-        what = "image" if first["frame"] < 0 else f"video frames {first['frame']}..{last['frame']}"
+        what = "image"
+        if first["frame"] >= 0:
+            what = f"video frames {first['frame']}..{last['frame']}"
         branch = f" in branch {first['branch']}" if first["branch"] else ""
+        stop = last["start"] + last["num_tokens"] - 1
+        size = len(pack.images.read(int(first["item"])))
         lines.append(
             f"      {what}{branch}: tokens "
-            f"{first['start']}..{last['start'] + last['num_tokens'] - 1}, "
+            f"{first['start']}..{stop}, "
             f"{crops[rows].sum()} crops, {pooled[rows].sum()} pooled tokens, "
-            f"{len(pack.images.read(int(first['item']))):,} bytes"
+            f"{size:,} bytes"
         )
     return lines
 
 
 def _boundaries(pack: Pack) -> list[str]:
-    """Return a line for each planned context-parallel size with the crops that each rank encodes."""
+    """Return a line for each planned context-parallel size with the crops of each rank."""
     if pack.images is None or not len(pack.images.units):
         return []
     units = pack.images.units
@@ -225,7 +233,8 @@ def _share(lengths: list[int], characters: int) -> int:
 
 def runs_of(values: np.ndarray) -> Iterator[slice]:
     """Yield the maximal runs of equal values [n] as slices, in order."""
-    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
+    edges = [0, *changes.tolist(), len(values)]
     return (slice(start, stop) for start, stop in itertools.pairwise(edges) if start < stop)
 
 
@@ -233,14 +242,16 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
     """Return counts, efficiencies and the histogram of document lengths, as builtin types."""
     dataset = PackedDataset(directory)
     manifest = dataset.manifest
-    segments = [dataset.shard(number).segments for number in range(len(manifest.shards))]
+    shards = [dataset.shard(number) for number in range(len(manifest.shards))]
+    segments = [shard.segments for shard in shards]
     lengths = np.concatenate([table["true_length"] for table in segments]).astype(np.int64)
     flags = np.concatenate([table["flags"] for table in segments])
-    places = len(dataset) * manifest.seq_length
+    places = len(dataset) * manifest.seq_length  # tokens if all packs were full
     padded = sum(shard.num_padded_tokens for shard in manifest.shards)
     # bin i counts lengths in (2^(i-1), 2^i]
     exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     bins = np.bincount(exponents)
+    # the names are printed, and are keys of `stats --json`
     found = {
         "directory": str(directory),
         "tokenizer": manifest.tokenizer.kind,
@@ -262,7 +273,6 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
         "rejected": manifest.num_rejected,
     }
     if manifest.image_rules is not None:
-        shards = [dataset.shard(number) for number in range(len(manifest.shards))]
         # frame -1 is an image, and frame 0 the first one of a video
         tables = [shard.units["frame"] for shard in shards if shard.units is not None]
         frames = np.concatenate([np.empty(0, np.int32), *tables])
@@ -288,7 +298,9 @@ def statistics_text(values: dict[str, Any]) -> str:
     for name, value in values.items():
         words = name.replace("_", " ")
         if isinstance(value, dict):
-            lines += [words, *(f"    {count:>14,}  {key}" for key, count in value.items())]
+            lines.append(words)
+            for key, count in value.items():
+                lines.append(f"    {count:>14,}  {key}")
         elif isinstance(value, float):
             lines.append(f"{words:<24}{value:.3%}")
         else:
