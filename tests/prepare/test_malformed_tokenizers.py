@@ -174,13 +174,13 @@ FIELDS = {
         "tokenizer_config.json",
         ("eos_token",),
         1.5,
-        "eos_token is 1.5, expected a text",
+        "eos_token is 1.5, but it must be a text",
     ),
     "a list as the end": (
         "tokenizer_config.json",
         ("eos_token",),
         ["a"],
-        "eos_token is ['a'], expected a text",
+        "eos_token is ['a'], but it must be a text",
     ),
     "no content": (
         "tokenizer_config.json",
@@ -192,7 +192,7 @@ FIELDS = {
         "tokenizer_config.json",
         ("add_bos_token",),
         "no",
-        "add_bos_token is 'no', expected true",
+        "add_bos_token is 'no', but it must be true",
     ),
     "settings in a list": (
         "tokenizer_config.json",

@@ -158,7 +158,9 @@ def test_a_file_that_is_no_form_of_records_is_named_with_the_forms_that_are(
     for name in ("a.csv", "a.txt"):
         (tmp_path / name).write_text("text\nhello\n")
         assert build(model, tmp_path / "d", tmp_path / name) == 2
-        assert f"{name} is no form of records; read are .jsonl, .json" in capsys.readouterr().err
+        assert (
+            f"{name}: this file type is not supported; use .jsonl, .json" in capsys.readouterr().err
+        )
 
 
 BROKEN = {

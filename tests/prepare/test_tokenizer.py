@@ -280,9 +280,7 @@ def test_a_word_of_the_vocabulary_is_no_special_token_by_its_spelling(
 ) -> None:
     """Qwen2's vocabulary has `<s>` as a word."""
     assert special_ids(spelled(tmp_path, merged)) == (None, None, None)
-    with pytest.raises(
-        ValueError, match="--prepend-bos: .* does not say which token begins a document"
-    ):
+    with pytest.raises(ValueError, match="--prepend-bos: --tokenizer .*tokenizer.json .*BOS"):
         load_tokenizer(str(tmp_path / "tokenizer.json"), prepend_bos=True)
     path = spelled(tmp_path, merged, eos=True, bos=False, pad=True)
     ids = json.loads((tmp_path / "vocab.json").read_text())

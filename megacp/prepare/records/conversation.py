@@ -529,9 +529,9 @@ class WrittenTalk:
         written = text[start:stop].strip()
         if not self._template.is_added(written):
             raise RecordError(
-                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} for it, but the "
-                f"placeholder of a {media.kind} must consist of special tokens; use a template "
-                "that writes such tokens, or --chat-template ignore"
+                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} for it, but "
+                f"{media.kind} placeholders must consist of special tokens; use a template that "
+                "writes such tokens, or --chat-template ignore"
             )
         start = text.index(written, start)
         return start, start + len(written)

@@ -436,7 +436,7 @@ def load_tokenizer(
         first = next(iter(tokenizer.surroundings.before), tokenizer.bos_id)
         if first is None:
             raise ValueError(
-                f"--prepend-bos: the files of --tokenizer {specification} do not name a BOS token"
+                f"--prepend-bos: --tokenizer {specification} does not name a BOS token"
             )
     tokenizer.begins_with = first if prepend_bos is not False else None
     return tokenizer

@@ -154,7 +154,7 @@ def test_a_build_takes_the_rules_of_the_folder_and_says_from_which_files(
         told = built(records, tmp_path / "d", tokenizer)
         assert (
             f"image rules: as {IMAGES}, {VIDEOS} of {folder} say" in told
-            and "the flag counts" not in told
+            and "the flag is used" not in told
         )
         rules, expected = rules_of(tmp_path / "d"), by_library(folder, "qwen3_5")
         assert {name: rules[name] for name in expected} == expected
@@ -168,7 +168,7 @@ def test_a_flag_counts_before_the_folder_and_the_line_has_both_numbers(
 ) -> None:
     told = built(records, tmp_path / "d", folder, "--video-fps", 2, "--max-frames", 32)
     assert (
-        f"--video-fps is 2.0, {VIDEOS} fps says 4.0: the flag counts, and --load-hf {folder} "
+        f"--video-fps is 2.0, {VIDEOS} fps says 4.0: the flag is used, and --load-hf {folder} "
         "refuses" in told
     )
     assert "--max-frames" not in told, "the same number is no news"

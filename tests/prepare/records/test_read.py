@@ -217,7 +217,7 @@ def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_p
     ]
     records, refusals = read(write_tar(path, apart))
     assert [r.value["text"] for r in records] == ["x", "y"] and [r.line for r in refusals] == [3, 4]
-    assert "'d/1' stand apart, at bytes 0 and 2048" in refusals[0].reason
+    assert "'d/1' are not consecutive (bytes 0 and 2048)" in refusals[0].reason
     whole = write_tar(path, [("1.txt", b"one"), ("2.txt", b"two" * 100)]).read_bytes()
     for keep in (100, 512, 600, 1024, 1100):
         path.write_bytes(whole[:keep])
@@ -370,14 +370,14 @@ def test_a_file_that_is_not_read_is_refused_with_the_command_that_converts_it(
     path = tmp_path / name
     path.write_bytes(b"anything")
     problem = input_problem(str(path))
-    assert problem is not None and f"{path} is no form of records; read are .jsonl" in problem
+    assert problem is not None and f"{path}: " in problem and "use .jsonl" in problem
     assert way.format(path=path, folder=tmp_path) in problem
 
 
 def test_a_folder_is_refused_with_what_to_give_in_its_place(tmp_path: Path) -> None:
     folder = tmp_path / "hub"
     (folder / "data").mkdir(parents=True)
-    assert "without a file that is read" in str(input_problem(str(folder)))
+    assert "without a supported file (.jsonl" in str(input_problem(str(folder)))
     (folder / "data" / "train-0.parquet").write_bytes(b"")
     assert f"give the files in it, as '{folder}/*/*.parquet'" in str(input_problem(str(folder)))
     (folder / "a.jsonl").write_bytes(b"")

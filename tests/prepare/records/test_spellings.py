@@ -105,43 +105,43 @@ MESSAGE = re.escape("`messages[1]`")
 REFUSED: list[tuple[Any, str]] = [
     (
         {"messages": "[{'role': 'user', 'content': 'Q'}]"},
-        "`messages` is a string and no JSON: .*ast.literal_eval",
+        "`messages` is a string, but not JSON: .*json.dumps",
     ),
-    ({"messages": '[{"role": "user"'}, "`messages` is a string and no JSON"),
+    ({"messages": '[{"role": "user"'}, "`messages` is a string, but not JSON"),
     ({"messages": "[" * 100_000}, "nested too deeply"),
-    ({"messages": ["Q", "A"]}, r"`messages\[0\]` .*found a string; who says a text cannot be told"),
+    ({"messages": ["Q", "A"]}, r"`messages\[0\]` .*found a string; the position of a text"),
     (
         {"messages": [ASK, {**TELL, "from": "gpt"}]},
-        f"{MESSAGE}: `role` and `from` both say who speaks",
+        f"{MESSAGE}: `role` and `from` both give the speaker",
     ),
     (
         {"messages": [ASK, {**TELL, "value": "B"}]},
-        f"{MESSAGE}: `content` and `value` both say what is said",
+        f"{MESSAGE}: `content` and `value` both give the text",
     ),
     (
         {"messages": [ASK, {"role": "model", "parts": [{"inline_data": "x"}]}]},
         r"`messages\[1\].parts\[0\]` must be a text",
     ),
     ({"messages": [ASK, {"role": 3, "content": "A"}]}, r"`messages\[1\].role` is a number"),
-    ({**WITH_SYSTEM, "system": "T"}, r"`system` and `messages\[0\]` are both what the system says"),
+    ({**WITH_SYSTEM, "system": "T"}, r"`system` and `messages\[0\]` are different system prompts"),
     (
         {**TALK, "prompt": "T"},
-        "`prompt` is not what the first user asks .*--columns system=prompt .*--ignore-keys prompt",
+        "`prompt` differs from the first user .*--columns system=prompt .*--ignore-keys prompt",
     ),
-    ({**TALK, "response": "B"}, "`response` is not the last answer"),
+    ({**TALK, "response": "B"}, "`response` differs from the last answer"),
     (
         {**TALK, "system_prompt": "T"},
-        "`system_prompt` may be a system prompt .*--columns system=system_prompt takes it",
+        "`system_prompt` may be a system prompt .*--columns system=system_prompt ",
     ),
     (
         {"text": "x", "system": "S"},
-        "`system` may be a system prompt and would be lost. A text has no place",
+        "`system` may be a system prompt and would be lost. A text cannot have",
     ),
     (
         {"prompt": json.dumps([ASK]), "completion": "A"},
-        "`prompt` is a string that holds messages as JSON",
+        "`prompt` is a string that contains messages as JSON",
     ),
-    ({**TALK, "text": "rendered"}, r"`text` and `messages`; --ignore-keys text leaves"),
+    ({**TALK, "text": "rendered"}, r"`text` and `messages`; use --ignore-keys text "),
     ({"prompt": "Q", "completion": "A", "label": False}, r"KTO.*select\(.label == true"),
     ({**TALK, "label": 0}, "KTO"),
     ({**TALK, "kto_tag": False}, "KTO.*del.*kto_tag"),
@@ -149,29 +149,29 @@ REFUSED: list[tuple[Any, str]] = [
     ({"text": "good film", "label": "positive"}, "--columns instruction=text,output=label"),
     (
         {"chosen": "Human: Q Assistant: A", "rejected": "Human: Q Assistant: B"},
-        "make `messages` of `chosen`",
+        "convert `chosen` to `messages`",
     ),
     (
         {"conversation": [{"human": "Q", "assistant": "A"}]},
         r"`conversation\[0\]` has no `role`: .*jq -c",
     ),
-    ({"content": "print(1)", "lang": "Python"}, "--text-key content learns it as a plain text"),
-    (json.dumps(TALK), "found a string that holds JSON; jq -c fromjson"),
-    ({**ASK, "content": [{"type": "text", "text": "Q"}]}, "This is one message of a list"),
-    (ASK, r"one message of a list.*jq -c '\{messages: .\}'"),
+    ({"content": "print(1)", "lang": "Python"}, "use --text-key content "),
+    (json.dumps(TALK), "found a string that contains JSON; .*jq -c fromjson"),
+    ({**ASK, "content": [{"type": "text", "text": "Q"}]}, "This is a single message"),
+    (ASK, r"a single message.*jq -c '\{messages: .\}'"),
     ({"data": [TALK, TALK]}, r"jq -c '.data\[\]' FILE"),
     (
         {"conversation_text": "Human: Q\n\nAssistant: A"},
-        "in which several speak: make `messages` of it",
+        "with several speakers; convert it to `messages`",
     ),
-    ({"body": "USER: Q ASSISTANT: A"}, "in which several speak"),
-    ({"text": "Q", "role": "prompter"}, "is what a 'prompter' says, .* one message"),
-    ({"prompt": [ASK], "reward": 1}, "`prompt` asks, and nothing in the record answers"),
+    ({"body": "USER: Q ASSISTANT: A"}, "with several speakers"),
+    ({"text": "Q", "role": "prompter"}, "`text` with `role` 'prompter' is a single message"),
+    ({"prompt": [ASK], "reward": 1}, "`prompt` is a prompt without an answer"),
     (
         {"problem": "Q", "solution": "A", "answer": "4"},
-        "output=ANSWER, where ANSWER is `answer` or `solution`, reads",
+        "output=ANSWER, where ANSWER is `answer` or `solution`, ",
     ),
-    ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "`input_ids` are tokens"),
+    ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "`input_ids` are the tokens"),
 ]
 
 
@@ -273,12 +273,10 @@ def test_columns_name_any_key_and_errors_have_the_name_of_the_file() -> None:
     with pytest.raises(RecordError, match="^`answer` is empty"):
         parse_record({"question": "Q", "answer": ""}, rules)
     with pytest.raises(
-        RecordError, match="missing key: .*--columns completion=answer: there is no such key"
+        RecordError, match="missing key: .*--columns completion=answer: the record has no such key"
     ):
         parse_record({"question": "Q", "reply": "A"}, rules)
-    with pytest.raises(
-        RecordError, match="`prompt` and `question` are both there, .*--ignore-keys prompt leaves"
-    ):
+    with pytest.raises(RecordError, match="both `prompt` and `question`, .*--ignore-keys prompt "):
         parse_record({"question": "Q", "answer": "A", "prompt": "P"}, rules)
     own_out = RecordRules(columns=rules.columns, ignore_keys=("prompt",))
     assert (
@@ -301,7 +299,7 @@ def test_an_unknown_role_is_refused_with_the_flags_for_all_it_may_be() -> None:
     record = {"messages": [ASK, {"role": "agent", "content": "A"}]}
     with pytest.raises(
         RecordError,
-        match="--roles assistant=agent if .*--roles user=agent if .*--context-roles agent",
+        match="--roles assistant=agent .*--roles user=agent .*--context-roles agent",
     ):
         parse_record(record)
     assert parse_record(record, RecordRules(roles=pairs("assistant=agent"))) == parse_record(TALK)
@@ -337,7 +335,7 @@ def test_alpaca_is_a_conversation_by_a_template_and_its_own_prompt_without() -> 
     assert parse_record(record, only) == own and not parse_record({"text": "x"}, only).forms
     for other in (TALK, {**record, "system": "S"}):
         with pytest.raises(
-            RecordError, match="--chat-template alpaca writes only records of `instruction`"
+            RecordError, match="--chat-template alpaca accepts only records of `instruction`"
         ):
             parse_record(other, only)
     assert parse_record(record, FOR_PROMPTS).forms == {ALPACA}

@@ -259,18 +259,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "text": "x",
             "branches": [{"text": "a", "weight": 1e7, "branches": [{"text": "b", "weight": 1e7}]}],
         },
-        "`branches[0].branches[0].weight times those of all it continues` is 1",
+        "`branches[0].branches[0].weight (times the weights of the parts above)` is 1",
     ),
     ({"rollouts": "ab"}, "`rollouts` must be a list of rollouts"),
     ({"rollouts": [{"text": "a"}, {"text": ""}]}, "`rollouts[1]`: `text` is empty"),
     ({"rollouts": ["a"]}, "`rollouts[0]`: a record must be a JSON object"),
     (
         {"rollouts": [{"text": "a", "branches": ["b"]}]},
-        "`rollouts[0]`: a rollout is one text or conversation",
+        "`rollouts[0]`: a rollout must be one text or conversation",
     ),
     (
         {"rollouts": [{"rollouts": [{"text": "a"}] * 2}]},
-        "`rollouts[0]`: a rollout is one text or conversation",
+        "`rollouts[0]`: a rollout must be one text or conversation",
     ),
     ({"rollouts": [{"text": "a"}], "text": "b"}, "`text` is unknown and would be lost"),
     ({"rollouts": [{"text": "a"}], "branches": ["b"]}, "`rollouts` and `branches`"),
@@ -305,7 +305,7 @@ def test_rollouts_need_their_flag_and_other_keys_of_the_name_do_not(rules: Recor
 def test_a_branch_of_a_branch_is_not_asked() -> None:
     with pytest.raises(
         RecordError,
-        match=re.escape("`branches[0].branches[0]`: a branch of a branch cannot be asked"),
+        match=re.escape("`branches[0].branches[0]`: a prompt cannot be a branch of a branch"),
     ):
         parse_record({"text": "a", "branches": [{"text": "b", "branches": ["c"]}]}, FOR_PROMPTS)
 
@@ -354,7 +354,8 @@ def test_a_build_with_prefix_tree_teaches_what_its_rollouts_teach_apart(tmp_path
         main(["build", "--input", str(source), "--output", together, *flags, "--prefix-tree"]) == 0
     )
     with pytest.raises(
-        ValueError, match=re.escape(f"{source}:1: `completions` holds rollouts, and --prefix-tree")
+        ValueError,
+        match=re.escape(f"{source}:1: `completions` contains rollouts; build with --prefix-tree"),
     ):
         run([source], tmp_path / "no")
     with pytest.raises(ValueError, match="prefix_tree: true before, false now"):
@@ -373,9 +374,7 @@ def test_a_build_with_prefix_tree_teaches_what_its_rollouts_teach_apart(tmp_path
 
 def test_rollouts_without_a_common_beginning_are_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", {"rollouts": [{"text": "one"}, {"text": "two"}]})
-    with pytest.raises(
-        ValueError, match=":1: the rollouts begin with different tokens and share nothing"
-    ):
+    with pytest.raises(ValueError, match=":1: the rollouts begin with different tokens"):
         run([source], tmp_path / "d", prefix_tree=True)
 
 

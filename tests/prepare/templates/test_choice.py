@@ -77,7 +77,7 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "choice", "today", "named"),
     [
-        ({"chat_template": "{% if %}"}, "auto", None, "no Jinja"),
+        ({"chat_template": "{% if %}"}, "auto", None, "not a Jinja template"),
         ({"chat_template": TEMPLATES["smollm_3"]}, "auto", None, "--chat-template-date YYYY-MM-DD"),
         (
             {"chat_template": TEMPLATES["smollm_3"]},
@@ -317,16 +317,16 @@ def test_images_stand_in_the_places_of_the_template(tmp_path: Path, form: str) -
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("''", "`messages[0].content[1].path`: the chat template writes '' where it stands"),
+        ("''", "`messages[0].content[1].path`: the chat template writes '' for it"),
         (
             "'[IMG]'",
-            "the chat template writes '[IMG]' where it stands, and images need a place of special tokens alone",
+            "the chat template writes '[IMG]' for it, but image placeholders must consist of special tokens",
         ),
-        ("'Picture: <image>'", "writes 'Picture: <image>' where it stands"),
-        ("loop.index ~ '<image>'", "writes '2<image>' where it stands"),
+        ("'Picture: <image>'", "writes 'Picture: <image>' for it"),
+        ("loop.index ~ '<image>'", "writes '2<image>' for it"),
         (
             "'<image>'",
-            "`messages[0].content[1].path`: the chat template writes '' where it stands, and videos need",
+            "`messages[0].content[1].path`: the chat template writes '' for it, but video placeholders",
         ),
     ],
 )

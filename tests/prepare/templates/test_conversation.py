@@ -345,7 +345,7 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "an image": (
         "chatml",
         talk({"role": "user", "content": [{"type": "image", "path": "a"}]}, TELL),
-        "vision build",
+        "--image-root",
     ),
     "nothing said": ("qwen_25", talk(ASK, {"role": "assistant", "content": None}), "`messages[1]`"),
     "an unknown variable": (
@@ -374,16 +374,16 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
         talk(ASK, {**TELL, "weight": 0}, ASK, TELL),
         "generation blocks",
     ),
-    "blocks within each other": (NESTED, talk(ASK, TELL), "a generation block within another"),
+    "blocks within each other": (NESTED, talk(ASK, TELL), "a generation block inside another"),
     "a thought that is not read": (
         of_trl("gemma4_v5"),
         talk(ASK, THINKS[1]),
-        "give it as `reasoning_content`",
+        "move it to `reasoning_content`",
     ),
     "an empty one": (
         of_trl("qwen3_8_training"),
         talk(ASK, EMPTY),
-        "give it as `reasoning_content`",
+        "move it to `reasoning_content`",
     ),
     "an answer outside of blocks": (NO_BLOCK, talk(ASK, TELL), "`messages[1].content`"),
 }
@@ -426,7 +426,7 @@ def test_a_text_that_spells_a_special_token_is_refused(folder: Path, where: str)
             **CALL,
             "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}],
         }
-    assert "spells the special token '<|im_end|>', which only the template may write" in refusal(
+    assert "the special token '<|im_end|>', which only the chat template may write" in refusal(
         folder, "qwen_25", record
     )
     plain = talk(ASK, {**TELL, "content": "<tool_call> is no special token"})
@@ -437,7 +437,7 @@ def test_a_text_that_spells_a_special_token_is_refused(folder: Path, where: str)
 def test_a_token_that_the_files_do_not_name_is_refused(tmp_path: Path) -> None:
     """The library writes nothing in its place, and an answer without an end is learned."""
     write_tokenizer(tmp_path, bos_token=None)
-    assert "it writes bos_token, which the tokenizer's files do not name" in refusal(
+    assert "it writes bos_token, but the tokenizer's files do not define it" in refusal(
         tmp_path, "gemma", talk(ASK, TELL)
     )
     assert rendered(tmp_path, "chatml", talk(ASK, TELL)).learned
@@ -488,7 +488,7 @@ def test_branches_of_branches_are_each_the_conversation_along_their_path(
     # alone
     if name in ("phi_3", "ours_for_qwen3"):
         with pytest.raises(
-            RecordError, match="writes the shared messages otherwise once a branch follows"
+            RecordError, match="the shared messages differently once a branch follows"
         ):
             document(folder, name, record)
         return
@@ -512,9 +512,7 @@ def test_a_branch_whose_tokens_reach_into_the_shared_messages_is_refused(folder:
         {"role": "user", "content": "The an"},
         {"role": "assistant", "content": "swer is"},
     )
-    with pytest.raises(
-        RecordError, match=r"branch 1: the tokens of the shared messages are others"
-    ):
+    with pytest.raises(RecordError, match=r"branch 1: the tokens of the shared messages change"):
         document(folder, joined, talk(question, branches=[{"messages": [answer]}]))
     tokens, _, _ = document(
         folder, joined, talk({**question, "content": "The "}, branches=[{"messages": [answer]}])

@@ -233,7 +233,7 @@ def test_what_a_template_never_writes_next_to_a_call_is_refused(tmp_path: Path) 
     )
     for call in ({**CALL, "content": "Ask."}, {**CALL, "content": "Ask.", "weight": 0}):
         with pytest.raises(
-            RecordError, match="would be lost: the chat template does not write it"
+            RecordError, match="would be lost, because the chat template does not write it"
         ) as error:
             read(made, ASK, call, RESULT, TELL)
         assert "--ignore-keys" not in str(error.value)

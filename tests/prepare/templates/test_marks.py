@@ -170,7 +170,7 @@ def test_an_answer_that_is_written_otherwise_once_more_follows_is_refused(
     body = f"<|im_start|>{{{{ m.role }}}}\n{OTHERWISE[name]}<|im_end|>\n"
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     made = template(folder, f"{{% for m in messages %}}{body}{{% endfor %}}{prompt}")
-    with pytest.raises(RecordError, match=r"otherwise once more follows|'0.' would be lost"):
+    with pytest.raises(RecordError, match=r"once later messages follow|'0.' would be lost"):
         rendered(made, chat(12))
     assert rendered(made, chat(1)).learned
 
