@@ -183,11 +183,13 @@ def preprocess_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# keyword arguments for argparse that several flags share
 _YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 _LIST: dict[str, Any] = {
     "type": lambda text: tuple(name for name in text.split(",") if name),
     "default": (),
 }
+# texts that --help shows for groups and for flags with long descriptions
 _RECORDS = (
     "A record with a field or role that is neither known nor listed here is an error, "
     "because its content would be lost."
@@ -263,6 +265,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
             {"metavar": "YYYY-MM-DD"},
         ),
     ],
+    # how texts become token ids
     ("tokens", ""): [
         (
             "--tokenizer",
@@ -290,6 +293,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
             {"choices": ("auto", "reference"), "default": "auto"},
         ),
     ],
+    # the length of packs, and how documents are put into them
     ("packs", ""): [
         ("--seq-length", "tokens per pack", {"type": int, "required": True, "metavar": "N"}),
         (
@@ -448,6 +452,7 @@ def _shown(default: Any) -> str:
 
 def _read(default: Any) -> dict[str, Any]:
     """Return argparse arguments for the type of a field's default; MISSING means a dictionary."""
+    # a tuple has a fixed number of values, such as A,B,C for red, green and blue
     if isinstance(default, tuple):
         return {"type": _numbers(type(default[0])), "metavar": ",".join("ABC"[: len(default)])}
     if default is MISSING:
@@ -503,6 +508,7 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
     from megacp.training.data.vision.decoding import RULES, rules_from_dict
 
     of_folder = _family(args, RULES)
+    # the folder's family wins, because `_family` has refused a different flag
     family = of_folder.get("family") or given.get("family") or next(iter(RULES))
     folder = _model_folder(args)
     told: processor_files.FolderRules | None = None
@@ -517,6 +523,7 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
             print(f"image rules: files not used: {error}", file=sys.stderr)
         except (ValueError, OSError) as error:
             raise ValueError(f"--tokenizer {error}") from error
+    # no processor files: use the defaults, and say so if the model is known
     if told is None:
         if of_folder:
             missing = f"{folder} has no {processor_files.IMAGES}"
@@ -549,10 +556,12 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
 
     given = {}
     for field in fields(BuildSettings):
+        # some fields have no flag, such as `is_valid`
         if field.name in args:
             given[field.name] = getattr(args, field.name)
     changed: dict[str, Any] = {}
     for name, value in given.items():
+        # argparse returns lists, but the settings have tuples
         if isinstance(value, list):
             changed[name] = tuple(value)
     names = {"family"}

@@ -95,6 +95,7 @@ def pack_documents(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the token slice of each document, with its branches (rows of tables.BRANCH_DTYPE)."""
     start = 0
     branch = 0
+    # without branches, every document gets an empty slice
     table = np.empty(0, BRANCH_DTYPE) if pack.branches is None else pack.branches
     for row in pack.segments:
         length, count = int(row["true_length"]), int(row["num_branches"])
@@ -131,6 +132,7 @@ def _learned(dataset: PackedDataset) -> int:
     total = 0
     first = 0
     for shard in dataset.manifest.shards:
+        # a shard has these files only if some document needs them
         names = {file.name for file in shard.files}
         if {"weights.bin", "branches.npy"} & names:
             for index in range(first, first + shard.num_packs):
@@ -144,6 +146,7 @@ def _learned(dataset: PackedDataset) -> int:
 
 def _images(pack: Pack, segment: int) -> list[str]:
     """Return a line for each image and video of a segment: its tokens, crops and size."""
+    # a text dataset has no table of images
     if pack.images is None:
         return []
     units = pack.images.units
@@ -183,6 +186,7 @@ def _boundaries(pack: Pack) -> list[str]:
         f"  {len(units)} units, {units['image_stop'][-1]} crops, {units['pooled_stop'][-1]} pooled "
         "tokens"
     ]
+    # the split of the crops is stored for each size in --cp-degrees
     for degree, table in sorted(pack.images.boundaries.items()):
         ranges = [f"{row['start_image_idx']}-{row['end_image_idx']}" for row in table]
         lines.append(
@@ -241,6 +245,7 @@ def runs_of(values: np.ndarray) -> Iterator[slice]:
 def statistics(directory: StrPath | Url) -> dict[str, Any]:
     """Return counts, efficiencies and the histogram of document lengths, as builtin types."""
     dataset = PackedDataset(directory)
+    # these tables are small; tokens are read only to count learned ones
     manifest = dataset.manifest
     shards = [dataset.shard(number) for number in range(len(manifest.shards))]
     segments = [shard.segments for shard in shards]

@@ -17,6 +17,7 @@ from megacp.prepare.records.sample import parse_record
 from megacp.storage.files import write_result
 
 EOD_TOKEN = "<|endoftext|>"
+# files with these suffixes have records; any other file is one plain text
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".tar")
 _ANYTHING = RecordRules(
     media=True,
@@ -54,12 +55,14 @@ def _texts_of(path: str, text_key: str) -> Iterator[str]:
         return
     rules = replace(_ANYTHING, text_key=text_key)
     for item in read_extent(Extent(0, path, 0, Path(path).stat().st_size)):
+        # training data must be complete: no bad record is skipped
         if isinstance(item, Refusal):
             raise ValueError(str(item))
         try:
             sample = parse_record(item.value, rules)
         except RecordError as error:
             raise ValueError(f"{path}:{item.line}: {error}") from error
+        # messages are joined to one text, with their headers
         for part in (sample.prefix, *sample.branches):
             yield "".join(piece.text or "" for piece in part)
 

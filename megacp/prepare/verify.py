@@ -24,6 +24,7 @@ def verify(directory: files.StrPath | Url) -> list[str]:
     """
     directory = place_of(directory)
     open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile
+    # without a valid manifest nothing else can be checked
     try:
         manifest = DatasetManifest.read(directory)
         if isinstance(directory, Url):
@@ -82,6 +83,7 @@ def _pack_reasons(shard: Shard, number: int, num_ids: int) -> Iterator[str]:
     except (ValueError, OSError) as error:
         yield str(error)
         return
+    # two passes over the tokens instead of a mask of the same size
     low = int(tokens.min())
     high = int(tokens.max())
     if low < 0 or high >= num_ids:

@@ -12,6 +12,7 @@ from typing import Any
 from megacp.prepare.records.record import LEARNED_ROLES, RecordError, RecordRules
 from megacp.prepare.records.turns import ROLE_KEYS, are_messages, list_at, role_of
 
+# column names of questions and answers in published data sets
 _QUESTIONS = (
     "question",
     "query",
@@ -50,6 +51,7 @@ _TEXTS = (
 """Common names of text columns, in lower case."""
 _ANSWERED = ("messages", "conversations", "conversation", "completion", "output")
 """Keys of records with an answer, which a `label` may rate."""
+# keys that rate an answer (KTO) or classify a text
 _LABELS = ("label", "kto_tag")
 _PREFERENCES = "are preferences (DPO), which cannot be trained here"
 _SPEAKERS = (
@@ -70,6 +72,7 @@ def refuse_untrained(given: Mapping[str, Any], rules: RecordRules) -> None:
     These are preferences (a good and a bad answer), single messages, and texts or answers with a
     `label`.
     """
+    # preferences: only the chosen answer could be trained on
     if given.keys() >= {"chosen", "rejected"}:
         column = _chosen_column(given)
         dropped = "rejected"
@@ -82,6 +85,7 @@ def refuse_untrained(given: Mapping[str, Any], rules: RecordRules) -> None:
         raise RecordError(
             f"`chosen` and `rejected` {_PREFERENCES}; to learn the chosen answers, {way}"
         )
+    # a text next to a role is a message, not a document
     text_key = rules.text_key
     if text_key in given and isinstance(given.get("role"), str) and not rules.leaves_out("role"):
         raise RecordError(
@@ -117,6 +121,7 @@ def _chosen_column(given: Mapping[str, Any]) -> str:
     # some data sets repeat the prompt at the beginning of `chosen`
     chosen = list_at(given["chosen"], "chosen")
     prompt = list_at(given.get("prompt"), "prompt")
+    # a text: it answers an instruction or continues a prompt
     if not isinstance(chosen, list):
         asked = {"instruction": "output", "prompt": "completion"}
         return next((answer for question, answer in asked.items() if question in given), "")
@@ -156,6 +161,7 @@ def _of_message(given: Mapping[str, Any]) -> str:
 
 def _of_list(given: Mapping[str, Any]) -> str:
     """Advise on a conversation under an unknown key."""
+    # keys with a list of messages, possibly as a JSON string
     found = {}
     for key, value in given.items():
         try:
@@ -179,6 +185,7 @@ def _of_list(given: Mapping[str, Any]) -> str:
 
 def _system_column(given: Mapping[str, Any]) -> str:
     """Return the part of --columns for the record's only system prompt, or ""."""
+    # several candidates would be a guess
     systems = [
         key
         for key, value in given.items()
@@ -205,6 +212,7 @@ def _of_pair(given: Mapping[str, Any]) -> str:
     named = [("instruction", question), ("output", answer)]
     if contexts and contexts[0] != question:
         named.append(("input", contexts[0]))
+    # as a conversation (Alpaca's keys), or as a text with a completion
     talk = _columns(named) + _system_column(given)
     meant = []
     if len(questions) > 1:

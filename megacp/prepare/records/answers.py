@@ -128,6 +128,7 @@ class AnswerFinder:
 
     def _kind(self, i: int) -> Hashable:
         """Return everything except words that may make a template write an answer differently."""
+        # the message with both of its neighbours; templates often test the next or previous role
         here = self._shapes[i - 1 : i + 2] if i else (None, *self._shapes[:2])
         return (
             i == 0,
@@ -164,6 +165,7 @@ class AnswerFinder:
 
     def _pattern(self, i: int, answer: LocatedAnswer) -> _Pattern | None:
         """Return the pattern of a located answer; None if no marks enclose it."""
+        # positions relative to the marks hold for every answer of this kind
         borders = self._borders(i)
         if borders is None:
             return None
@@ -311,6 +313,7 @@ class AnswerFinder:
         is_asked = prompt in ("", self._text[: len(prompt)]) or self._renderings.variables
         if is_asked or not self._text.startswith(bare):
             return _Opening("real_thoughts")
+        # the answer has a thought although the prompt asks for none: learn it after its tag
         words = self._text[len(bare) :].lstrip()
         begin = self._text.removesuffix(words)
         return _Opening("real_thoughts", begin, begin)
@@ -384,6 +387,7 @@ def _without_words(message: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
     The thought is in the same place as the thought of the given answer, if it has one.
     """
+    # an empty thought in the content stays there, with PLACE inside it
     empty = EMPTY_THOUGHT.match(message_words(message))
     own = empty[0] if empty else ""
     wordless = {**message, "content": own + PLACE}
@@ -400,6 +404,7 @@ def _some_of(answers: Sequence[int]) -> list[int]:
 
     Rendering all of them costs about twice as much as rendering the last one.
     """
+    # positions halve each time, so the costs form a geometric series
     chosen = []
     left = sorted(answers)
     while left:

@@ -66,6 +66,7 @@ _TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": _SAID},
     {"role": LEARNED_ROLES[0], "content": _TOLD},
 ]
+# some templates require ids of nine characters
 _CALL: dict[str, Any] = {"id": "call00001", "type": "function"}
 _CALL["function"] = {"name": "look", "arguments": {"place": _TOLD}}
 _PLACES = {"type": "object", "properties": {"place": {"type": "string", "description": "Where"}}}
@@ -196,6 +197,7 @@ class ChatTemplate:
 
         Return "" as well if the template writes an end of answers.
         """
+        # the text between the answer and the next message has the end of the answer
         _, _, rest = self._text_of(messages, tools).partition(_TOLD)
         between, said, _ = rest.partition(_SAID)
         found = self.forgeable.search(between)
@@ -223,6 +225,7 @@ class ChatTemplate:
         string.
         """
         function = {"name": "look", "arguments": {"place": PLACE}}
+        # an object that is printed by Python instead of JSON does not show PLACE
         calls = [{"id": "call00001", "type": "function", "function": function}]
         asked = {"role": "user", "content": "?"}
         return self._writes(asked, {"role": LEARNED_ROLES[0], "content": "", "tool_calls": calls})
@@ -432,6 +435,7 @@ def _chosen(choice: str, folder: Path) -> str:
         return found[name]
     if name in OURS:
         return OURS[name]
+    # an unknown name: list the names that exist
     has = f"has the templates {', '.join(sorted(found))}" if found else "has no chat template"
     names = ", ".join(sorted({*found, *OURS}))
     raise ValueError(
@@ -480,6 +484,7 @@ def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> 
     """
     import tokenizers
 
+    # change the file's JSON, because the package cannot remove a post-processor
     content = json.loads(path.read_text(encoding="utf-8"))
     model = tokenizers.Tokenizer.from_str(json.dumps({**content, "post_processor": None}))
     model.no_truncation()

@@ -212,6 +212,7 @@ class WrittenTalk:
         An answer whose thought is omitted by a template that supports thoughts becomes context.
         """
         left_out = self._left_out
+        # first decide which answers become context, then check every value of the message
         for i, where in enumerate(self._talk.paths):
             if i in left_out:
                 # templates may drop thoughts of earlier answers, but not the last one
@@ -278,6 +279,7 @@ class WrittenTalk:
         """Learned answers whose thought the template omits, if it supports thoughts."""
         if not self._template.writes_thoughts:
             return set()
+        # candidates: learned answers with a thought, each without its thought
         thoughtless = {}
         for i in self._learned_messages():
             thought, without = thought_apart(self._messages[i])
@@ -361,6 +363,7 @@ class WrittenTalk:
         """Locate the learned answers and count their thoughts. `has_blocks`: as for
         `AnswerFinder`.
         """
+        # the finder renders as little as possible; see answers.py
         finder = AnswerFinder(self._renderings, self._talk.paths, has_blocks)
         found = finder.find(self._learned_messages())
         for answer in found.values():
@@ -451,6 +454,7 @@ class WrittenTalk:
         """Raise RecordError unless the text has the words of a content, after its mark or
         anywhere.
         """
+        # the same words may occur earlier, so search after the mark first
         begin = self._renderings.begin_of(i)
         if begin is not None:
             with contextlib.suppress(RecordError):

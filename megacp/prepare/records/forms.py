@@ -43,11 +43,13 @@ from megacp.prepare.records.turns import (
     system_text,
 )
 
+# keys of a message that are read without a chat template
 MESSAGE_KEYS = ("role", "content", "weight", "id")
 MOST_WEIGHT = 1e12
 """Largest weight of a record, branch or message; the product of all three must be finite in
 float32.
 """
+# LLaVA's placeholders; the group is the kind
 _PLACE = re.compile(r"<(image|video)>")
 """Placeholder in a text for the record's next image or video."""
 _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
@@ -98,6 +100,7 @@ def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> 
     """
     role = text_at(message["role"], f"{where}.role")
     weight = weight_of(message, f"{where}.weight")
+    # a role without a known meaning is refused, unless the user lists it
     known = (*LEARNED_ROLES, *CONTEXT_ROLES, *rules.context_roles)
     if role not in known and "*" not in rules.context_roles:
         raise RecordError(
@@ -195,6 +198,7 @@ def text_of(part: dict[str, Any], where: str, rules: RecordRules) -> str:
 
 def weight_of(record: dict[str, Any], key: str) -> float:
     """Return the `weight` of a record, branch or message (default 1); `key` names it in errors."""
+    # a boolean is an int in Python, but not a weight
     weight = record.get("weight")
     if weight is None:
         return 1.0
@@ -229,6 +233,7 @@ def _prompt_and_completion(
 ) -> Said:
     prompt = record["prompt"]
     completion = record["completion"]
+    # two plain texts, which need no template
     if isinstance(prompt, str) and isinstance(completion, str):
         for key, value in (("prompt", prompt), ("completion", completion)):
             _refuse_hidden_messages(value, at(key))
@@ -299,6 +304,7 @@ def _alpaca_text(record: dict[str, Any], at: Callable[[str], str]) -> list[Sampl
 
 def alpaca_prompt(instruction: str, given: str = "") -> str:
     """Return Alpaca's prompt for an instruction with an optional input."""
+    # Alpaca has one prompt for instructions with an input, and one for instructions without
     paired = _PAIRED if given else ""
     shown = f"### Input:\n{given}\n\n" if given else ""
     return _ALPACA.format(paired=paired, instruction=instruction, input=shown)
@@ -372,6 +378,7 @@ FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
     _ALPACA_KEYS: (_alpaca, ("input", "history")),
 }
 """All forms except plain text: required keys -> (reader, optional keys)."""
+# columns that data sets keep next to the conversation that they were made into
 _REPEATED_QUESTIONS = ("prompt", "question", "query", "instruction", "input")
 _REPEATED_ANSWERS = ("completion", "response", "answer", "output")
 _REPEATED = (*_REPEATED_QUESTIONS, *_REPEATED_ANSWERS)
@@ -429,6 +436,7 @@ def said_by(
         return f"{prefix}{names.get(key, key)}"
 
     refuse_untrained(given, rules)
+    # find the only form whose required keys are all there
     present = [keys for keys in forms if given.keys() >= {*keys}]
     if len(present) > 1:
         given, present = _without_copies(given, present, at, rules)
@@ -436,6 +444,7 @@ def said_by(
         raise RecordError(_no_form(record, given, present, forms, rules, where))
 
     # read the contents
+    # `read` collects the keys that are used; all other keys must be metadata or ignored
     keys = present[0]
     read = {*keys, *own_keys}
     if keys == (text_key,):
@@ -473,6 +482,7 @@ def said_by(
             if not any(_objects(given["chat_template_kwargs"]).values()):
                 read.add("chat_template_kwargs")
         _refuse_other_questions(given, read, at, rules)
+    # texts with the placeholders of a record's own images
     elif rules.media and all(piece.media is None for piece in said):
         said, media_keys = _texts_with_media(said, given, rules, at(keys[0]))
         read |= {*media_keys}
@@ -525,6 +535,7 @@ def _no_form(
         if key in record and record[key] is None:
             reason = f"`{key}` is null"
             break
+    # a name in --columns that the record does not have is a likely cause
     columns = ", ".join(
         f"{key}={name}" for key, name in rules.columns if name not in record and key not in record
     )
@@ -552,6 +563,7 @@ def _without_copies(
     copies = ({"prompt", "completion"}, {*_ALPACA_KEYS})
     if len(talks) != 1 or any({*keys} not in copies for keys in present if keys != talks[0]):
         return given, present
+    # read the conversation to compare its messages with the other keys
     said = FORMS[talks[0]][0](given, at, rules)
     assert isinstance(said, Talk), "its key is one of TALKS"
     copied = _copies(given, said)
@@ -595,6 +607,7 @@ def _same(text: str, other: str | None) -> bool:
 
 def _with_system(talk: Talk, record: dict[str, Any], at: Callable[[str], str]) -> Talk:
     """Return the messages with the record's `system` prompt in front, unless they begin with it."""
+    # an empty system prompt is the same as none
     if not record.get("system"):
         return talk
     text = system_text(record["system"], at("system"))
@@ -684,6 +697,7 @@ def _texts_with_media(
 
     The texts are treated as user messages; `key` is their path for error messages.
     """
+    # user messages, because leading images precede the first user message
     messages = [
         {"role": "user", "content": [{"type": "text", "text": piece.text}]} for piece in texts
     ]
@@ -778,6 +792,7 @@ def _with_media(
         messages[first] = {**messages[first], "content": [*parts_of(leading), *parts]}
     if not places:  # nothing in the messages reads them
         return talk, ()
+    # each image needs a placeholder, and each placeholder an image
     for kind, key in keys.items():
         if places[kind] != len(values[kind]):
             raise RecordError(

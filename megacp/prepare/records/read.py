@@ -196,6 +196,7 @@ def _layout(path: str) -> _Layout | None:
             data = stream.read(SAMPLED_BYTES)
     except (EOFError, OSError, zlib.error):  # the reader of its lines reports the damage
         return None
+    # the sample may end within a character, so ignore decoding errors
     head = data.removeprefix(codecs.BOM_UTF8).decode(errors="ignore").lstrip()
     if head.startswith("["):
         return None if _is_line_of_messages(head) else _ARRAY
@@ -402,6 +403,7 @@ def _read_lines(
                 f"the compressed file is damaged or truncated at this record ({error})",
             )
             return
+        # the end of the file
         if not size:
             return
         if len(content) > max_record_bytes:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
+# roles whose messages have a loss
 LEARNED_ROLES = ("assistant",)
 # values of `RecordRules.form`: how answers are written if there is no chat template
 AS_MESSAGES = "messages"
@@ -25,6 +26,7 @@ ALPACA = "alpaca"
 CONTEXT_ROLES = ("system", "developer", "user", "tool")
 _SEEN = set("image img picture photo frame video jpg jpeg png webp".split())
 """Words (in the singular) in keys that refer to images or videos."""
+# audio is not supported, so these keys are always refused
 _HEARD = {"audio", "sound", "speech"}
 _DESCRIBING = set(
     "id count size width height length len hash type format score date md5 sha1 sha256 sha512 "
@@ -45,6 +47,7 @@ _METADATA = set(
 )
 """Last words (in the singular) of metadata keys, unless another word of the key refers to content.
 """
+# first words of metadata keys, such as `is_safe` and `num_turns`
 _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", "warc", "nb"}
 # reasons why a key is refused; `refuse_lost` chooses its advice by them
 _SYSTEM = "may be a system prompt"
@@ -142,6 +145,7 @@ def decode_json(line: bytes) -> Any:
     """Decode one line of JSON. Raise RecordError if it is not UTF-8, not JSON, or not Unicode
     text.
     """
+    # decode first: json.loads would guess other encodings
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -233,6 +237,7 @@ class RecordRules:
         """
         if not self.columns:
             return record
+        # a renamed key is no longer read under its old name
         theirs = {name for _, name in self.columns}
         kept = {key: value for key, value in record.items() if key not in theirs}
         for key, name in self.columns:
@@ -256,6 +261,7 @@ class RecordRules:
         """
         lost: dict[str, str] = {}
         for key in found.keys() - {*known, *self.ignore_keys}:
+            # an empty value has no content to lose
             if found[key] is None or found[key] in ("", b"", [], {}):
                 continue
             reason: str | None = "is unknown here"
@@ -318,6 +324,7 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
 
 # ---- parts of a sample: texts with a loss weight each; images and videos by reference
 
+# kinds of media, and keys of a content part for their contents
 MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")
 LINKS = ("url", "image_url")
@@ -416,6 +423,7 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
         )
     ((key, value),) = given.items()
     rules.refuse_lost(part, ("type", key), f"`{where}`")
+    # unpack the forms that wrap the value in an object
     where = f"{where}.{key}"
     # OpenAI's form has the URL in an object; `detail` next to it does not change the image
     if key == "image_url" and isinstance(value, dict):
@@ -436,6 +444,7 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
         return Media(kind, key, value, where)
     if not text_at(value, where):
         raise RecordError(f"`{where}` is empty")
+    # a data URL contains the bytes themselves
     if value.startswith("data:"):
         return Media(kind, "base64", value, where)
     return Media(kind, "path" if key in (kind, *LINKS) else key, value, where)

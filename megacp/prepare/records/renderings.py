@@ -36,6 +36,7 @@ class Renderings:
         self.messages = messages
         self.tools = tools
         self.variables = variables
+        # every comparison refers to this rendering
         self.whole = self.render(messages, asks)
 
     @property
@@ -78,6 +79,7 @@ class Renderings:
         """
         marks = Marks()
         marked = [marked_message(message, i, marks) for i, message in enumerate(self.messages)]
+        # with marks in all values and turns, else only in turns
         for messages, own in ((marked, marks), (self.messages, Marks())):
             try:
                 text, begins = self.template.render_marked(
@@ -106,6 +108,7 @@ class Renderings:
     def _first_values(self) -> dict[int, int]:
         """The position of the first value of each message."""
         first: dict[int, int] = {}
+        # an empty key is the turn itself
         for (i, key), at in self.begins.items():
             if key:
                 first[i] = min(at, first.get(i, at))
@@ -160,6 +163,7 @@ class Renderings:
             thought, thoughtless = thought_apart(message)
             if thought and message["role"] in LEARNED_ROLES:
                 answers[i] = thoughtless
+        # apply both kinds of omission to copies of the messages
         silent = self.unwritten_thoughts(answers)
         written = [
             answers[i] if i in silent else message for i, message in enumerate(self.messages)

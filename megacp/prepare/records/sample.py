@@ -37,6 +37,7 @@ from megacp.prepare.records.record import (
 )
 from megacp.prepare.records.turns import are_messages
 
+# the defaults: plain text under `text`, no media, no unknown keys
 TEXT_RULES = RecordRules()
 RECORD_KEYS = ("weight", "branches")
 """Keys of a record or branch in addition to its contents."""
@@ -75,6 +76,7 @@ def parse_record(
         else:
             made = _plain(said, rules)
         made = replace(made, talks=talks, forms=forms)
+    # the record's weight is a factor of all weights inside it
     weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
     return replace(made, prefix=_weighed(made.prefix, weight), branches=weighed)
@@ -117,6 +119,7 @@ def _together(
     else:
         rules.refuse_lost(rest, (), "", in_record=True)
     found = []
+    # parse each rollout as a record, and name it in errors
     for i, rollout in enumerate(rollouts):
         try:
             found.append(parse_record(rollout, rules, template))
@@ -147,6 +150,7 @@ def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart,
         return pieces
     found: list[SamplePart] = []
     for piece in pieces:
+        # a rendering has a weight for each range of characters
         if isinstance(piece, Rendered):
             learned = tuple((start, stop, each * weight) for start, stop, each in piece.learned)
             found.append(replace(piece, learned=learned))
@@ -185,6 +189,7 @@ def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...
         pieces = [*pieces, turn_header(LEARNED_ROLES[0], first=False)]
     if pieces[-1].is_end:  # an assistant message already has an end
         return tuple(pieces)
+    # the end of a document has the weight of its last text
     return (*pieces, SamplePart(None, pieces[-1].weight))
 
 
@@ -221,6 +226,7 @@ def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules
             parts.append(())
             continue
         shared = written[parent] if where else None
+        # render the conversation from its beginning; `pieces` keeps only the branch's own part
         whole = WrittenTalk(talks[-1], template, rules, goes_on=number in continued)
         written.append(whole)
         parts.append(whole.pieces(shared, weight))

@@ -17,6 +17,7 @@ LINK_KEYS = ("role", "type", "id", "index", "tool_call_id")
 def message_words(message: dict[str, Any], key: str = "content", between: str = "") -> str:
     """Return the texts of a value of a message, joined by `between`."""
     value = message.get(key)
+    # treat a string like a list with one text part
     parts = value if isinstance(value, list) else [{"text": value}]
     texts = []
     for part in parts:
@@ -63,6 +64,7 @@ def marked_message(message: dict[str, Any], i: int, marks: Marks) -> dict[str, A
     """Return message i with a mark in its thought and in each value that a template may write."""
     made = {}
     for key, value in message.items():
+        # a mark in a type, a reference or an empty value would change what the template does
         if key in LINK_KEYS or is_blank(value):
             made[key] = value
         elif key in REASONING:
@@ -77,6 +79,7 @@ def marked_message(message: dict[str, Any], i: int, marks: Marks) -> dict[str, A
 
 def _marked_content(content: str, i: int, marks: Marks) -> str:
     """Return a content that begins with a thought, with marks in the thought and in its words."""
+    # the last closing tag ends the thought, as in `thought_apart`
     end = content.rindex(THOUGHT_END)
     thought = content[:end]
     after = content[end + len(THOUGHT_END) :]

@@ -50,6 +50,7 @@ def json_at(value: Any, where: str) -> Any:
 
     Tables store objects of different shapes as strings.
     """
+    # JSONL already has objects
     if not isinstance(value, str):
         return value
     try:
@@ -125,6 +126,7 @@ def _message(turn: Any, where: str, rules: RecordRules) -> dict[str, Any]:
         raise RecordError(
             f"`{where}` must be an object with `from` and `value`, found {described(turn)}"
         )
+    # the common case: another name for the role, the text, or both
     message = {"role": role_of(speaker, rules)}
     if text_key == "parts":
         message["content"] = _joined(turn[text_key], f"{where}.{text_key}")
@@ -139,6 +141,7 @@ def _only_key(turn: dict[str, Any], keys: tuple[str, ...], where: str, what: str
     An empty value counts only if all are empty. Raise RecordError, naming their meaning `what`, if
     two are not empty.
     """
+    # null counts as absent, as in a table
     there = [key for key in keys if turn.get(key) is not None]
     said = [key for key in there if turn[key] not in ("", [])]
     if len(said) > 1:
@@ -162,6 +165,7 @@ def role_of(speaker: str, rules: RecordRules) -> str:
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Return tool calls of ShareGPT as `tool_calls` of a message."""
+    # one call, or a list of parallel calls
     calls = json_at(value, where)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
@@ -200,6 +204,7 @@ def system_text(value: Any, where: str) -> str:
 
 def _pair_advice(turn: dict[str, Any], where: str) -> str:
     """Return advice for an object with a question and its answer; "" for any other object."""
+    # exactly one question and one answer; anything else would be a guess
     asking = [key for key in _ASKING if isinstance(turn.get(key), str)]
     answering = [key for key in _ANSWERING if isinstance(turn.get(key), str)]
     if len(asking) != 1 or len(answering) != 1 or not where.endswith("]"):

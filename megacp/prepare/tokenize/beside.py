@@ -64,6 +64,7 @@ def read_beside(folder: Path) -> Beside:
     """Read the files next to a tokenizer. Raise ValueError, naming the file, if one is invalid."""
     config = folder / CONFIG_NAME if (folder / CONFIG_NAME).is_file() else None
     values = read_object(config) if config else {}
+    # check the fields that are used later, so that errors name the file
     for name in NAMED_TOKENS:
         if values.get(name) is not None and token_text(values[name]) is None:
             raise ValueError(
@@ -122,6 +123,7 @@ def tokens_beside(folder: Path) -> set[str]:
     """Return the texts of all tokens that the files next to a vocabulary name."""
     settings = settings_of(folder)
     added = folder / ADDED_NAME
+    # every field that names tokens ends with one of these
     ends = ("_token", "_special_tokens", "added_tokens_decoder")
     named = [value for key, value in settings.items() if key.endswith(ends)]
     texts = _texts(named)

@@ -81,6 +81,7 @@ def _newer() -> np.ndarray:
     """
     import regex
 
+    # all code points except surrogates, which are not characters
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode + 1)]))
     # "Cn" is the category of unassigned characters in Python's tables
     found = regex.findall(r"[\p{L}\p{N}\s]", everything)
@@ -144,6 +145,7 @@ class Tokenizer(abc.ABC):
 
         Raise ValueError if a text cannot be encoded as UTF-8 (a lone surrogate).
         """
+        # the reference encodes texts that the fast engine might split differently
         try:
             slow = self.encode_reference
             if self._fast is None:
@@ -218,6 +220,7 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of bytes; the end-of-document id is skipped."""
+        # a cut in the middle of a character gives U+FFFD
         ids = np.asarray(ids, dtype=np.int64)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -340,6 +343,7 @@ def _from_tokenizer_json(path: Path, engine: str, beside: Beside) -> Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{path}: not a Hugging Face tokenizer.json ({error})") from error
+    # a dataset keeps the config next to the tokenizer, because it names the special tokens
     if beside.config is not None:
         made.files = (path, beside.config)
     symbols = [token.content for token in added.values()]
@@ -407,6 +411,7 @@ def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
         except Exception as error:
             raise ValueError(f"{begin}, but transformers cannot read them: {error}") from error
 
+    # convert once and keep the result, because importing transformers takes seconds
     kept = kept_folder(f"{sha256_of_all(*given)}-{release}", convert)
     return _from_files(str(kept / "tokenizer.json"), engine)
 
@@ -424,6 +429,7 @@ def load_tokenizer(
     of the end-of-document token, if the files do not name one. prepend_bos: None follows the files.
     """
     tokenizer = ByteTokenizer() if specification == "byte" else _from_files(specification, engine)
+    # --eod-token overrides the files
     if eod_token is not None:
         tokenizer.eos_id = tokenizer.token_id(eod_token)
         if tokenizer.eos_id is None:
