@@ -1,4 +1,4 @@
-"""Records to samples: what every form is learned as, and by its key what is refused."""
+"""Parse every form of record, and refuse invalid records by the name of the key."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_images_stand_where_a_text_leaves_a_place_for_them(
 def test_images_without_a_place_stand_at_the_beginning_of_what_is_asked(
     record: Any, placed: Any
 ) -> None:
-    """For LLaVA with a newline behind each, as its own code has it."""
+    """LLaVA's own code puts a newline after each image."""
     pieces = parse_record(record, IMAGES).prefix
     assert pieces == parse_record({**record, **placed}, IMAGES).prefix and any(
         piece.media for piece in pieces
@@ -314,7 +314,7 @@ def test_every_example_of_the_page_is_a_record_that_teaches() -> None:
         assert any(piece.text and piece.weight for piece in pieces)
 
 
-# ---- keys and roles beside those that are read
+# ---- unknown keys and roles
 
 METADATA: list[dict[str, Any]] = [
     {
@@ -378,9 +378,8 @@ def test_a_key_that_would_be_lost_is_refused_unless_it_is_named(key: str) -> Non
         advice = "--image-root" if re.match("image|video", key) else f"--ignore-keys {key} "
         with pytest.raises(RecordError, match=f"`{key}` .*{advice}") as refused:
             parse_record({**record, key: LOST[key]})
-        assert ("--ignore-keys" in str(refused.value)) == (
-            advice != "--image-root"
-        )  # it would throw the image away
+        # ignoring the key would drop the image
+        assert ("--ignore-keys" in str(refused.value)) == (advice != "--image-root")
         assert parse_record(
             {**record, key: LOST[key]}, RecordRules(ignore_keys=(key,))
         ) == parse_record(record)

@@ -1,6 +1,4 @@
-"""Records in the spellings that people have: each is what the plain form says, or is refused with
-advice that works.
-"""
+"""Records in common formats equal the plain form, or are refused with advice that works."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ PREFERENCE = {"chosen": [ASK, TELL], "rejected": [ASK, {**TELL, "content": "B"}]
 
 
 def talk_of(record: dict[str, Any], rules: RecordRules | None = None) -> Talk:
-    """What a record says to a chat template."""
+    """Return the messages that a record gives to a chat template."""
     said, form = said_by(record, rules or RecordRules(), RECORD_KEYS, has_template=True)
     assert isinstance(said, Talk) and form == "chat_template"
     return said
@@ -98,7 +96,7 @@ def test_a_text_of_json_is_read_where_a_list_or_an_object_must_stand() -> None:
     assert parse_record({**shown, "images": json.dumps(shown["images"])}, images) == parse_record(
         shown, images
     )
-    assert parse_record({"text": "[1, 2]"}).prefix[0].text == "[1, 2]"  # a text may be anything
+    assert parse_record({"text": "[1, 2]"}).prefix[0].text == "[1, 2]"  # a text may look like JSON
 
 
 MESSAGE = re.escape("`messages[1]`")
@@ -199,7 +197,7 @@ def test_no_advice_loses_a_system_prompt_or_learns_a_bad_answer(record: Any) -> 
         )
 
 
-# ---- names that --columns and --roles give
+# ---- names of --columns and --roles
 
 
 def pairs(text: str) -> tuple[tuple[str, str], ...]:
@@ -248,7 +246,7 @@ def pairs(text: str) -> tuple[tuple[str, str], ...]:
     ],
 )
 def test_advice_can_be_followed(record: dict[str, Any], plain: dict[str, Any]) -> None:
-    """The first flags of a message, as a user would copy them."""
+    """Return the first flags in a message, as a user would copy them."""
     with pytest.raises(RecordError) as refused:
         parse_record(record)
     said = str(refused.value)
@@ -303,9 +301,8 @@ def test_an_unknown_role_is_refused_with_the_flags_for_all_it_may_be() -> None:
     ):
         parse_record(record)
     assert parse_record(record, RecordRules(roles=pairs("assistant=agent"))) == parse_record(TALK)
-    named = RecordRules(
-        roles=pairs("user=agent")
-    )  # a name that is known otherwise may be given another role
+    # --roles may assign a known name to another role
+    named = RecordRules(roles=pairs("user=agent"))
     assert sum(piece.weight for piece in parse_record(record, named).prefix) == 0
 
 
@@ -315,7 +312,7 @@ def test_an_unknown_role_is_refused_with_the_flags_for_all_it_may_be() -> None:
 def test_alpaca_is_a_conversation_by_a_template_and_its_own_prompt_without() -> None:
     record = {"instruction": "Q", "input": "X", "output": "A"}
     asked = {"messages": [{**ASK, "content": "Q\nX"}, TELL]}
-    assert talk_of(record).messages == asked["messages"]  # as LLaMA-Factory joins them
+    assert talk_of(record).messages == asked["messages"]  # joined as in LLaMA-Factory
     assert talk_of({**record, "input": ""}).messages == TALK["messages"]
     assert talk_of({**record, "system": "S", "history": [["a", "b"]]}).messages == [
         SYSTEM,
@@ -364,13 +361,12 @@ def test_a_record_that_is_asked_may_say_more_than_one_that_is_learned() -> None:
     ],
 )
 def test_jq_makes_what_the_advice_promises(tmp_path: Path, content: Any, plain: list[Any]) -> None:
-    """As a shell runs the command that the message prints."""
+    """Run the command of the message in a shell."""
     path = tmp_path / "FILE"
     path.write_text(json.dumps(content, indent=1))
     try:
-        parse_record(
-            content[0] if isinstance(content, list) else content
-        )  # a reader gives a list's elements
+        # a reader yields the elements of a list
+        parse_record(content[0] if isinstance(content, list) else content)
         said = "jq -c . FILE > NEW.jsonl"
     except RecordError as error:
         said = str(error)

@@ -1,4 +1,4 @@
-"""A template is a program: what it may compute, keep in memory and write."""
+"""Limit the computation, memory and output of templates, which are programs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_a_long_conversation_needs_is_within_the_bounds(folder: Path) -> No
 
 
 NESTED = "{% for a in b %}" * 30 + "{% endfor %}" * 30
-"""More loops within each other than Python compiles."""
+"""More nested loops than Python can compile."""
 
 
 @pytest.mark.parametrize(
