@@ -256,7 +256,7 @@ RECORDS = [{"messages": talk, "id": i} for i, talk in enumerate(TALKS)]
 
 
 def test_objects_over_many_lines_are_read_as_jq_prints_them(tmp_path: Path) -> None:
-    """Return the refusals of a file, read whole and in small units, with their positions."""
+    """The lines and numbers of records stay correct if units cut the file."""
     for name, indent in (("a.jsonl", 2), ("b.json", "\t")):
         text = "\n".join(
             json.dumps(record, indent=indent, ensure_ascii=False) for record in RECORDS

@@ -246,7 +246,7 @@ def pairs(text: str) -> tuple[tuple[str, str], ...]:
     ],
 )
 def test_advice_can_be_followed(record: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Return the first flags in a message, as a user would copy them."""
+    """Parse the record again with the first flags of the message, as a user would copy them."""
     with pytest.raises(RecordError) as refused:
         parse_record(record)
     said = str(refused.value)
