@@ -103,7 +103,7 @@ class Record:
     request).
     """
     number: int = 0
-    """As in `Refusal`, but counted from the beginning of the extent."""
+    """Record number as in `Refusal`, but counted from the beginning of the extent."""
 
 
 def without_nulls(value: Any) -> Any:
