@@ -151,9 +151,7 @@ class AnswerFinder:
 
     @cached_property
     def _follows(self) -> list[tuple[bool, bool]]:
-        """For each message, whether a later message is a question and whether one is a final
-        answer.
-        """
+        """Whether a question, and whether an answer without a call, follows each message."""
         follows = []
         question = False
         answer = False
@@ -253,7 +251,7 @@ class AnswerFinder:
         except RecordError as error:
             raise RecordError(
                 f"`{where}`: the chat template cannot write a prompt of the messages before it: "
-                f"{error}; with a `weight` of 0 it is context"
+                f"{error}; give it a `weight` of 0 to use it as context"
             ) from error
         # `until` is the text with the answer as the last message
         until = self._text

@@ -130,7 +130,7 @@ class WrittenTalk:
 
     @property
     def text(self) -> str:
-        """Return the rendering, with the token that ends the last answer."""
+        """The rendering, with the token that ends the last answer."""
         return self._renderings.text + self._closing
 
     def pieces(
@@ -352,7 +352,7 @@ class WrittenTalk:
             stop = self._with_end(i, stop)
             if start < stop:
                 learned.append((start, stop, self._weights[i]))
-            # count answers after which neither their end nor the next turn has a special token
+            # count answers without an end: no special token follows, not even that of a next turn
             if self._has_end(stop):
                 continue
             if not self._template.forgeable.match(self.text, self._after_blanks(stop)):

@@ -413,7 +413,6 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
             "another image flag to build with images"
         )
     # Parquet fills absent keys with nulls
-    # nulls are what Parquet fills in for absent keys
     given = {key: part[key] for key in (*MEDIA_SOURCES, kind, *LINKS) if part.get(key) is not None}
     if len(given) != 1:
         sources = ", ".join((*MEDIA_SOURCES, *LINKS))

@@ -331,7 +331,7 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "an assistant without a question": (
         of_trl("qwen3_5_think"),
         talk(TELL, ASK, TELL),
-        "with a `weight` of 0",
+        "a `weight` of 0",
     ),
     "a template that refuses": ("gemma", talk(SYSTEM, ASK, TELL), "System role not supported"),
     "two questions in a row": ("mistral", talk(ASK, ASK_2, TELL), "roles must alternate"),
