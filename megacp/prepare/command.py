@@ -208,7 +208,7 @@ _TEMPLATES = (
     "Alpaca records); default: auto if the tokenizer has a template, otherwise alpaca for Alpaca "
     "records and ignore for all other records"
 )
-# cores that this process may use: fewer than the machine has if a scheduler assigned some of them
+# cores that this process may use, which a scheduler can restrict
 _CORES = len(os.sched_getaffinity(0))
 
 

@@ -294,14 +294,6 @@ def _alpaca(record: dict[str, Any], at: Callable[[str], str], rules: RecordRules
     return Talk(messages, tuple(where for *_, where in said))
 
 
-def _alpaca_text(record: dict[str, Any], at: Callable[[str], str]) -> list[SamplePart]:
-    """Return an Alpaca record as the text that Alpaca was trained on: its prompt, then the
-    answer.
-    """
-    prompt = alpaca_prompt(*_alpaca_question(record, at))
-    return _answered(prompt, plain_text(record["output"], at("output")))
-
-
 def alpaca_prompt(instruction: str, given: str = "") -> str:
     """Return Alpaca's prompt for an instruction with an optional input."""
     # Alpaca has one prompt for instructions with an input, and one for instructions without
@@ -456,7 +448,8 @@ def said_by(
         own_prompt = keys == _ALPACA_KEYS and not (has_template or rules.form == AS_MESSAGES)
         earlier = list_at(given.get("history"), at("history"))
         if own_prompt and not (earlier or given.get("system")):
-            said = _alpaca_text(given, at)
+            prompt_text = alpaca_prompt(*_alpaca_question(given, at))
+            said = _answered(prompt_text, plain_text(given["output"], at("output")))
         else:
             said = reader(given, at, rules)
     form = _form_of(said, keys, has_template)

@@ -249,7 +249,9 @@ def input_problem(path: str) -> str | None:
             Url(path).size()
         else:
             open_regular(path).close()
-        suffix = _unread_suffix(path)
+        # the longest match, such as .tar.gz
+        unread = [suffix for suffix in _CONVERSIONS if path.lower().endswith(suffix)]
+        suffix = max(unread, key=len, default=None)
         if suffix is not None:
             # commands cannot read a URL: suggest them for a downloaded copy of that name
             name = path.rpartition("/")[2] if is_url(path) else path
@@ -262,12 +264,6 @@ def input_problem(path: str) -> str | None:
     except ValueError as error:  # such as a pipe, which several workers cannot read repeatedly
         return str(error)
     return None
-
-
-def _unread_suffix(path: str) -> str | None:
-    """Return the longest suffix of a path that _CONVERSIONS lists; None if there is none."""
-    found = [suffix for suffix in _CONVERSIONS if path.lower().endswith(suffix)]
-    return max(found, key=len, default=None)
 
 
 def _folder_problem(path: str) -> str:

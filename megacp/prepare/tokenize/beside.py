@@ -89,7 +89,8 @@ def read_beside(folder: Path) -> Beside:
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return the settings as the library reads them.
 
-    If tokenizer_config.json lists no added tokens, the older file special_tokens_map.json counts.
+    If tokenizer_config.json lists no added tokens, special_tokens_map.json (the older file) takes
+    precedence.
     """
     values = read_beside(folder).values
     older = folder / OLDER_NAME
