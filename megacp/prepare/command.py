@@ -90,6 +90,7 @@ class _CommandParser(OneLineParser):
     def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
         """Parse like argparse, but exit with an error if a flag is unknown."""
         found, unknown = super().parse_known_args(*given)
+        # argparse itself would report unknown flags without a suggestion
         if unknown:
             self.error(
                 "unrecognized arguments: "
@@ -493,6 +494,7 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
             f"--vision-family {args.family}: {config} belongs to a {model_type} model; leave the "
             "flag out"
         )
+    # report the choice, because it decides about every image token
     if args.family is None:
         warn(f"--vision-family {found}: taken from {config}")
     return {"family": found}
@@ -564,6 +566,7 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
         # argparse returns lists, but the settings have tuples
         if isinstance(value, list):
             changed[name] = tuple(value)
+    # every family's rules are flags; a value other than None was given on the command line
     names = {"family"}
     for family_rules in RULES.values():
         names.update(field.name for field in fields(family_rules))  # type: ignore[arg-type]
@@ -592,6 +595,7 @@ def _build(args: argparse.Namespace) -> int:
     sentences = []
     # with --valid-share: the training dataset in DIR, then the validation dataset in DIR/valid
     for settings in _settings(args).shares:
+        # `finish` must not build anything, even if a part is missing
         if args.command == "finish":
             summary = build(settings, sys.stderr, builds_missing=False)
         else:
@@ -605,6 +609,7 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
     """Return I and N of --units I/N, or None to build all parts."""
     if args.units is None:
         return None
+    # at most nine digits: far more parts than any build has
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", args.units)
     if match is None or not int(match[1]) < int(match[2]):
         raise ValueError(
@@ -625,6 +630,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from megacp.prepare.tokenize.tokenizer import load_tokenizer
     from megacp.training.data.reader import PackedDataset
 
+    # the reference engine starts faster, and decoding does not need the fast one
     dataset = PackedDataset(args.dataset)
     tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")
     # another tokenizer would decode the ids to unrelated text
@@ -663,6 +669,7 @@ def _verify(args: argparse.Namespace) -> int:
     from megacp.prepare.verify import verify
 
     is_damaged = False
+    # check all datasets, and report every problem of each
     for path in args.dataset:
         reasons = verify(path)
         for reason in reasons:
@@ -685,6 +692,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Return its exit code: 0 success, 1 damage, 2 error, 130 interrupted."""
+    # --help and wrong flags exit here, before the slow imports
     args = preprocess_parser().parse_args(argv)
     from megacp.prepare.packs.workers import WorkerFailed
 

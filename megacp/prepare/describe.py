@@ -277,6 +277,7 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
         "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),
         "rejected": manifest.num_rejected,
     }
+    # only a dataset with images has these values
     if manifest.image_rules is not None:
         # frame -1 is an image, and frame 0 the first one of a video
         tables = [shard.units["frame"] for shard in shards if shard.units is not None]
@@ -302,6 +303,7 @@ def statistics_text(values: dict[str, Any]) -> str:
     lines = []
     for name, value in values.items():
         words = name.replace("_", " ")
+        # a histogram becomes a table
         if isinstance(value, dict):
             lines.append(words)
             for key, count in value.items():

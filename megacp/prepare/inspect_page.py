@@ -55,6 +55,7 @@ def write_page(
 
     Raise ValueError if the pack does not exist, or if `path` exists and `overwrite` is not set.
     """
+    # a lone surrogate in a text must not prevent the page
     page = "".join(_page(dataset, index, tokenizer))
     write_result("--html", path, page.encode(errors="replace"), overwrite)
 
@@ -146,6 +147,7 @@ def _figures(pack: Pack, segment: int, rules: VisionRules) -> Iterator[str]:
 
     assert pack.images is not None
     units = pack.images.units
+    # pictures are decoded as in training, from the bytes stored in the pack
     yield '<div class="grid">'
     own = units[units["segment"] == segment]
     for item, rows in itertools.groupby(own, key=lambda unit: int(unit["item"])):

@@ -16,6 +16,7 @@ from megacp.prepare.records.record import RecordError, RecordRules, Refusal
 from megacp.prepare.records.sample import parse_record
 from megacp.storage.files import write_result
 
+# the first of EOS_NAMES, so load_tokenizer finds it
 EOD_TOKEN = "<|endoftext|>"
 # files with these suffixes have records; any other file is one plain text
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".tar")
@@ -41,6 +42,7 @@ def texts(paths: list[str], text_key: str, max_bytes: int) -> Iterator[str]:
             left -= len(text.encode())
             if left <= 0:
                 return
+    # nothing has been subtracted: there was no text
     if left == max_bytes:
         raise ValueError("--input: the files contain no text")
 

@@ -88,5 +88,6 @@ def _pack_reasons(shard: Shard, number: int, num_ids: int) -> Iterator[str]:
     high = int(tokens.max())
     if low < 0 or high >= num_ids:
         yield f"token ids {low}..{high} are outside the vocabulary 0..{num_ids - 1}"
+    # NaN is neither finite nor >= 0
     if weights is not None and not (np.isfinite(weights).all() and (weights >= 0).all()):
         yield "some loss weights are negative or not finite"

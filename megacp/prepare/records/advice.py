@@ -254,6 +254,7 @@ def _of_transcript(given: Mapping[str, Any]) -> str:
 
 def _of_tokens(given: Mapping[str, Any]) -> str:
     """Advise on the token ids of another tool."""
+    # the ids depend on a tokenizer that the record does not name
     if "input_ids" not in given:
         return ""
     return "`input_ids` are the tokens of some tokenizer, but a build needs the texts themselves"

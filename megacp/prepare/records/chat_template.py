@@ -1,6 +1,6 @@
 """Load chat templates and render conversations like the transformers library.
 
-The token ids equal those of `apply_chat_template(tokenize=True)`: one text, tokenized as a whole.
+The token ids are identical to `apply_chat_template(tokenize=True)`: one text, tokenized as a whole.
 The library itself is not used for three reasons. Importing it takes seconds in each worker. It
 reads the clock, so a resumed build would get different tokens. It loses generation blocks inside
 macros. Here noncharacters of Unicode mark the generation blocks and are removed again.

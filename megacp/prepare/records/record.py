@@ -213,9 +213,8 @@ class RecordRules:
     form: str = ""
     """How to write conversations without a chat template.
 
-    "" writes Alpaca records with the Alpaca prompt and all others as messages; AS_MESSAGES writes
-    all records as messages; ALPACA accepts only Alpaca records and writes them with the Alpaca
-    prompt.
+    "" writes Alpaca records with the Alpaca prompt and all other records as messages. AS_MESSAGES
+    writes all records as messages. ALPACA accepts only Alpaca records, with the Alpaca prompt.
     """
     ignore_weights: bool = False
     """Whether to treat every `weight` of messages and branches as 1."""

@@ -190,7 +190,7 @@ def _limit_memory(limits: tuple[int, int]) -> None:
     soft, hard = limits
     if not _STATM.exists():
         return
-    # the limit is on address space, of which the process already uses a part
+    # the limit is on address space, and the process already uses some of it
     pages = int(_STATM.read_text().split()[0])
     bound = pages * resource.getpagesize() + MOST_MEMORY
     if soft == resource.RLIM_INFINITY or bound < soft:

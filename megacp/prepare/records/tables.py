@@ -239,6 +239,7 @@ def _refuse_member(member: tarfile.TarInfo, key: str, is_double: bool, is_wanted
 
 def _content(member: tarfile.TarInfo, archive: tarfile.TarFile) -> bytes:
     """Return the bytes of a member. Raise tarfile.ReadError if the archive ends within it."""
+    # tarfile returns fewer bytes, without an error, if the archive is truncated
     stream = archive.extractfile(member)
     content = stream.read() if stream else b""
     if len(content) != member.size:
@@ -250,6 +251,7 @@ def _value_of(texts: Mapping[str, bytes], key: str) -> Any:
     """Return the JSON of a record, with the text of a separate member. Raise RecordError for two
     texts.
     """
+    # a record may consist of a text only
     value: Any = decode_json(texts["json"]) if "json" in texts else {}
     for name in _TEXTS:
         if name not in texts:

@@ -64,7 +64,7 @@ def marked_message(message: dict[str, Any], i: int, marks: Marks) -> dict[str, A
     """Return message i with a mark in its thought and in each value that a template may write."""
     made = {}
     for key, value in message.items():
-        # a mark in a type, a reference or an empty value would change what the template does
+        # a mark in a type, a reference or an empty value would change the template's behaviour
         if key in LINK_KEYS or is_blank(value):
             made[key] = value
         elif key in REASONING:

@@ -1,7 +1,7 @@
 """Convert text to token ids and back, with local files only.
 
 One interface covers bytes, SentencePiece, tokenizer.json and GPT-2's two files. The fast engine
-(gigatoken) is used only if its ids equal those of the reference on a probe when the tokenizer is
+(gigatoken) is used only if it produces the ids of the reference on a probe when the tokenizer is
 loaded. A text goes to the reference if it has a symbol that the engine splits differently, or a
 character that may be newer than the engine's Unicode tables.
 """
