@@ -1,6 +1,6 @@
-"""Preparation: records become packed datasets.
+"""Turn records into packed datasets.
 
-`build` reads records in any of the supported forms and writes a dataset, as `BuildSettings` say.
+`build` reads records in any supported form and writes a dataset according to `BuildSettings`.
 """
 
 from megacp.public import exports

@@ -1,5 +1,6 @@
-"""A packed dataset in words: one pack (`inspect`), or all of it (`stats`), read as training reads
-it.
+"""Describe a packed dataset as text: single packs (`inspect`) or all of it (`stats`).
+
+The data is read in the same way as in training.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megacp.training.data.reader import Pack, PackedDataset
 from megacp.training.data.tables import BRANCH_DTYPE, FLAG_SPLIT, FLAG_TRUNCATED
 
 _LEAST = 8
-"""Characters that are shown of a run, though later ones then are not seen."""
+"""Minimum number of characters to show of a run, even if later runs are then cut off."""
 
 
 def describe_pack(
@@ -30,79 +31,95 @@ def describe_pack(
     characters: int = 240,
     documents: int = 10,
 ) -> str:
-    """One pack: a line for each of its first `documents` (0: all) with length, loss weights and
-    source, and its text.
+    """Describe one pack: length, loss weights, source and an excerpt of each document.
 
-    What is learned of a text stands between \u00ab and \u00bb. ValueError when there is no such
-    pack.
+    Only the first `documents` are shown (0: all), with `characters` of text each. Learned text is
+    between \u00ab and \u00bb. Raise ValueError if pack `index` does not exist.
     """
-    pack, manifest = pack_of(dataset, index), dataset.manifest
+    pack = pack_of(dataset, index)
+    manifest = dataset.manifest
     padded = int(pack.segments["padded_length"].sum())
+    share = padded / manifest.seq_length
     lines = [
         f"pack {index} of {len(dataset)}: {counted(len(pack.segments), 'document')}, "
-        f"{len(pack.tokens)} tokens, "
-        f"{learned_of_pack(pack)} learned, {padded} padded, "
-        f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}; "
-        "\u00ablearned\u00bb"
+        f"{len(pack.tokens)} tokens, {learned_of_pack(pack)} learned, {padded} padded, "
+        f"{share:.2%} of --seq-length {manifest.seq_length}; \u00ablearned\u00bb"
     ]
     for number, (here, branches) in enumerate(pack_documents(pack)):
+        # --documents 0 shows all documents
         if documents and number >= documents:
             lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
             break
-        row, tokens = pack.segments[number], pack.tokens[here]
-        weights, note = "weights all 1", " (truncated)" if row["flags"] & FLAG_TRUNCATED else ""
+        row = pack.segments[number]
+        tokens = pack.tokens[here]
+        # the summary line of the document
+        weights = "weights all 1"
+        learned = np.ones(len(tokens), bool)
         if pack.weights is not None:
             own = pack.weights[here]
-            weights = (
-                f"weights {float(own.min()):g}..{float(own.max()):g}, {int((own > 0).sum())} "
-                "counted"
-            )
+            learned = own > 0
+            low = float(own.min())
+            high = float(own.max())
+            weights = f"weights {low:g}..{high:g}, {int(learned.sum())} counted"
+        note = ""
+        if row["flags"] & FLAG_TRUNCATED:
+            note = " (truncated)"
         if row["flags"] & FLAG_SPLIT:
             note = f" (piece from token {row['source_start']})"
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         lines.append(f"  [{number}] {len(tokens)} tokens{note}  {weights}  {source}")
-        learned = np.ones(len(tokens), bool) if pack.weights is None else pack.weights[here] > 0
+        # its text: the prefix, then the branches, indented by their depth
         for i, (first, last, above) in enumerate(document_parts(len(tokens), branches)):
             shown = _marked(tokens[first:last], learned[first:last], tokenizer, characters)
             if not above:
                 lines += [f"      {shown}", *_images(pack, number)]
                 continue
-            name = f"branch {i} of {above[-1]}" if len(above) > 1 else f"branch {i}"
-            lines.append(f"{'  ' * len(above)}    {name}: {last - first} tokens  {shown}")
+            name = f"branch {i}"
+            if len(above) > 1:  # of another branch
+                name += f" of {above[-1]}"
+            indent = "  " * len(above)
+            lines.append(f"{indent}    {name}: {last - first} tokens  {shown}")
     return "\n".join(lines + _boundaries(pack))
 
 
 def pack_of(dataset: PackedDataset, index: int) -> Pack:
-    """The pack that --pack names. ValueError when there is none."""
+    """Return the pack of --pack. Raise ValueError if it does not exist."""
     if not 0 <= index < len(dataset):
-        raise ValueError(f"--pack {index}: the dataset has packs 0 to {len(dataset) - 1}")
+        raise ValueError(
+            f"--pack {index} does not exist: the dataset has packs 0 to {len(dataset) - 1}"
+        )
     return dataset.pack(index)
 
 
 def pack_documents(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
-    """Slices of the tokens of a pack's documents, each with its rows of tables.BRANCH_DTYPE."""
-    start = branch = 0
+    """Yield the token slice of each document, with its branches (rows of tables.BRANCH_DTYPE)."""
+    start = 0
+    branch = 0
+    # without branches, every document gets an empty slice
     table = np.empty(0, BRANCH_DTYPE) if pack.branches is None else pack.branches
     for row in pack.segments:
         length, count = int(row["true_length"]), int(row["num_branches"])
         yield slice(start, start + length), table[branch : branch + count]
-        start, branch = start + length, branch + count
+        start += length
+        branch += count
 
 
 def document_parts(length: int, branches: np.ndarray) -> list[tuple[int, int, list[int]]]:
-    """First token, end, and the numbers of what it continues (0 = the prefix) of each part of a
-    document of tokens.
+    """Return the parts of a document: (first token, end, numbers of the parts that it continues).
+
+    Part 0 is the prefix; all other parts are branches.
     """
-    begins, found = [0, *branches["start"].tolist(), length], list[tuple[int, int, list[int]]]()
-    for i, parent in enumerate(
-        parents(np.array(begins[:-1]), np.array([length, *branches["leave"]])).tolist()
-    ):
-        found.append((begins[i], begins[i + 1], [*found[parent][2], parent] if i else []))
+    begins = [0, *branches["start"].tolist(), length]
+    leaves = np.array([length, *branches["leave"]])
+    found: list[tuple[int, int, list[int]]] = []
+    for i, parent in enumerate(parents(np.array(begins[:-1]), leaves).tolist()):
+        above = [*found[parent][2], parent] if i else []
+        found.append((begins[i], begins[i + 1], above))
     return found
 
 
 def learned_of_pack(pack: Pack) -> int:
-    """How many tokens of a pack training learns."""
+    """Return the number of tokens of a pack that contribute to the loss."""
     learned = 0
     for here, rows in pack_documents(pack):
         weights = None if pack.weights is None else pack.weights[here]
@@ -111,45 +128,57 @@ def learned_of_pack(pack: Pack) -> int:
 
 
 def _learned(dataset: PackedDataset) -> int:
-    """Learned tokens of a dataset; the bytes are read only where there are weights or branches."""
-    total, first = 0, 0
+    """Return the number of learned tokens; read only shards that have weights or branches."""
+    total = 0
+    first = 0
     for shard in dataset.manifest.shards:
+        # a shard has these files only if some document needs them
         names = {file.name for file in shard.files}
         if {"weights.bin", "branches.npy"} & names:
-            total += sum(learned_of_pack(dataset.pack(first + i)) for i in range(shard.num_packs))
+            for index in range(first, first + shard.num_packs):
+                total += learned_of_pack(dataset.pack(index))
         else:
+            # every token except the first of each document
             total += shard.num_tokens - shard.num_segments
         first += shard.num_packs
     return total
 
 
 def _images(pack: Pack, segment: int) -> list[str]:
-    """A line for each image and each video of a segment: where its tokens are, what it was cut
-    into.
-    """
+    """Return a line for each image and video of a segment: its tokens, crops and size."""
+    # a text dataset has no table of images
     if pack.images is None:
         return []
     units = pack.images.units
-    crops, pooled = (np.diff(units[name], prepend=0) for name in ("image_stop", "pooled_stop"))
+    # the table has running totals; their differences are the numbers of each unit
+    crops = np.diff(units["image_stop"], prepend=0)
+    pooled = np.diff(units["pooled_stop"], prepend=0)
     here = np.flatnonzero(units["segment"] == segment)
+    if not len(here):
+        return []
+    # one group of rows for each item: an image, or all frames of a video
+    changes = np.flatnonzero(np.diff(units["item"][here])) + 1
     lines = []
-    for rows in (
-        np.split(here, np.flatnonzero(np.diff(units["item"][here])) + 1) if len(here) else []
-    ):
-        first, last = units[rows[0]], units[rows[-1]]
-        what = "image" if first["frame"] < 0 else f"video frames {first['frame']}..{last['frame']}"
+    for rows in np.split(here, changes):
+        first = units[rows[0]]
+        last = units[rows[-1]]
+        what = "image"
+        if first["frame"] >= 0:
+            what = f"video frames {first['frame']}..{last['frame']}"
         branch = f" in branch {first['branch']}" if first["branch"] else ""
+        stop = last["start"] + last["num_tokens"] - 1
+        size = len(pack.images.read(int(first["item"])))
         lines.append(
             f"      {what}{branch}: tokens "
-            f"{first['start']}..{last['start'] + last['num_tokens'] - 1}, "
+            f"{first['start']}..{stop}, "
             f"{crops[rows].sum()} crops, {pooled[rows].sum()} pooled tokens, "
-            f"{len(pack.images.read(int(first['item']))):,} bytes"
+            f"{size:,} bytes"
         )
     return lines
 
 
 def _boundaries(pack: Pack) -> list[str]:
-    """A line for each planned CP degree: the crops that each rank encodes."""
+    """Return a line for each planned context-parallel size with the crops of each rank."""
     if pack.images is None or not len(pack.images.units):
         return []
     units = pack.images.units
@@ -157,6 +186,7 @@ def _boundaries(pack: Pack) -> list[str]:
         f"  {len(units)} units, {units['image_stop'][-1]} crops, {units['pooled_stop'][-1]} pooled "
         "tokens"
     ]
+    # the split of the crops is stored for each size in --cp-degrees
     for degree, table in sorted(pack.images.boundaries.items()):
         ranges = [f"{row['start_image_idx']}-{row['end_image_idx']}" for row in table]
         lines.append(
@@ -167,35 +197,36 @@ def _boundaries(pack: Pack) -> list[str]:
 
 
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
-    """A text of tokens [n] with marks around what is learned. All runs share the characters, so
-    that each is seen.
+    """Return an excerpt of tokens [n] with marks around learned text.
 
-    Of what is learned the beginning is shown, of what stands before it the end too.
+    The runs share the characters, so that each is visible. A learned run shows its beginning; other
+    runs also show their end, which is the context of the learned text.
     """
-    runs = [
-        (tokens[run][tokens[run] < tokenizer.vocab_size], learned[run.start])
-        for run in runs_of(learned)
-    ]
-    texts = [
-        (tokenizer.decode(own), is_learned) for own, is_learned in runs if len(own)
-    ]  # above are image tokens
-    share, marked, left = _share([len(text) for text, _ in texts], characters), "", characters
+    texts = []  # (text, whether it is learned)
+    for run in runs_of(learned):
+        ids = tokens[run]
+        ids = ids[ids < tokenizer.vocab_size]  # image tokens have larger ids
+        if len(ids):
+            texts.append((tokenizer.decode(ids), learned[run.start]))
+    share = _share([len(text) for text, _ in texts], characters)
+    marked = ""
+    left = characters
     for text, is_learned in texts:
         if left <= 0:
             marked += "..."
             break
-        half, left = 0 if is_learned else share // 2, left - min(len(text), share)
-        shown = (
-            text if len(text) <= share else f"{text[: share - half]}...{text[len(text) - half :]}"
-        )
+        left -= min(len(text), share)
+        shown = text
+        if len(text) > share:
+            half = 0 if is_learned else share // 2
+            shown = f"{text[: share - half]}...{text[len(text) - half :]}"
         marked += f"\u00ab{shown}\u00bb" if is_learned else shown
     return repr(marked)
 
 
 def _share(lengths: list[int], characters: int) -> int:
-    """The most that each text may have so that all have no more than the characters, but at least
-    some.
-    """
+    """Return the maximum length per text with which all texts together fit, but at least _LEAST."""
+    # give short texts all of their length, and divide the remainder among the longer ones
     left = characters
     for rest, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
         if length * rest > left:
@@ -205,21 +236,27 @@ def _share(lengths: list[int], characters: int) -> int:
 
 
 def runs_of(values: np.ndarray) -> Iterator[slice]:
-    """The longest runs of equal neighbours in values [n], in order."""
-    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    """Yield the maximal runs of equal values [n] as slices, in order."""
+    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
+    edges = [0, *changes.tolist(), len(values)]
     return (slice(start, stop) for start, stop in itertools.pairwise(edges) if start < stop)
 
 
 def statistics(directory: StrPath | Url) -> dict[str, Any]:
-    """Counts, efficiencies and the histogram of document lengths, as builtin types."""
+    """Return counts, efficiencies and the histogram of document lengths, as builtin types."""
     dataset = PackedDataset(directory)
+    # these tables are small; tokens are read only to count learned ones
     manifest = dataset.manifest
-    segments = [dataset.shard(number).segments for number in range(len(manifest.shards))]
+    shards = [dataset.shard(number) for number in range(len(manifest.shards))]
+    segments = [shard.segments for shard in shards]
     lengths = np.concatenate([table["true_length"] for table in segments]).astype(np.int64)
     flags = np.concatenate([table["flags"] for table in segments])
-    places = len(dataset) * manifest.seq_length
+    places = len(dataset) * manifest.seq_length  # tokens if all packs were full
     padded = sum(shard.num_padded_tokens for shard in manifest.shards)
-    bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+    # bin i counts lengths in (2^(i-1), 2^i]
+    exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    bins = np.bincount(exponents)
+    # the names are printed, and are keys of `stats --json`
     found = {
         "directory": str(directory),
         "tokenizer": manifest.tokenizer.kind,
@@ -240,11 +277,11 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
         "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),
         "rejected": manifest.num_rejected,
     }
+    # only a dataset with images has these values
     if manifest.image_rules is not None:
-        shards = [dataset.shard(number) for number in range(len(manifest.shards))]
-        frames = np.concatenate(
-            [np.empty(0, np.int32), *(s.units["frame"] for s in shards if s.units is not None)]
-        )
+        # frame -1 is an image, and frame 0 the first one of a video
+        tables = [shard.units["frame"] for shard in shards if shard.units is not None]
+        frames = np.concatenate([np.empty(0, np.int32), *tables])
         crops = np.concatenate([shard.packs["num_crops"] for shard in shards])
         found |= {
             "images": int((frames < 0).sum()),
@@ -252,25 +289,28 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
             "image_units": len(frames),
         }
         found |= {"image_crops": int(crops.sum()), "most_crops_of_a_pack": int(crops.max())}
-        sizes = (
-            file.size
-            for shard in manifest.shards
-            for file in shard.files
-            if file.name == "images.bin"
-        )
-        found["image_bytes"] = sum(sizes)
+        image_bytes = 0
+        for shard_entry in manifest.shards:
+            for file in shard_entry.files:
+                if file.name == "images.bin":
+                    image_bytes += file.size
+        found["image_bytes"] = image_bytes
     return found
 
 
 def statistics_text(values: dict[str, Any]) -> str:
-    """What `statistics` returns, for people: a line for each value, tables below their names."""
+    """Format the result of `statistics`: a line for each value, tables below their names."""
     lines = []
     for name, value in values.items():
         words = name.replace("_", " ")
+        # a histogram becomes a table
         if isinstance(value, dict):
-            lines += [words, *(f"    {count:>14,}  {key}" for key, count in value.items())]
+            lines.append(words)
+            for key, count in value.items():
+                lines.append(f"    {count:>14,}  {key}")
         elif isinstance(value, float):
             lines.append(f"{words:<24}{value:.3%}")
         else:
-            lines.append(f"{words:<24}{value if isinstance(value, str) else f'{value:,}'}")
+            shown = value if isinstance(value, str) else f"{value:,}"
+            lines.append(f"{words:<24}{shown}")
     return "\n".join(lines)

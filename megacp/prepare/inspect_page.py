@@ -1,8 +1,7 @@
-"""A pack as one page of HTML: its texts with what is learned of them, its branches, its images and
-frames.
+"""Write a pack as one HTML page with its texts, branches, images and frames.
 
-The page is one file that loads nothing. Every character of a dataset is escaped, so a record can
-neither run in a browser nor fetch.
+The page is a single file that loads nothing. Every character from the dataset is escaped, so a
+record can neither run scripts in a browser nor fetch anything.
 """
 
 from __future__ import annotations
@@ -31,14 +30,17 @@ from megacp.training.data.vision.decoding import load_pixels, rules_from_dict, v
 from megacp.training.data.vision.rules import VisionRules
 
 _THUMBNAIL = 224
-"""Pixels of the longer side of an image."""
+"""Maximum side length of an image on the page, in pixels."""
 _STYLE = """
-.text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; margin: 0; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+.text { font: 13px/1.6 ui-monospace, monospace; }
 .branch { border-left: 4px solid #b8c8e8; padding-left: 1em; margin: .5em 0 .5em 1em; }
-mark { background: #bfe8bf; color: inherit; } .unit { background: #ffe2b0; padding: 0 .3em; margin-right: .2em; }
+mark { background: #bfe8bf; color: inherit; }
+.unit { background: #ffe2b0; padding: 0 .3em; margin-right: .2em; }
 img { image-rendering: pixelated; max-width: 100%; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(20em, 1fr)); gap: .5em; }
-svg { margin-left: .5em; } rect { fill: #bfe8bf80; stroke: #286; vector-effect: non-scaling-stroke; }
+svg { margin-left: .5em; }
+rect { fill: #bfe8bf80; stroke: #286; vector-effect: non-scaling-stroke; }
 """
 
 
@@ -49,29 +51,40 @@ def write_page(
     tokenizer: Tokenizer,
     overwrite: bool = False,
 ) -> None:
-    """Write pack `index` as a page. Raises ValueError when there is no such pack, or `path` is
-    taken.
+    """Write pack `index` as a page.
+
+    Raise ValueError if the pack does not exist, or if `path` exists and `overwrite` is not set.
     """
+    # a lone surrogate in a text must not prevent the page
     page = "".join(_page(dataset, index, tokenizer))
     write_result("--html", path, page.encode(errors="replace"), overwrite)
 
 
 def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[str]:
-    pack, manifest = pack_of(dataset, index), dataset.manifest
+    """Yield the page piece by piece."""
+    pack = pack_of(dataset, index)
+    manifest = dataset.manifest
     yield page_head(f"Pack {index} of {dataset.directory}", _STYLE)
-    yield f"<p>{len(pack.segments)} documents, {len(pack.tokens)} tokens of {manifest.seq_length}, "
+    yield f"<p>{len(pack.segments)} documents, "
+    yield f"{len(pack.tokens)} tokens of {manifest.seq_length}, "
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
     yield '<span class="unit">boxes</span> are images and frames.</p>'
     rules = None if manifest.image_rules is None else rules_from_dict(manifest.image_rules)
     for number, (here, branches) in enumerate(pack_documents(pack)):
-        row, length = pack.segments[number], here.stop - here.start
+        row = pack.segments[number]
+        length = here.stop - here.start
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
-        yield f'<h2>Document {number} <span class="note">{length} tokens, {escape(source)}</span></h2>'
+        note = f'<span class="note">{length} tokens, {escape(source)}</span>'
+        yield f"<h2>Document {number} {note}</h2>"
+        # the prefix, then the branches, each in a box inside the box of the part above
         depth = 0
         for part, (first, last, above) in enumerate(document_parts(length, branches)):
-            text = f'<p class="text">{"".join(_runs(pack, number, here.start, (first, last), tokenizer))}</p>'
-            head = f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
-            yield "</div>" * (depth - len(above) + 1) + head + text if part else text
+            runs = "".join(_runs(pack, number, here.start, (first, last), tokenizer))
+            if part:
+                # close the boxes of the branches that this one does not continue
+                yield "</div>" * (depth - len(above) + 1)
+                yield f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
+            yield f'<p class="text">{runs}</p>'
             depth = len(above)
         yield "</div>" * depth
         if rules is not None and pack.images is not None:
@@ -82,77 +95,94 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
 def _runs(
     pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Tokens of a part of the document that begins at `start`, in runs of one loss weight; a unit
-    is a box.
+    """Yield the text of a part (first, last) of a document, in runs of equal loss weight.
+
+    The document begins at token `start` of the pack. A unit (image or frame) becomes a box.
     """
     first, last = part
-    tokens = pack.tokens[start + first : start + last]
+    here = slice(start + first, start + last)
+    tokens = pack.tokens[here]
     weights = np.ones(len(tokens), np.float32)
     if pack.weights is not None:
-        weights = np.array(pack.weights[start + first : start + last])
-    weights[0] = 0.0  # nothing before it in its part predicts it
+        weights = np.array(pack.weights[here])
+    weights[0] = 0.0  # no token of the part predicts its first one
+    # boxes of units as (first token, end, name); the last entry only ends the text
     boxes = [(len(tokens), len(tokens), "")]
     if pack.images is not None:
         units = pack.images.units
-        here = units[
-            (units["segment"] == number) & (units["start"] >= first) & (units["start"] < last)
-        ]
-        starts = (here["start"] - first).tolist()
-        named = zip(starts, here["num_tokens"].tolist(), map(_unit_name, here), strict=True)
-        boxes = [*((box, box + count, name) for box, count, name in named), *boxes]
+        is_inside = (units["start"] >= first) & (units["start"] < last)
+        units = units[(units["segment"] == number) & is_inside]
+        starts = (units["start"] - first).tolist()
+        counts = units["num_tokens"].tolist()
+        inner = []
+        for box, count, unit in zip(starts, counts, units, strict=True):
+            inner.append((box, box + count, _unit_name(unit)))
+        boxes = [*inner, *boxes]
     begin = 0
     for box, end, name in boxes:
+        # the text before the box
         for here in runs_of(weights[begin:box]):
-            run, weight = tokens[begin:box][here], float(weights[begin + here.start])
+            run = tokens[begin:box][here]
+            weight = float(weights[begin + here.start])
+            # special image tokens above the vocabulary have no text
             text = escape(tokenizer.decode(run[run < tokenizer.vocab_size]))
             yield f'<mark title="weight {weight:g}">{text}</mark>' if weight > 0 else text
         if name:
             yield f'<span class="unit">{name}, {end - box} tokens</span>'
+        # the text continues after the box
         begin = max(begin, box, end)
 
 
 def _unit_name(unit: np.void) -> str:
-    return (
-        f"item {unit['item']}"
-        if unit["frame"] < 0
-        else f"item {unit['item']} frame {unit['frame']}"
-    )
+    """Return the name of an image (frame -1) or a video frame."""
+    name = f"item {unit['item']}"
+    if unit["frame"] >= 0:
+        name += f" frame {unit['frame']}"
+    return name
 
 
 def _figures(pack: Pack, segment: int, rules: VisionRules) -> Iterator[str]:
-    """The images of a document, each beside its crops, and the frames of its videos."""
+    """Yield the images of a document, each next to its crops, and the frames of its videos."""
     from PIL import Image
 
     assert pack.images is not None
     units = pack.images.units
+    # pictures are decoded as in training, from the bytes stored in the pack
     yield '<div class="grid">'
-    for item, rows in itertools.groupby(
-        units[units["segment"] == segment], key=lambda unit: int(unit["item"])
-    ):
-        taken, data = list(rows), pack.images.read(item)
-        pictures = (
-            iter([load_pixels(data, rules)]) if taken[0]["frame"] < 0 else video_pixels(data, rules)
-        )
-        first = itertools.islice(pictures, 0, None, rules.frames_of_unit)  # of each unit's frames
+    own = units[units["segment"] == segment]
+    for item, rows in itertools.groupby(own, key=lambda unit: int(unit["item"])):
+        taken = list(rows)
+        data = pack.images.read(item)
+        if taken[0]["frame"] < 0:
+            pictures = iter([load_pixels(data, rules)])
+        else:
+            pictures = video_pixels(data, rules)
+        # a unit may consist of several frames: show its first
+        first = itertools.islice(pictures, 0, None, rules.frames_of_unit)
         for unit, pixels in zip(taken, first, strict=False):
-            image, stream = Image.fromarray(pixels), io.BytesIO()
+            width_of_image = pixels.shape[1]
+            height_of_image = pixels.shape[0]
+
+            # the picture is part of the page, as a data URL
+            image = Image.fromarray(pixels)
+            stream = io.BytesIO()
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             image.save(stream, "PNG")
             url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
-            width = image.width * max(
-                1, _THUMBNAIL // (2 * max(image.size))
-            )  # a small one is enlarged, pixel by pixel
-            caption, crops = f"{_unit_name(unit)}: {pixels.shape[1]} x {pixels.shape[0]}", ""
-            (high, wide), boxes = rules.crop_boxes(pixels.shape[1], pixels.shape[0])
-            if (
-                unit["frame"] < 0 and len(boxes) > 1
-            ):  # the overlapping frames of its high-resolution crops
-                frames = "".join(
-                    f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>'
-                    for x, y, side in boxes
-                )
+            # a small image is enlarged by a whole factor
+            factor = max(1, _THUMBNAIL // (2 * max(image.size)))
+            width = image.width * factor
+            caption = f"{_unit_name(unit)}: {width_of_image} x {height_of_image}"
+
+            # draw the frames of overlapping high-resolution crops
+            crops = ""
+            (high, wide), boxes = rules.crop_boxes(width_of_image, height_of_image)
+            if unit["frame"] < 0 and len(boxes) > 1:
+                frames = ""
+                for x, y, side in boxes:
+                    frames += f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>'
                 crops = f'<svg viewBox="0 0 {wide} {high}" width="{_THUMBNAIL // 4}">{frames}</svg>'
                 caption = f"{caption}, {len(boxes)} crops"
-            yield f'<figure><img src="{url}" width="{width}" alt="{caption}">{crops}<figcaption>{caption}</figcaption>'
-            yield "</figure>"
+            yield f'<figure><img src="{url}" width="{width}" alt="{caption}">{crops}'
+            yield f"<figcaption>{caption}</figcaption></figure>"
     yield "</div>"

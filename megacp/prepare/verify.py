@@ -1,4 +1,4 @@
-"""Reads every byte of a packed dataset and says what is wrong, one line a file."""
+"""Check every byte of a packed dataset and report problems, one line per file."""
 
 from __future__ import annotations
 
@@ -17,25 +17,31 @@ from megacp.training.data.tables import StoredFile
 
 
 def verify(directory: files.StrPath | Url) -> list[str]:
-    """Everything that is wrong with a dataset, [] when it is sound: what opening checks, then every
-    byte of it.
+    """Return all problems of a dataset; [] if it is sound.
 
-    Bytes agree with the sha256 of each file. Token ids are below the vocabulary size, weights
-    finite and not negative; these are looked at in shards whose files are sound.
+    Every file must have the sha256 of the manifest. In shards whose files are sound, token ids must
+    be below the vocabulary size, and weights must be finite and not negative.
     """
     directory = place_of(directory)
     open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile
+    # without a valid manifest nothing else can be checked
     try:
         manifest = DatasetManifest.read(directory)
         if isinstance(directory, Url):
             open_file = DataCache().opener(directory, manifest)
     except ValueError as error:
         return [str(error)]
-    reasons, first = [], 0
+    reasons = []
+    first = 0  # number of the shard's first pack
     for entry in manifest.shards:
         folder = directory / entry.name
-        damaged = [reason for file in entry.files if (reason := _damaged(folder / file.name, file))]
+        damaged = []
+        for file in entry.files:
+            reason = _damaged(folder / file.name, file)
+            if reason:
+                damaged.append(reason)
         reasons += damaged
+        # the contents of a damaged file would only repeat its problem
         if not damaged:
             try:
                 shard = Shard(folder, entry, manifest, open_file)
@@ -49,35 +55,39 @@ def verify(directory: files.StrPath | Url) -> list[str]:
 
 
 def _damaged(path: Place, file: FileEntry) -> str | None:
-    """Why a file is not the one that was built: not there, no regular file, or of another size or
-    sha256.
+    """Return how a file differs from the file that was built; None if it is identical.
+
+    It may be missing, not a regular file, or have a different size or sha256.
     """
     try:
+        # opening it locally checks its kind and size, with a better message than a hash
         if isinstance(path, Path):
             StoredFile(path, file)
         found = digest_of(path, file.size)[1]
     except FileNotFoundError:
-        return f"{path}: no such file, the manifest says {file.size} bytes"
+        return f"{path}: no such file; according to the manifest it has {file.size} bytes"
     except ValueError as error:
         return str(error)
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
-    return (
-        None
-        if found == file.sha256
-        else f"{path}: sha256 is {found}, the manifest says {file.sha256}"
-    )
+    if found == file.sha256:
+        return None
+    return f"{path}: sha256 is {found}, but {file.sha256} in the manifest"
 
 
 def _pack_reasons(shard: Shard, number: int, num_ids: int) -> Iterator[str]:
-    """What is wrong with one pack of a shard with sound files."""
+    """Yield the problems of one pack of a shard whose files are sound."""
     try:
-        tokens, weights = shard.token_ids(number), shard.loss_weights(number)
+        tokens = shard.token_ids(number)
+        weights = shard.loss_weights(number)
     except (ValueError, OSError) as error:
         yield str(error)
         return
-    low, high = int(tokens.min()), int(tokens.max())
+    # two passes over the tokens instead of a mask of the same size
+    low = int(tokens.min())
+    high = int(tokens.max())
     if low < 0 or high >= num_ids:
-        yield f"token ids {low}..{high}, the vocabulary is 0..{num_ids - 1}"
+        yield f"token ids {low}..{high} are outside the vocabulary 0..{num_ids - 1}"
+    # NaN is neither finite nor >= 0
     if weights is not None and not (np.isfinite(weights).all() and (weights >= 0).all()):
-        yield "loss weights that are negative or not finite"
+        yield "some loss weights are negative or not finite"

@@ -6,17 +6,17 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "if adds is not None and not isinstance(adds, bool):",
             "if False:",
-            "a word as a switch is no switch",
+            "a text is accepted as a boolean",
         ),
     ],
     ("megacp/prepare/tokenize/tokenizer.py", "tests/prepare/test_tokenizer.py"): [
-        (" or _has_newer(text)", "", "new letters are cut by the engine's own tables"),
+        (" or _has_newer(text)", "", "new letters are split by the engine's Unicode tables"),
     ],
     ("megacp/prepare/packs/unit.py", "tests/prepare/test_public_chats.py"): [
         (
             "if is_valid != settings.is_valid",
             "if is_valid < settings.is_valid",
-            "what is validated is learned too",
+            "validation records are also in the training set",
         ),
     ],
     (
@@ -24,16 +24,16 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/prepare/test_public_chats.py tests/prepare/records/test_read.py",
     ): [
         (
-            'line + element.count("\\n"), offset + size',
-            "line, offset + size",
-            "lines inside an element do not count",
+            'line += element.count("\\n")',
+            "line += 0",
+            "lines inside an element are not counted",
         ),
         (
             "stop is not None and offset >= stop:",
             "stop is not None and offset > stop:",
             "an element is in two units",
         ),
-        ("if before[1] != mark or end", "if end", "an array without a comma goes in"),
+        ("if before[1] != mark or end", "if end", "an array without a comma is accepted"),
     ],
     ("megacp/prepare/records/conversation.py", "tests/prepare/test_public_chats.py"): [
         ("self.answers[answer.thought] += 1", "pass", "answers with thoughts are not counted"),
@@ -45,6 +45,10 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/training/data/manifest.py", "tests/prepare/test_public_chats.py"): [
-        ("not (counts[0] and opens)", "not counts[0]", "ordinary chats are told about thoughts"),
+        (
+            "not (counts[0] and opens)",
+            "not counts[0]",
+            "the summary of ordinary chats mentions thoughts",
+        ),
     ],
 }

@@ -1,4 +1,4 @@
-"""What a person reads of a dataset: lines of a pack, and its page, with everything escaped."""
+"""Print packs and write them as HTML pages with all text escaped."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ VOID = {"meta", "img"}
 
 
 class Page(HTMLParser):
-    """What stands on a page: tags with their attributes, marked text, all text; every tag is closed
-    in order.
+    """Collect a page's tags with attributes, marked text and all text; check that tags are
+    nested.
     """
 
     def __init__(self, text: str) -> None:

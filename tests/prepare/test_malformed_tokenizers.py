@@ -1,6 +1,4 @@
-"""Tokenizer files that are damaged in any way: one message and status 2, never a traceback or a
-panic.
-"""
+"""Damaged tokenizer files end with one message and status 2, never a traceback or a panic."""
 
 from __future__ import annotations
 
@@ -65,8 +63,8 @@ VALUES += [{"type": "x"}, {"content": 5}, {"content": None}, float("nan"), "x" *
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json with a post-processor and its settings, vocab.json, merges.txt, and a
-    SentencePiece model.
+    """Write a tokenizer.json with a post-processor and settings, GPT-2's files, and a SentencePiece
+    model.
     """
     folder = tmp_path_factory.mktemp("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -107,9 +105,7 @@ def copied(whole: Path, folder: Path, *names: str) -> Path:
 
 
 def told(specification: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    """What a build says that is refused; nothing else is on its standard error, by Rust or C++
-    neither.
-    """
+    """Return the error message of a refused build; check that Rust and C++ print nothing else."""
     text = specification.parent / "text.jsonl"
     text.write_text('{"text": "Hello"}\n')
     output = specification.parent / "output"
@@ -131,7 +127,7 @@ def told(specification: Path, capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def with_field(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy of a JSON value with another value at `path`."""
+    """Return a copy of a JSON value with a different value at `path`."""
     if not path:
         return new
     copy = json.loads(json.dumps(value))
@@ -174,13 +170,13 @@ FIELDS = {
         "tokenizer_config.json",
         ("eos_token",),
         1.5,
-        "eos_token is 1.5, expected a text",
+        "eos_token is 1.5, but it must be a text",
     ),
     "a list as the end": (
         "tokenizer_config.json",
         ("eos_token",),
         ["a"],
-        "eos_token is ['a'], expected a text",
+        "eos_token is ['a'], but it must be a text",
     ),
     "no content": (
         "tokenizer_config.json",
@@ -192,7 +188,7 @@ FIELDS = {
         "tokenizer_config.json",
         ("add_bos_token",),
         "no",
-        "add_bos_token is 'no', expected true",
+        "add_bos_token is 'no', but it must be true",
     ),
     "settings in a list": (
         "tokenizer_config.json",
@@ -238,7 +234,7 @@ def test_a_file_that_is_not_whole_is_one_message(
     content = (folder / file).read_bytes()
     half = content[: len(content) // 2]
     if file == "merges.txt":
-        # half of its lines is another file of merges
+        # half of the lines would be a valid file of merges
         half += b" a b c\n"
     damaged = {
         "empty": b"",
@@ -248,14 +244,14 @@ def test_a_file_that_is_not_whole_is_one_message(
     }
     (folder / file).write_bytes(damaged[kind])
     if file == "merges.txt" and kind == "empty":
-        return  # a vocabulary without merges is one
+        return  # a vocabulary without merges is valid
     message = told(folder / file if file == "sp.model" else folder, capfd)
     assert file in message
     assert ("is a Git LFS pointer, not the file itself" in message) is (kind == "a pointer")
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of a JSON value and of the first values below it."""
+    """Yield the paths of a JSON value and of the first values inside it."""
     yield path
     keys: list[Any] = []
     if isinstance(value, dict):
@@ -269,7 +265,7 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 def require_message_or_tokenizer(
     specification: Path, capfd: pytest.CaptureFixture[str], note: object
 ) -> None:
-    """A tokenizer that works, or a ValueError; and nothing on standard error."""
+    """The result is a working tokenizer or a ValueError, without output on standard error."""
     try:
         tokenizer = load_tokenizer(str(specification))
         tokenizer.decode(tokenizer.encode([f"Hello {USER}"])[0])

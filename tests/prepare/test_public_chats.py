@@ -1,6 +1,4 @@
-"""Chats as people have them, from the file to the tokens that are learned: each beside a list that
-was made by hand.
-"""
+"""Build chats in public formats and compare the learned tokens with lists made by hand."""
 
 from __future__ import annotations
 
@@ -35,10 +33,10 @@ LEARNED: dict[str, list[list[str]]] = {
     "thoughts.jsonl": [[LAST], [LAST], [f"42.{END}"]],
     "trl.jsonl": [[f"Lima.{END}"], [" 4</s>"]],
 }
-"""Of each record of a file what is learned, whichever of the two templates for Qwen3 writes it."""
+"""Learned texts of each record of a file, for either of the two templates for Qwen3."""
 COUNTS = {"thoughts.jsonl": (1, 2, 0), "alpaca.json": (2, 0, 0), "trl.jsonl": (1, 0, 0)}
-"""Learned answers without a thought where a prompt opens one, with a real one, and right after the
-prompt.
+"""Learned answers without a thought where the prompt opens one, with a real thought, and directly
+after the prompt.
 """
 WITH_IMAGES = {
     "llava.json": [["A red square.</s>"]],
@@ -48,14 +46,14 @@ WITH_IMAGES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, as far as a build reads it."""
+    """Write the files of a model's folder that a build reads."""
     folder = tmp_path_factory.mktemp("model")
     write_tokenizer(folder, bos_token=None, chat_template=TEMPLATES["qwen_3"])
     return folder
 
 
 def build(model: Path, output: Path, *paths: Path | str, **flags: Any) -> int:
-    """The command, with `flags` as it has them."""
+    """Run the build command with `flags`."""
     given = {"tokenizer": model, "seq_length": 2048, "workers": 1, **flags}
     named = [
         str(part)
@@ -66,7 +64,7 @@ def build(model: Path, output: Path, *paths: Path | str, **flags: Any) -> int:
 
 
 def learned(dataset: Path) -> list[list[str]]:
-    """The learned texts of each document, in the order of the input."""
+    """Return the learned texts of each document, in input order."""
     packs, tokenizer = (
         PackedDataset(dataset),
         load_tokenizer(str(dataset / "tokenizer" / "tokenizer.json")),
@@ -87,7 +85,7 @@ def learned(dataset: Path) -> list[list[str]]:
 def test_a_chat_is_learned_as_a_reader_would_mark_it(
     model: Path, tmp_path: Path, name: str, template: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Qwen3's own template has no generation blocks, and its answers end with a newline behind the
+    """Qwen3's own template has no generation blocks, and its answers end with a newline after the
     end token.
     """
     assert (
@@ -104,7 +102,7 @@ def test_a_chat_is_learned_as_a_reader_would_mark_it(
         f"learned answers: {empty} without a thought, {real} with one, {none} right after the "
         "prompt"
     )
-    # the line belongs to thoughts, and is not printed about ordinary chats
+    # the line is about thoughts, and is not printed for ordinary chats
     assert (told in said) == (
         name == "thoughts.jsonl"
     ) and "1 step of an epoch at --global-batch-size 8" in said
@@ -158,7 +156,9 @@ def test_a_file_that_is_no_form_of_records_is_named_with_the_forms_that_are(
     for name in ("a.csv", "a.txt"):
         (tmp_path / name).write_text("text\nhello\n")
         assert build(model, tmp_path / "d", tmp_path / name) == 2
-        assert f"{name} is no form of records; read are .jsonl, .json" in capsys.readouterr().err
+        assert (
+            f"{name}: this file type is not supported; use .jsonl, .json" in capsys.readouterr().err
+        )
 
 
 BROKEN = {
@@ -191,7 +191,7 @@ def test_an_array_is_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
     data, size = (tmp_path / "a.json").read_bytes(), (tmp_path / "a.json").stat().st_size
     found = list(read.read_extent(read.Extent(0, str(tmp_path / "a.json"), 0, size)))
     assert [item.value for item in found] == records
-    for item in found[::500]:  # each is where it says
+    for item in found[::500]:  # each record is at its offset and line
         assert json.loads(data[item.offset : item.offset + item.size]) == item.value
         assert data[: item.offset].count(b"\n") == item.line - 1
     assert size > 4 << 20
@@ -213,7 +213,7 @@ def test_an_array_is_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
 def test_a_share_of_the_records_is_kept_for_validation_and_stays_so(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By what a record says: copies go together, and more input moves none."""
+    """The choice depends on the contents: copies stay together, and more input moves no record."""
     lines = [json.dumps({"text": f"document {i % 150}"}) + "\n" for i in range(200)]
 
     def texts(name: str, part: str, count: int) -> list[str]:

@@ -1,5 +1,5 @@
-"""Tokenizers: ids equal to each kind's reference, whatever the engine, and clear words for what
-cannot be loaded.
+"""Tokenizers produce the ids of their reference with every engine, and refuse unreadable files
+clearly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AWKWARD = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tokenizer of each kind, trained here."""
+    """Train a small tokenizer of each kind."""
     folder = tmp_path_factory.mktemp("tokenizers")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,7 +93,7 @@ def test_the_fast_engine_is_used_where_it_is_installed(folder: Path, kind: str) 
 
 
 def differ(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
-    """Texts whose ids are not those of the reference."""
+    """Return the texts whose ids differ from the reference."""
     found = zip(texts, tokenizer.encode(texts), strict=True)
     return [
         text for text, ids in found if not np.array_equal(ids, tokenizer.encode_reference(text))
@@ -148,9 +148,7 @@ def test_gpt2_ids_are_those_of_the_tokenizers_package(folder: Path) -> None:
 
 
 def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_path: Path) -> None:
-    """U+11DE0 became a digit in Unicode 17: a merge of "1" with its first byte applies where it is
-    known to be one.
-    """
+    """U+11DE0 became a digit in Unicode 17, so only newer tables merge "1" with its first byte."""
     first = byte_characters()["\U00011de0".encode()[0]]
     ids = {token: i for i, token in enumerate([*byte_characters(), f"1{first}"])}
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
@@ -161,8 +159,9 @@ def test_a_character_newer_than_some_engine_has_the_ids_of_the_reference(tmp_pat
 
 
 def byte_characters() -> list[str]:
-    """The printable character that GPT-2's files write for each byte: itself in printable Latin-1,
-    else from U+0100.
+    """Return the printable character of each byte in GPT-2's files.
+
+    A byte is written as itself in printable Latin-1, otherwise as a character from U+0100 on.
     """
     printable = {
         *range(ord("!"), ord("~") + 1),
@@ -242,11 +241,10 @@ def test_tokenizer_config_and_eod_token_name_the_end_of_document(
 
 
 def spelled(folder: Path, merged: bool, **added: bool) -> Path:
-    """Files of both kinds with `</s>`, `<s>` and `<pad>` in their vocabulary, results of merges or
-    not.
+    """Write both kinds of files with `</s>`, `<s>` and `<pad>` in the vocabulary, as merges or not.
 
-    added: which of them, by `eos`, `bos` and `pad`, tokenizer.json has as added tokens, and whether
-    as special ones.
+    `added` says which of them (`eos`, `bos`, `pad`) tokenizer.json lists as added tokens, and
+    whether these are special.
     """
     names = {"eos": "</s>", "bos": "<s>", "pad": "<pad>"}
     pieces, merges = list(byte_characters()), list[tuple[str, str]]()
@@ -278,11 +276,9 @@ def special_ids(path: Path) -> tuple[int | None, int | None, int | None]:
 def test_a_word_of_the_vocabulary_is_no_special_token_by_its_spelling(
     merged: bool, tmp_path: Path
 ) -> None:
-    """Qwen2's vocabulary has `<s>` as a word."""
+    """The vocabulary of Qwen2 has `<s>` as an ordinary word."""
     assert special_ids(spelled(tmp_path, merged)) == (None, None, None)
-    with pytest.raises(
-        ValueError, match="--prepend-bos: .* does not say which token begins a document"
-    ):
+    with pytest.raises(ValueError, match="--prepend-bos: --tokenizer .*tokenizer.json .*BOS"):
         load_tokenizer(str(tmp_path / "tokenizer.json"), prepend_bos=True)
     path = spelled(tmp_path, merged, eos=True, bos=False, pad=True)
     ids = json.loads((tmp_path / "vocab.json").read_text())
@@ -325,7 +321,7 @@ def test_gpt2_files_end_documents_with_a_token_that_no_merge_makes(tmp_path: Pat
 
 
 def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -> None:
-    """Pieces that are spelled like special tokens are none."""
+    """A piece that is spelled like a special token is not special."""
     train_sentencepiece(
         tmp_path / "sp.model", bos_id=-1, eos_id=-1, user_defined_symbols=["<s>", "</s>", "<pad>"]
     )

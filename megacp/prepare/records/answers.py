@@ -1,14 +1,14 @@
-"""Find the learned part of each answer in a conversation that a template wrote.
+"""Locate the learned part of each answer in a conversation rendered by a template.
 
-An answer is the text that its message adds to the rendering of all messages before it with the
-generation prompt. Doing this for every answer takes time that grows with the square of the
-conversation's length. But answers of one kind (the same keys, the same neighbours, the same text
-around them) begin and end alike. So one answer of each kind is located by renderings of its own,
-and the others are located by matching the same text at their own marks.
+An answer is the text that its message adds to the prompt: the rendering of all earlier messages
+with the generation prompt. Rendering a prompt for every answer takes time quadratic in the length
+of the conversation. Answers of one kind (the same keys, neighbours and surrounding text) begin and
+end alike, however. Only one answer of each kind is therefore located by renderings. The other
+answers are located by the same surrounding text at their marks.
 
-A template may still treat one answer differently, for example by its number. The last matched
-answer, and some before it, are therefore located both ways. If one of them differs, every answer of
-the conversation is located by renderings.
+A template may still treat an answer differently, for example by its number. The last matched answer
+and some earlier ones are therefore located both ways. If the results differ, every answer of the
+conversation is located by renderings.
 """
 
 from __future__ import annotations
@@ -34,61 +34,59 @@ from megacp.prepare.records.thoughts import (
 )
 
 _UNASKED = re.compile(rf"{THOUGHT}\s*{THOUGHT_END}\s*\Z")
-"""An empty thought at the end of a prompt that asks for none."""
+"""An empty thought at the end of a prompt, which asks for an answer without a thought."""
 _ASK: dict[str, Any] = {"role": "user", "content": "Why?"}
 _MOST_PATTERNS = 32
-"""Most patterns that are kept for answers of one kind, for example for different names of tools."""
+"""Maximum number of patterns to keep for one kind, for example for different tool names."""
 
 
 @dataclass(frozen=True)
 class LocatedAnswer:
-    """The learned part of an answer."""
+    """Position of an answer's learned part in the text."""
 
     start: int | None
-    """None: where the generation block begins."""
+    """First character; None to start with the generation block."""
     stop: int | None
-    """None: where the generation block ends."""
+    """End; None to stop with the generation block."""
     thought: str = ""
-    """The counter of THOUGHTS that it belongs to; empty for none."""
+    """Counter (of THOUGHTS) for the kind of thought; "" for none."""
     before_answers: str = ""
-    """The empty thought, not learned, after its prompt, as of a Sample."""
+    """Empty thought, without loss, between the prompt and the answer; as in `Sample`."""
     opens_thought: bool = False
-    """Whether its prompt opens a thought, and the template never writes one."""
+    """Whether the prompt opens a thought although the template never writes one."""
 
 
 class _Opening(NamedTuple):
-    """The text before the first learned word of an answer."""
+    """Text up to the first learned word of an answer."""
 
     thought: str
     alone: str | None = None
-    """The rendering up to there, where the answer is the last message; None: the prompt."""
+    """Rendering up to there if the answer is the last message; None for the prompt."""
     here: str | None = None
-    """The rendering up to there in the whole conversation; None: the prompt."""
+    """Rendering up to there in the whole conversation; None for the prompt."""
     before_answers: str = ""
     opens_thought: bool = False
 
 
 class _Pattern(NamedTuple):
-    """An answer by the text between its marks and its borders."""
+    """A located answer with the text between its borders and the marks of the messages."""
 
     head: int | None
-    """Characters from the beginning of its turn to its start; None without a start."""
+    """Characters from the beginning of the turn to the answer's start; None without a start."""
     head_text: str
     tail: int | None
-    """Characters from the beginning of the next turn to its stop, negative where it stops before;
-    None without one.
+    """Characters from the beginning of the next turn to the answer's stop, negative if the stop is
+    earlier; None without a stop.
     """
     tail_text: str
     answer: LocatedAnswer
 
 
 class AnswerFinder:
-    """Finds the learned parts of the answers in one conversation."""
+    """Locates the learned parts of the answers in one conversation."""
 
     def __init__(self, renderings: Renderings, paths: Sequence[str], has_blocks: bool) -> None:
-        """`paths`: where each message is in the record; `has_blocks`: only the starts of answers
-        are asked for.
-        """
+        """`paths` name the messages in errors; `has_blocks` asks only for the starts of answers."""
         self._renderings = renderings
         self._paths = paths
         self._has_blocks = has_blocks
@@ -96,11 +94,14 @@ class AnswerFinder:
         self._text = renderings.text
 
     def find(self, answers: Sequence[int]) -> dict[int, LocatedAnswer]:
-        """Locate some answers. RecordError: the first of them that cannot be located."""
+        """Locate answers by message number. Raise RecordError for the first that cannot be
+        located.
+        """
         found: dict[int, LocatedAnswer] = {}
         patterns: dict[Hashable, list[_Pattern]] = defaultdict(list)
         matched: list[int] = []
         for i in answers:
+            # try the patterns of earlier answers of this kind, which needs no rendering
             kind = self._kind(i)
             alike = (self._matched(pattern, i) for pattern in patterns[kind])
             answer = next((each for each in alike if each is not None), None)
@@ -117,7 +118,7 @@ class AnswerFinder:
         return found
 
     def _are_confirmed(self, found: dict[int, LocatedAnswer], chosen: Sequence[int]) -> bool:
-        """Whether renderings locate some answers in the same places."""
+        """Return whether renderings locate the chosen answers in the same places."""
         try:
             return all(self._rendered(i) == found[i] for i in chosen)
         except RecordError:
@@ -126,7 +127,8 @@ class AnswerFinder:
     # ---- by matching an answer of the same kind
 
     def _kind(self, i: int) -> Hashable:
-        """Everything but its words by which a template may write an answer differently."""
+        """Return everything except words that may make a template write an answer differently."""
+        # the message with both of its neighbours; templates often test the next or previous role
         here = self._shapes[i - 1 : i + 2] if i else (None, *self._shapes[:2])
         return (
             i == 0,
@@ -138,20 +140,21 @@ class AnswerFinder:
 
     @cached_property
     def _shapes(self) -> tuple[Hashable, ...]:
+        """The shape of each message; see `_shape`."""
         return tuple(map(_shape, self._messages))
 
     @cached_property
     def _first_question(self) -> int:
+        """Number of the first user message, or of all messages if there is none."""
         roles = [message["role"] for message in self._messages]
         return roles.index("user") if "user" in roles else len(roles)
 
     @cached_property
     def _follows(self) -> list[tuple[bool, bool]]:
-        """Whether a question follows each message, and whether an answer without a call follows
-        it.
-        """
+        """Whether a question, and whether an answer without a call, follows each message."""
         follows = []
-        question = answer = False
+        question = False
+        answer = False
         for message in reversed(self._messages):
             follows.append((question, answer))
             question = question or message["role"] == "user"
@@ -159,7 +162,8 @@ class AnswerFinder:
         return follows[::-1]
 
     def _pattern(self, i: int, answer: LocatedAnswer) -> _Pattern | None:
-        """The text between an answer's marks and its borders; None if no marks enclose it."""
+        """Return the pattern of a located answer; None if no marks enclose it."""
+        # positions relative to the marks hold for every answer of this kind
         borders = self._borders(i)
         if borders is None:
             return None
@@ -171,7 +175,7 @@ class AnswerFinder:
         )
 
     def _matched(self, pattern: _Pattern, i: int) -> LocatedAnswer | None:
-        """Locate answer i by a pattern; None if the text around it is different."""
+        """Locate answer i by a pattern; None if the text around it differs."""
         borders = self._borders(i)
         if borders is None:
             return None
@@ -182,13 +186,15 @@ class AnswerFinder:
             return None
         start = None if pattern.head is None else begin + pattern.head
         stop = None if pattern.tail is None else end + pattern.tail
+        # the words must be inside the range; otherwise the marks are not where the answer is
         if (start is not None and start > words) or (stop is not None and stop < words):
             return None
         return replace(pattern.answer, start=start, stop=stop)
 
     def _borders(self, i: int) -> tuple[int, int, int] | None:
-        """Return where message i, its first value and the next message begin; None unless they are
-        in this order.
+        """Return the positions of message i, its first value and the next message.
+
+        Return None if a position is unknown or if they are not in this order.
         """
         begin = self._renderings.begin_of(i)
         words = self._renderings.value_of(i)
@@ -198,7 +204,7 @@ class AnswerFinder:
         return begin, words, end
 
     def _text_from(self, at: int, count: int | None) -> str:
-        """Some characters from a place on, or before it where the count is negative."""
+        """Return `count` characters from a position on, or before it if the count is negative."""
         if count is None:
             return ""
         return self._text[min(at, at + count) : max(at, at + count)]
@@ -206,15 +212,14 @@ class AnswerFinder:
     # ---- by renderings of all messages before it
 
     def _rendered(self, i: int) -> LocatedAnswer:
-        """Locate answer i by renderings of the messages before it. RecordError: it cannot be
-        located.
+        """Locate answer i by renderings of the earlier messages. Raise RecordError if that is
+        impossible.
         """
         try:
             return self._rendered_after(i, self._messages)
         except RecordError:
-            # The template may write a thought only as long as nothing follows, and drop it here
-            # (gpt-oss, Qwen3). The answer is then located after the messages as they are written
-            # here.
+            # Some templates (gpt-oss, Qwen3) write a thought only while no message follows. Retry
+            # with the earlier messages in the form that they have in this conversation.
             written = self._renderings.as_written
             if written[:i] == self._messages[:i]:
                 raise
@@ -230,9 +235,10 @@ class AnswerFinder:
             return None
 
     def _rendered_after(self, i: int, messages: list[dict[str, Any]]) -> LocatedAnswer:
-        """LocatedAnswer i after `messages[:i]`."""
+        """Locate answer i after `messages[:i]`. Raise RecordError if the renderings disagree."""
         before = messages[:i]
         where = self._paths[i]
+        # a generation block ends the answer, so only its first learned word is looked for
         if self._has_blocks:
             prompt = self._renderings.tried(before, True)
             opening = self._opening(i, prompt, before)
@@ -243,30 +249,32 @@ class AnswerFinder:
         try:
             prompt = self._renderings.render(before, True).text if i else self._opened()
         except RecordError as error:
-            told = f"`{where}`: what stands before it cannot be asked alone: {error}"
-            raise RecordError(f"{told}; with a `weight` of 0 it is context") from error
+            raise RecordError(
+                f"`{where}`: the chat template cannot write a prompt of the messages before it: "
+                f"{error}; give it a `weight` of 0 to use it as context"
+            ) from error
+        # `until` is the text with the answer as the last message
         until = self._text
         if i + 1 < len(messages):
             until = self._renderings.render([*before, self._messages[i]]).text
         opening = self._opening(i, prompt, before)
         alone = prompt if opening.alone is None else opening.alone
         here = prompt if opening.here is None else opening.here
+        # the answer as the last message, with and without the special tokens that end the text
+        # (the second form is needed where the template ends only the last turn with them)
         own = until[len(alone) :]
-        ends = (
-            own,
-            re.sub(f"(?:{self._renderings.template.forgeable.pattern})+$", "", own),
-        )  # or a whole talk's end
+        without_end = re.sub(f"(?:{self._renderings.template.forgeable.pattern})+$", "", own)
+        ends = (own, without_end)
         said = next((each for each in ends if self._text.startswith(here + each)), None)
         if not until.startswith(alone) or said is None:
             raise RecordError(
-                f"`{where}`: the chat template writes it, or what stands before it, otherwise than "
-                "it asks for it, "
-                "or otherwise once more follows; give earlier answers a `weight` of 0, make a record of each, or "
-                "take a template with generation blocks"
+                f"`{where}`: the chat template renders this answer or its context differently in "
+                "the prompt, or once later messages follow; give earlier answers a `weight` of 0, "
+                "make each answer a separate record, or use a template with generation blocks"
             )
         if not said and here == prompt:
             raise RecordError(
-                f"`{where}`: the chat template adds nothing for it that could be learned"
+                f"`{where}`: the chat template writes nothing for this answer that could be learned"
             )
         return LocatedAnswer(
             len(here),
@@ -277,9 +285,8 @@ class AnswerFinder:
         )
 
     def _opened(self) -> str:
-        """The text before an answer that is the first message, up to where a question would have
-        asked for it.
-        """
+        """Return the text before an answer that is the first message, as far as a prompt goes."""
+        # no question precedes the answer, so take the generation prompt from another conversation
         render = self._renderings.render
         begin = render([{**self._messages[0], "content": PLACE}]).text.partition(PLACE)[0]
         opening = render([_ASK], True).text.removeprefix(render([_ASK]).text)
@@ -287,9 +294,7 @@ class AnswerFinder:
         return begin if at < 0 else begin[: at + len(opening)]
 
     def _opening(self, i: int, prompt: str, before: list[dict[str, Any]]) -> _Opening:
-        """The text before the first learned word of answer i; `prompt`: the prompt that asks for
-        it, or empty.
-        """
+        """Return the text up to the first learned word of answer i; `prompt` may be empty."""
         message = self._messages[i]
         if thought_apart(message)[0]:
             return self._opening_of_thought(prompt)
@@ -298,13 +303,15 @@ class AnswerFinder:
         return _Opening("no_thoughts")
 
     def _opening_of_thought(self, prompt: str) -> _Opening:
-        """The prompt; if it asks for no thought and the answer has one all the same, the text
-        before the thought.
+        """Return the opening of an answer with a thought.
+
+        It is the prompt, or the text before the thought if the prompt asks for none.
         """
         bare = _UNASKED.sub("", prompt) + THOUGHT
         is_asked = prompt in ("", self._text[: len(prompt)]) or self._renderings.variables
         if is_asked or not self._text.startswith(bare):
             return _Opening("real_thoughts")
+        # the answer has a thought although the prompt asks for none: learn it after its tag
         words = self._text[len(bare) :].lstrip()
         begin = self._text.removesuffix(words)
         return _Opening("real_thoughts", begin, begin)
@@ -312,16 +319,18 @@ class AnswerFinder:
     def _opening_without_thought(
         self, i: int, prompt: str, before: list[dict[str, Any]]
     ) -> _Opening:
-        """The text up to the words of an answer without a thought, if the template writes an empty
-        thought there.
+        """Return the opening of an answer without a thought.
 
-        An empty thought is all that the template also writes around a thought, and nothing else.
+        The loss starts at the words if the template writes an empty thought before them. A thought
+        is empty if it consists only of the text that the template also writes around a real one.
         """
         wordless, thinking = _without_words(self._messages[i])
         alone = self._last(i, wordless, before).partition(PLACE)[0]
+        # if the template writes thoughts, PLACE appears twice: as the thought and as the words
         *around, _ = self._last(i, thinking, before).split(PLACE)
         if len(around) == 1 and solid(prompt) == solid(alone) + THOUGHT:
-            # the prompt opens a thought, and the template never writes one (R1's distilled models)
+            # The prompt opens a thought, but the template never writes one (distilled R1 models).
+            # Everything that this answer adds before its words is context.
             added = alone.removeprefix(self._renderings.tried(before) or alone)
             return _Opening("empty_thoughts", alone, alone, added, opens_thought=True)
         if len(around) == 2 and solid("".join(around)) == solid(alone):
@@ -331,23 +340,26 @@ class AnswerFinder:
     def _opening_after_empty_thought(
         self, i: int, prompt: str, alone: str, wordless: dict[str, Any]
     ) -> _Opening:
-        """The text up to the words of an answer; `alone`: the same, with an empty thought, if
-        nothing follows.
+        """Return the opening of an answer whose template writes an empty thought.
+
+        `alone` is the text up to the words of the answer, including the empty thought, as it is
+        rendered if the answer is the last message.
         """
+        # an answer of white space has no words: its end follows the thought directly
         if not self._text.startswith(alone) and self._text.startswith(alone.rstrip()):
-            alone = alone.rstrip()  # a blank answer has no words, and its end follows at once
-        here = next(
-            (each for each in (alone, prompt) if each and self._text.startswith(each)), None
-        )
-        if here is None:  # an earlier answer has no empty thought, or another one
+            alone = alone.rstrip()
+        candidates = (alone, prompt)
+        here = next((each for each in candidates if each and self._text.startswith(each)), None)
+        # an earlier answer may have no empty thought, or a different one
+        if here is None:
             here = self._renderings.with_message(i, wordless).partition(PLACE)[0]
         is_asked = prompt.startswith(here)
         is_after_thought = solid(here) == solid(alone)
         if not (here and self._text.startswith(here) and (is_after_thought or is_asked)):
             return _Opening("")
-        goes_on = (
-            i > 0 and self._messages[i - 1]["role"] in LEARNED_ROLES
-        )  # the template may write it differently here
+        # right after another answer, the template may write the empty thought differently, so this
+        # place does not show how prompts end
+        goes_on = i > 0 and self._messages[i - 1]["role"] in LEARNED_ROLES
         added = ""
         if prompt and not (is_asked or goes_on):
             added = here[len(os.path.commonprefix((prompt, here))) :]
@@ -359,8 +371,9 @@ class AnswerFinder:
         )
 
     def _last(self, i: int, message: dict[str, Any], before: list[dict[str, Any]]) -> str:
-        """A rendering that ends with another message i; of all where it cannot be the last, as
-        before any question.
+        """Render `before` with another message i at the end.
+
+        If the message cannot be the last one, such as before any question, render all messages.
         """
         return self._renderings.tried([*before, message]) or self._renderings.with_message(
             i, message
@@ -368,27 +381,28 @@ class AnswerFinder:
 
 
 def _without_words(message: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An answer with PLACE as its words, and the same with PLACE as its thought, written where its
-    own would be.
+    """Return an answer with PLACE as its words, and the same with PLACE also as its thought.
+
+    The thought is in the same place as the thought of the given answer, if it has one.
     """
+    # an empty thought in the content stays there, with PLACE inside it
     empty = EMPTY_THOUGHT.match(message_words(message))
     own = empty[0] if empty else ""
     wordless = {**message, "content": own + PLACE}
     thinking = {key: value for key, value in wordless.items() if key not in REASONING}
     if own:
-        return wordless, {
-            **thinking,
-            "content": own.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE,
-        }
-    return wordless, {**thinking, REASONING[0]: PLACE}
+        thinking["content"] = own.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE
+    else:
+        thinking[REASONING[0]] = PLACE
+    return wordless, thinking
 
 
 def _some_of(answers: Sequence[int]) -> list[int]:
-    """Choose the last answer, the last one in the first half before it, in the first quarter, and
-    so on.
+    """Choose answers to confirm: the last one, then each time the last in the first half.
 
-    The renderings for all of them together are about twice as long as those for the last one.
+    Rendering all of them costs about twice as much as rendering the last one.
     """
+    # positions halve each time, so the costs form a geometric series
     chosen = []
     left = sorted(answers)
     while left:
@@ -398,20 +412,21 @@ def _some_of(answers: Sequence[int]) -> list[int]:
 
 
 def _shape(message: dict[str, Any]) -> Hashable:
-    """What a template may ask of a message, but for its words."""
+    """Return the properties of a message, except its words, that a template may test."""
     values = []
     for key, value in sorted(message.items()):
         if key == "role":
             values.append((key, value))
         elif key == "tool_calls" and isinstance(value, list):
+            # templates distinguish one call from several
             values.append((key, min(len(value), 2)))
         elif isinstance(value, list):
-            values.append(
-                (key, tuple(part.get("type") if isinstance(part, dict) else "" for part in value))
-            )
+            types = tuple(part.get("type") if isinstance(part, dict) else "" for part in value)
+            values.append((key, types))
         else:
             values.append((key, is_blank(value)))
+    # templates strip white space, and look for thoughts in the content
     words = message_words(message)
-    edges = words[:1].isspace(), words[-1:].isspace(), words.lstrip()[:1] == "<"
-    thoughts = bool(EMPTY_THOUGHT.match(words)), THOUGHT in words, THOUGHT_END in words
+    edges = (words[:1].isspace(), words[-1:].isspace(), words.lstrip()[:1] == "<")
+    thoughts = (bool(EMPTY_THOUGHT.match(words)), THOUGHT in words, THOUGHT_END in words)
     return tuple(values), edges, thoughts

@@ -1,10 +1,9 @@
-"""Chat templates: where they come from, and conversations written by them as the transformers
-library writes them.
+"""Load chat templates and render conversations like the transformers library.
 
-The ids are those of `apply_chat_template(tokenize=True)`: one text, tokenized whole. The library
-itself takes seconds to import in each worker, its clock would give a resumed build other tokens,
-and it loses a generation block within a macro. Here blocks are marked by characters that Unicode
-gives only to programs; the marks are taken out again.
+The token ids are identical to `apply_chat_template(tokenize=True)`: one text, tokenized as a whole.
+The library itself is not used for three reasons. Importing it takes seconds in each worker. It
+reads the clock, so a resumed build would get different tokens. It loses generation blocks inside
+macros. Here noncharacters of Unicode mark the generation blocks and are removed again.
 """
 
 from __future__ import annotations
@@ -46,27 +45,28 @@ from megacp.storage.files import read_regular
 OURS = {
     path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))
 }
-"""Templates by name, for tokenizers without one and for those whose own does not say what is
-learned.
+"""Built-in templates by name, for tokenizers without a template or with one that does not mark
+the learned text.
 """
 PLACE = "\ufdd2"
-"""Stands for a value whose place in a rendering is looked for."""
+"""Placeholder for a value whose position in a rendering is to be found."""
 _RESERVED = (BLOCK_BEGIN, BLOCK_END, PLACE, *MARK_CHARACTERS)
-"""Characters that Unicode gives only to programs. They mark a rendering, so no text may hold them.
-"""
+"""Noncharacters of Unicode that mark a rendering; no text may contain them."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; the first is that of templates."""
+"""Keys for the reasoning of a message; templates use the first."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
-"""Marks around a thought, as templates write them."""
+"""Tags around a thought, as templates write them."""
 THINKS = "enable_thinking"
-"""The variable by which a template knows whether to think."""
+"""Variable that switches thinking on or off in templates."""
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""A block of a template that says by itself what is learned."""
-_SAID, _TOLD = "Why so?", "Certainly"
+"""Opening tag of a block that marks learned text in a template."""
+_SAID = "Why so?"
+_TOLD = "Certainly"
 _TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": _SAID},
     {"role": LEARNED_ROLES[0], "content": _TOLD},
 ]
+# some templates require ids of nine characters
 _CALL: dict[str, Any] = {"id": "call00001", "type": "function"}
 _CALL["function"] = {"name": "look", "arguments": {"place": _TOLD}}
 _PLACES = {"type": "object", "properties": {"place": {"type": "string", "description": "Where"}}}
@@ -74,44 +74,47 @@ _TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Looks", "parameters": _PLACES},
 }
-"""A conversation by which a template shows what it writes after answers and calls."""
+"""A tool, and above it a conversation and a call: they show the text that a template writes after
+answers and calls.
+"""
 _MARKS = ("<|im_start|>", "<|im_end|>")
-"""Marks of the templates that are known by name."""
+"""Special tokens of the built-in templates."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """What a template makes of a conversation."""
+    """The text of a conversation, as rendered by a template."""
 
     text: str
     generated: tuple[tuple[int, int], ...] = ()
-    """Characters start..stop of its generation blocks."""
+    """Ranges of characters (start, stop) of the generation blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A template and the tokenizer that it is for."""
+    """A template together with the tokenizer that encodes its renderings."""
 
     text: str
     today: str | None
-    """The date that the template writes, as YYYY-MM-DD."""
+    """Date (YYYY-MM-DD) for templates that write the current date."""
     special: Mapping[str, str] = field(repr=False)
-    """Tokens that the tokenizer's files name, by name."""
+    """Special tokens by the names that the tokenizer's files give them."""
     _model: Any = field(repr=False)
     before_answers: str = ""
-    """What ends a prompt where a model learned its answers without a thought: an empty one, or what
-    opens none.
+    """Ending of every prompt if the model was trained on answers without thoughts: an empty
+    thought, or text that opens none.
     """
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of all renderings that do not give others."""
+    """Default variables of all renderings."""
     folder_ends: tuple[str, ...] = ()
-    """Tokens at which the model's folder says that an answer ends; the first is the tokenizer's
-    own, if it has one.
+    """Tokens that end an answer according to the model's folder; the tokenizer's EOS token comes
+    first.
     """
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """All of it that decides tokens, in JSON's types."""
+        """Everything that affects the tokens, as JSON types."""
+        # thousands of added tokens: a digest of them is enough to detect a change
         digest = hashlib.sha256("\n".join(map(repr, self._added)).encode()).hexdigest()
         ends = list(self.folder_ends)
         special = dict(self.special)
@@ -125,19 +128,17 @@ class ChatTemplate:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of what decides tokens."""
+        """Digest of everything that affects the tokens."""
         return hashlib.sha256(json.dumps(self.decisive, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def forgeable(self) -> re.Pattern[str]:
-        """Finds special tokens, which only a template may write, and the characters that mark a
-        rendering.
-        """
+        """Pattern of the special tokens and marks, which no text of a record may contain."""
         return _any_of([*self.special_texts, *_RESERVED])
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of its special tokens."""
+        """Texts of the special tokens."""
         return tuple(
             token.content for token in self._added if token.special and token.content.strip()
         )
@@ -148,24 +149,24 @@ class ChatTemplate:
 
     @cached_property
     def writes_thoughts(self) -> bool:
-        """Whether it knows of thoughts, though it may leave out those of earlier answers."""
+        """Whether the template supports thoughts, even if it omits them from earlier answers."""
         return any(name in self.text for name in (*REASONING, THOUGHT_END))
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """Tokens that end an answer for which the template writes no end: of the next turn, and of
+        """Tokens that may end an answer if the template writes no end: from the next turn or from
         the folder.
         """
         tokens = (self._after_answer, self._after_call, *self.folder_ends)
         return tuple(dict.fromkeys(token for token in tokens if token))
 
     def end_after(self, calls: bool, goes_on: bool) -> str:
-        """The token that ends a last answer after which the template writes nothing; empty where it
-        writes something.
+        """Return the token that ends a last answer, or "" if the template writes an end.
 
-        `calls`: the answer is a tool call. `goes_on`: a turn follows, which can only begin with its
-        own token.
+        `calls`: the answer is a tool call. `goes_on`: a turn follows, so only the token with which
+        turns begin can end the answer.
         """
+        # the token that training on several turns would teach as the end of an answer
         of_turn = self._after_call if calls else self._after_answer
         if of_turn or goes_on or self._ends_answers:
             return of_turn
@@ -173,32 +174,40 @@ class ChatTemplate:
 
     @cached_property
     def _ends_answers(self) -> bool:
-        """Whether it writes something after the words of a last answer."""
+        """Whether the template writes text after the words of a last answer."""
+        # after the last turn, without a generation prompt
         text = self._text_of(_TURNS, None)
         return text.rpartition(_TOLD)[2].strip() != ""
 
     @cached_property
     def _after_answer(self) -> str:
+        """First special token between an answer and the next turn."""
         return self._token_between([*_TURNS, *_TURNS], None)
 
     @cached_property
     def _after_call(self) -> str:
+        """First special token between a tool call and its result."""
+        # the answer is _TOLD, an argument of the call, and the result is the next _SAID
         call = {"role": LEARNED_ROLES[0], "content": "", "tool_calls": [_CALL]}
         result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "look", "content": _SAID}
         return self._token_between([{**_TURNS[0], "content": "?"}, call, result], [_TOOL])
 
     def _token_between(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        """The first special token between an answer, which says _TOLD, and the next _SAID; empty
-        for none.
+        """Return the first special token between _TOLD and the next _SAID, or "".
+
+        Return "" as well if the template writes an end of answers.
         """
+        # the text between the answer and the next message has the end of the answer
         _, _, rest = self._text_of(messages, tools).partition(_TOLD)
         between, said, _ = rest.partition(_SAID)
         found = self.forgeable.search(between)
-        return found[0] if said and found is not None and not self._ends_answers else ""
+        if not said or found is None or self._ends_answers:
+            return ""
+        return found[0]
 
     def _text_of(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        """The text of messages; empty where it refuses them, for then no such conversation is in
-        the data either.
+        """Return the rendering of messages, or "" if the template refuses them, as it would in the
+        data.
         """
         try:
             return self.render(messages, tools).text
@@ -207,22 +216,24 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether it writes a content that is a list of parts, as it writes a string."""
+        """Whether the template accepts a list of parts as content, in addition to a string."""
         return self._writes({"role": "user", "content": [{"type": "text", "text": PLACE}]})
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether it writes arguments of a tool call that are an object; some take only a string of
-        JSON.
+        """Whether the template accepts tool-call arguments as an object; some accept only a JSON
+        string.
         """
         function = {"name": "look", "arguments": {"place": PLACE}}
+        # an object that is printed by Python instead of JSON does not show PLACE
         calls = [{"id": "call00001", "type": "function", "function": function}]
         asked = {"role": "user", "content": "?"}
         return self._writes(asked, {"role": LEARNED_ROLES[0], "content": "", "tool_calls": calls})
 
     def _writes(self, *messages: dict[str, Any]) -> bool:
-        """Whether it writes PLACE, which stands in the last of some messages; Python would escape
-        it in an object.
+        """Return whether the rendering of messages contains PLACE, which the last of them has.
+
+        A template that prints an object by Python's `str` would escape it.
         """
         try:
             return PLACE in self.render(messages).text
@@ -230,13 +241,9 @@ class ChatTemplate:
             return False
 
     def is_added(self, text: str) -> bool:
-        """Whether a text consists only of added tokens, which are cut out of every text around
-        them.
-        """
-        return (
-            re.fullmatch(f"(?:{_any_of(token.content for token in self._added).pattern})+", text)
-            is not None
-        )
+        """Return whether a text consists only of added tokens, whatever text surrounds it."""
+        added = _any_of(token.content for token in self._added).pattern
+        return re.fullmatch(f"(?:{added})+", text) is not None
 
     def render(
         self,
@@ -245,18 +252,19 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         prompt: bool = False,
     ) -> Rendering:
-        """A conversation as text; `prompt`: with what stands before an answer. RecordError when the
-        template cannot.
+        """Render a conversation; `prompt` appends the generation prompt.
+
+        Raise RecordError if the template refuses the messages.
         """
         own = variables or {}
-        if (
-            prompt and self.before_answers and THINKS not in own
-        ):  # as the template writes it, whatever ends a prompt
+        # The model was trained on prompts that end with `before_answers`: take the text that the
+        # template writes before an answer, and append that ending if it is not there.
+        if prompt and self.before_answers and THINKS not in own:
             answer = {"role": LEARNED_ROLES[0], "content": PLACE}
             text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
-            return Rendering(
-                text if text.endswith(self.before_answers) else text + self.before_answers
-            )
+            if not text.endswith(self.before_answers):
+                text += self.before_answers
+            return Rendering(text)
         return _without_blocks(self._written(_as_given(messages), tools, own, prompt))
 
     def render_marked(
@@ -266,9 +274,9 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, dict[MarkedPlace, int]]:
-        """Write messages whose values hold some marks, with a new mark for each turn.
+        """Render messages whose values contain marks, with a new mark for each turn.
 
-        Return the text without any marks, and where each marked place begins in it.
+        Return the text without marks, and the position of each marked place in it.
         """
         chat = _as_given(messages)
         text = self._written(chat, tools, variables or {}, False, TurnMarks(marks, chat))
@@ -282,10 +290,12 @@ class ChatTemplate:
         prompt: bool,
         turns: TurnMarks | None = None,
     ) -> str:
-        """What the template writes, with the characters that mark its generation blocks."""
+        """Render messages, with the characters that mark generation blocks."""
+        # later entries win: a record's variables override the defaults
         given = {**self.special, **self.variables, **variables, "tools": tools, "documents": None}
         if turns is not None:
             given[sandbox.TURN] = turns
+        # one memory and time limit for compiling and rendering: a template is untrusted code
         try:
             with bounded("the template"):
                 template = sandbox.compiled_template(self.text, self.today, turns is not None)
@@ -293,22 +303,23 @@ class ChatTemplate:
                     template, dict(messages=chat, add_generation_prompt=prompt, **given)
                 )
             sandbox.refuse_addresses(text, self.text, (chat, given))
+        # a limit ends the build, unlike any other failure of a template, which only costs a record
         except TemplateLimitError:
             raise
-        except Exception as error:  # a template is a program, and may fail in any way
+        except Exception as error:
             raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
         return text
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [n] of a rendering, and the characters start..stop of each, int64 [n, 2]."""
+        """Return token ids, int32 [n], and their ranges of characters, int64 [n, 2]."""
+        # the template has written all special tokens, such as BOS
         encoding = self._model.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def _as_given(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with their thoughts under the names that templates read, as the library hands them
-    on.
-    """
+    """Return messages with their thought under every key that templates read."""
+    # copies: a template must not change the caller's messages
     chat = []
     for message in messages:
         own = {key: value for key, value in message.items() if value is not None}
@@ -320,15 +331,15 @@ def _as_given(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without_blocks(text: str) -> Rendering:
-    """A rendering without the characters that mark its generation blocks, and where these are."""
+    """Remove the marks of generation blocks; return the text and the ranges of the blocks."""
     generated = []
     length = 0
-    for piece in re.split(
-        f"({BLOCK_BEGIN}.*?{BLOCK_END})", text, flags=re.DOTALL
-    ):  # a block, or the text between two
+    # each piece is a block, or the text between two blocks
+    for piece in re.split(f"({BLOCK_BEGIN}.*?{BLOCK_END})", text, flags=re.DOTALL):
         block = piece.strip(BLOCK_BEGIN + BLOCK_END)
         if not {BLOCK_BEGIN, BLOCK_END}.isdisjoint(block):
-            raise RecordError("the chat template has a generation block within another")
+            raise RecordError("the chat template has a generation block inside another one")
+        # an empty block teaches nothing
         if piece != block and block:
             generated.append((length, length + len(block)))
         length += len(block)
@@ -336,60 +347,58 @@ def _without_blocks(text: str) -> Rendering:
 
 
 Template = ChatTemplate | Callable[[], ChatTemplate]
-"""One, or what loads it once there are messages."""
+"""A template, or a function that loads it when the first messages appear."""
 
 
 def loaded(template: Template) -> ChatTemplate:
-    """The template, which now is needed. ValueError: as of load_chat_template."""
+    """Return the template, loading it if necessary. Raise ValueError like `load_chat_template`."""
     return template if isinstance(template, ChatTemplate) else template()
 
 
 def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> ChatTemplate:
-    """The template that `--chat-template` names: auto, a name, or a .jinja file.
+    """Load the template of `--chat-template`: auto, a name, or a .jinja file.
 
-    ValueError: no such template, one that does not compile or needs a date, a tokenizer that has no
-    special tokens.
+    Raise ValueError if it does not exist, does not compile or needs a date, or if the tokenizer
+    lacks special tokens.
     """
     flag = f"--chat-template {choice}"
     if tokenizer.kind != "huggingface":
         raise ValueError(
-            f"{flag} needs a tokenizer.json: a {tokenizer.kind} tokenizer reads the special tokens "
-            "of a template as "
-            "plain text"
+            f"{flag} needs a tokenizer.json: a {tokenizer.kind} tokenizer would encode the "
+            "template's special tokens as plain text"
         )
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[data]'") from error
+    # templates call strftime_now for the current date
     text = _chosen(choice, tokenizer.files[0].parent)
     if "strftime_now" in text and today is None:
         raise ValueError(
-            f"{flag}: the template writes today's date, so the tokens would be others tomorrow; "
-            "fix it with "
-            "--chat-template-date YYYY-MM-DD"
+            f"{flag}: the template writes the current date, so the tokens would change every day; "
+            "set a date with --chat-template-date YYYY-MM-DD"
         )
     if today is not None:
         try:
             datetime.datetime.strptime(today, "%Y-%m-%d")
         except ValueError as error:
             raise ValueError(
-                f"--chat-template-date {today} is no date, as in 2026-01-31"
+                f"--chat-template-date {today} is not a date; use YYYY-MM-DD, such as 2026-01-31"
             ) from error
     try:
         with bounded("the template"):
             sandbox.compiled_template(text, today)
     except TemplateLimitError:
         raise
-    except (
-        Exception
-    ) as error:  # Python's own compiler refuses what is nested too deeply, and not in one way
-        raise ValueError(f"{flag}: the template is no Jinja: {_one_line(error)}") from error
+    # Jinja reports syntax errors, but Python's compiler fails in several ways on deep nesting
+    except Exception as error:
+        raise ValueError(f"{flag}: this is not a Jinja template: {_one_line(error)}") from error
     made = template_of(text, tokenizer, today)
+    # the built-in templates rely on these tokens to separate turns
     if text in OURS.values() and not all(made.forgeable.fullmatch(token) for token in _MARKS):
         raise ValueError(
-            f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_MARKS)}, and as "
-            "plain text any "
-            "record could spell them"
+            f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_MARKS)}; as plain "
+            "text, any record could contain them"
         )
     return made
 
@@ -397,31 +406,36 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
 def template_of(
     text: str, tokenizer: Tokenizer, today: str | None, before_answers: str = ""
 ) -> ChatTemplate:
-    """A template for the tokenizer of a tokenizer.json and the settings beside it; it may write
-    `today`.
+    """Return a template for a tokenizer.json and the settings next to it.
 
-    ValueError: the settings name tokens that it does not have.
+    `today` is the date that the template may write. Raise ValueError if the settings name tokens
+    that the tokenizer does not have.
     """
-    settings = settings_of(tokenizer.files[0].parent)
-    named = {
-        name: content
-        for name in TOKEN_VARIABLES
-        if (content := token_text(settings.get(name))) is not None
-    }
+    folder = tokenizer.files[0].parent
+    settings = settings_of(folder)
+    named = {}
+    for name in TOKEN_VARIABLES:
+        content = token_text(settings.get(name))
+        if content is not None:
+            named[name] = content
     model = _model_of(tokenizer.files[0], settings, named.values())
-    tokens = [named.get("eos_token"), *map(model.id_to_token, end_ids(tokenizer.files[0].parent))]
+    # the tokenizer's own end first, then the ends in the generation settings
+    tokens = [named.get("eos_token"), *map(model.id_to_token, end_ids(folder))]
     ends = tuple(dict.fromkeys(token for token in tokens if token))
     return ChatTemplate(text, today, named, model, before_answers, folder_ends=ends)
 
 
 def _chosen(choice: str, folder: Path) -> str:
-    """The text of a template by its name or file."""
+    """Return the text of a template, given its name or file."""
     if choice.endswith(".jinja"):
         return read_regular(choice).decode()
     found = templates_of(folder)
     name = "default" if choice == "auto" else choice
-    if name in found or name in OURS:
-        return found[name] if name in found else OURS[name]
+    if name in found:
+        return found[name]
+    if name in OURS:
+        return OURS[name]
+    # an unknown name: list the names that exist
     has = f"has the templates {', '.join(sorted(found))}" if found else "has no chat template"
     names = ", ".join(sorted({*found, *OURS}))
     raise ValueError(
@@ -431,15 +445,19 @@ def _chosen(choice: str, folder: Path) -> str:
 
 
 def templates_of(folder: Path) -> dict[str, str]:
-    """The templates in a tokenizer's folder by name, `default` the one without: files before what a
-    config says.
+    """Return the templates in a tokenizer's folder by name; the unnamed one is `default`.
+
+    Template files take precedence over the settings. Raise ValueError if the settings are invalid.
     """
+    # newer folders have template files, one for each name
     plain, old = TEMPLATE_NAMES
     found = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / plain).is_file():
         found["default"] = folder / plain
     if found:
         return {name: read_regular(path).decode() for name, path in found.items()}
+
+    # the settings have a text, or a list of names and texts
     stated = read_beside(folder).values.get("chat_template")
     if stated is None and (folder / old).is_file():
         stated = read_object(folder / old).get("chat_template")
@@ -448,57 +466,63 @@ def templates_of(folder: Path) -> dict[str, str]:
             each.get("name"): each.get("template") for each in stated if isinstance(each, dict)
         }
     texts = {"default": stated} if isinstance(stated, str) else stated or {}
-    if not isinstance(texts, dict) or not all(
-        isinstance(text, str) for pair in texts.items() for text in pair
-    ):
+    is_valid = isinstance(texts, dict)
+    if is_valid:
+        is_valid = all(isinstance(text, str) for text in (*texts.keys(), *texts.values()))
+    if not is_valid:
         raise ValueError(
-            f"{folder}: `chat_template` is neither a text nor a list of names and templates"
+            f"{folder}: `chat_template` must be a text, or a list of names and templates"
         )
     return texts
 
 
 def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> Any:
-    """The `tokenizers.Tokenizer` of a file as the library makes it, with the tokens that the
-    settings add.
+    """Return the `tokenizers.Tokenizer` of a file, with the tokens that the settings add.
 
-    It has no post-processor: that only adds tokens, which a template writes, and narrows the places
-    of others.
+    This is the library's tokenizer without its post-processor. The post-processor would only add
+    tokens that the template writes itself, and narrow the offsets of other tokens.
     """
     import tokenizers
 
+    # change the file's JSON, because the package cannot remove a post-processor
     content = json.loads(path.read_text(encoding="utf-8"))
     model = tokenizers.Tokenizer.from_str(json.dumps({**content, "post_processor": None}))
     model.no_truncation()
     model.no_padding()
+    # tokens of the settings, in the order of their ids
     listed = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     tokens = {token["content"]: tokenizers.AddedToken(**token) for _, token in listed}
     known = {token.content for token in model.get_added_tokens_decoder().values()} | tokens.keys()
-    further = [
-        settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens")
-    ]
-    texts = [
-        token_text(each)
-        for more in further
-        for each in (more.values() if isinstance(more, dict) else more)
-    ]
+    # further special tokens have a list, or an object with a name for each
+    texts = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(name) or ()
+        if isinstance(more, dict):
+            more = more.values()
+        texts += [token_text(each) for each in more]
     for text in (*named, *filter(None, texts)):
         if text not in known:
             tokens[text] = tokenizers.AddedToken(text, special=True, normalized=False)
-    if unknown := sorted(text for text in tokens if model.token_to_id(text) is None):
+    unknown = sorted(text for text in tokens if model.token_to_id(text) is None)
+    if unknown:
         raise ValueError(
-            f"{path}: the files beside it name tokens that it does not have: {', '.join(unknown)}"
+            f"{path}: the files next to it name tokens that it does not have: {', '.join(unknown)}"
         )
-    model.add_tokens(list(tokens.values()))  # one that is there as it is stays
+    # adding a token again changes nothing unless its properties differ
+    model.add_tokens(list(tokens.values()))
     return model
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Finds the longest of some tokens, nothing without any. Blank ones stand in every text, and
-    are left out.
+    """Return a pattern that matches the longest of some tokens, and nothing if there are none.
+
+    Tokens of white space are left out, because every text contains them.
     """
+    # the longest first: a pattern tries its alternatives in order
     texts = sorted((text for text in tokens if text.strip()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def _one_line(error: object) -> str:
+    """Return the message of an error on one line."""
     return " ".join(str(error).split())

@@ -1,15 +1,16 @@
-"""Write a record's messages by a chat template, with the loss weight of every character.
+"""Render a record's messages with a chat template and find the loss weight of every character.
 
-If a template has `{% generation %}` blocks, these are learned. Otherwise an answer is the text that
-its message adds to the rendering of all messages before it with the generation prompt, and both
-renderings must begin the whole one. An answer is learned with the token that ends it, even if the
-template writes this token only as the beginning of the next turn, or not at all after the last
-answer. Every value of a record must appear in the text, and no text may spell a special token.
+If a template has `{% generation %}` blocks, their text is learned. Otherwise an answer is the text
+that its message adds to the prompt: the rendering of all earlier messages with the generation
+prompt. Both the prompt and the answer must reappear unchanged in the rendering of the whole
+conversation. The token that ends an answer is learned with it, even if the template writes that
+token only at the beginning of the next turn, or omits it after the last answer. Every value of a
+record must appear in the text, and no text may contain a special token.
 
-If the template leaves out the thought of an answer, as it does for earlier turns, the answer is
-context: its author did not say it without the thought. If an answer had no thought, but the
-template writes an empty one, it is learned from its own first word on, so that a model does not
-learn to think nothing.
+Some templates drop the thought of earlier answers. Such an answer becomes context without loss,
+because its author would not have given it without the thought. If an answer has no thought and the
+template writes an empty one, the loss starts at the first word of the answer; otherwise the model
+would learn to think nothing.
 """
 
 from __future__ import annotations
@@ -63,55 +64,63 @@ from megacp.prepare.records.thoughts import (
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _WRITTEN_AS_THEY_ARE = ("system", "user")
-"""Roles whose contents every template writes word by word; it may put what a tool says into JSON.
+"""Roles whose content every template writes word for word; tool results may be converted to
+JSON.
 """
 _LONGEST = 60
-"""Characters of a text that an error shows."""
+"""Characters of a quoted text in an error message."""
 
 
 class WrittenTalk:
-    """The messages of one record for one template. RecordError, from any method, says what is wrong
-    with them.
-    """
+    """The messages of one record, rendered by one template. Every method may raise RecordError."""
 
     def __init__(
         self, talk: Talk, template: ChatTemplate, rules: RecordRules, goes_on: bool = False
     ) -> None:
-        """`goes_on`: whether branches follow, so that the text ends as they begin."""
+        """`goes_on`: branches follow, so only the first token of a next turn can end the text."""
         self._goes_on = goes_on
-        self._talk, self._template, self._rules = talk, template, rules
-        self._media: list[tuple[int, int, Media]] = []  # message, part
-        self._weights: list[float] = []
-        self.answers, self.before_answers = Counter[str](), ""  # as of a Sample
+        self._talk = talk
+        self._template = template
+        self._rules = rules
+        self._media: list[tuple[int, int, Media]] = []  # (message, content part, media)
+        self._weights: list[float] = []  # loss weight of each message
+        # the fields of the same names of a Sample
+        self.answers = Counter[str]()
+        self.before_answers = ""
         self._messages = [self._given(i) for i in range(len(talk.messages))]
+
+        # a prompt for generation: the last assistant message is the expected answer
         self._expected: str | None = None
         if rules.asks and self._messages[-1]["role"] in LEARNED_ROLES:
             self._expected = message_words(self._messages.pop())
             self._media = [each for each in self._media if each[0] < len(self._messages)]
         if unknown := [name for name in talk.variables if name not in template.text]:
             raise RecordError(
-                f"`chat_template_kwargs.{unknown[0]}`: the chat template reads no such variable"
+                f"`chat_template_kwargs.{unknown[0]}`: the chat template does not use this variable"
             )
         values = (
             *zip(talk.paths, self._messages, strict=not rules.asks),
             ("tools", talk.tools),
             ("variables", talk.variables),
         )
-        for path, value in values:  # a special token in a text would end a turn or begin one
-            if found := next(filter(None, map(template.forgeable.search, _texts(value))), None):
+        # a special token in a text would end a turn or begin a new one
+        for path, value in values:
+            matches = map(template.forgeable.search, _texts(value))
+            found = next(filter(None, matches), None)
+            if found:
                 raise RecordError(
-                    f"a text of `{path}` spells the special token {found[0]!r}, which only the "
-                    "template may write"
+                    f"a text of `{path}` contains the special token {found[0]!r}, which only the "
+                    "chat template may write"
                 )
         self._renderings = Renderings(
             template, self._messages, talk.tools, talk.variables, rules.asks
         )
         self._closing = ""
-        """The token that ends a last answer after which the template writes none."""
+        """Token that ends the last answer, if the template writes none."""
         if not self._renderings.text:
-            raise RecordError("the chat template writes nothing for this record")
+            raise RecordError("the chat template renders this record as an empty text")
         self.learned: list[tuple[int, int, float]] = []
-        """Characters start..stop and their loss weight, in order."""
+        """Ranges of characters (start, stop) with their loss weight, in order."""
         if not rules.asks:
             self._refuse_lost()
             self.learned = (
@@ -121,148 +130,156 @@ class WrittenTalk:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The rendering, with the token that ends the last answer."""
         return self._renderings.text + self._closing
 
     def pieces(
         self, shared: WrittenTalk | None = None, weight: float = 1.0
     ) -> tuple[SamplePart, ...]:
-        """The rendering and all its images. With `shared`, which it goes on: what it adds has the
-        weight.
+        """Return the rendering and its media as parts of a sample.
 
-        Of messages that are asked, the text of a last answer stands behind them, and not in the
-        rendering.
+        `shared` is the beginning that this branch continues; only the text after it is multiplied
+        by `weight`. For a prompt, the expected answer follows as a separate part.
         """
+        # the branch must repeat the shared text exactly: both are stored as one tree of tokens
         start = 0 if shared is None else len(shared.text)
         if shared is not None:
             same_learned = [span for span in self.learned if span[0] < start] == shared.learned
             same_places = [place for place in self._places if place[0] < start] == shared._places
             if not (self.text.startswith(shared.text) and same_learned and same_places):
                 raise RecordError(
-                    "the chat template writes the shared messages otherwise once a branch follows; make a record of "
-                    "each branch"
+                    "the chat template renders the shared messages differently once a branch "
+                    "follows; make each branch a separate record"
                 )
         learned = tuple((a, b, w if b <= start else w * weight) for a, b, w in self.learned)
         rendered = Rendered(self.text, 0.0, None, learned, tuple(self._places))
+        media_parts = [SamplePart(None, 0.0, media) for *_, media in self._media]
         expected = [SamplePart(self._expected, 1.0)] if self._expected else []
-        return (rendered, *(SamplePart(None, 0.0, media) for *_, media in self._media), *expected)
+        return (rendered, *media_parts, *expected)
 
     def _given(self, i: int) -> dict[str, Any]:
-        """Message i as the template gets it; its weight and its images are entered."""
-        message, where, ignored = (
-            self._talk.messages[i],
-            self._talk.paths[i],
-            self._rules.ignore_keys,
-        )
-        self._weights.append(role_and_weight(message, where, self._rules)[1])
+        """Return message i in the form that the template gets; record its weight and its media."""
+        message = self._talk.messages[i]
+        where = self._talk.paths[i]
+        ignored = self._rules.ignore_keys
+        _, weight = role_and_weight(message, where, self._rules)
+        self._weights.append(weight)
         given = {
             k: v for k, v in message.items() if v is not None and k != "weight" and k not in ignored
         }
         if "tool_calls" in given:
-            calls, takes = (
-                objects_at(given["tool_calls"], f"{where}.tool_calls"),
-                self._template.takes_objects,
-            )
+            calls = objects_at(given["tool_calls"], f"{where}.tool_calls")
+            takes = self._template.takes_objects
             given["tool_calls"] = [
                 with_object(call, "arguments") if takes else call for call in calls
             ]
         if all(given[key] in ([], {}) for key in given.keys() - {*LINK_KEYS}):
-            raise RecordError(f"`{where}` says nothing: it has no `content`")
-        if (
-            given["role"] == "developer" and "developer" not in self._template.text
-        ):  # OpenAI's word for it
+            raise RecordError(f"`{where}` is empty: it has no `content`")
+        # "developer" is OpenAI's newer name of the system role; most templates do not know it
+        if given["role"] == "developer" and "developer" not in self._template.text:
             given["role"] = "system"
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
+            # a template without support for lists gets the joined texts
             if not self._template.takes_parts:
                 if any("text" not in part for part in given["content"]):
-                    told = (
-                        f"`{where}.content` is a list with images, and this chat template reads "
-                        "texts alone"
-                    )
                     raise RecordError(
-                        f"{told}: take one that writes images, or give --chat-template ignore"
+                        f"`{where}.content` is a list with images, but this chat template accepts "
+                        "only text: use a template with image support, or --chat-template ignore"
                     )
                 given["content"] = "".join(part["text"] for part in given["content"])
         elif not isinstance(content, str):
             raise RecordError(
-                f"`{where}.content` is {described(content)}, it must be a string or a list of parts"
+                f"`{where}.content` is {described(content)}, but it must be a string or a list of "
+                "parts"
             )
         return given
 
     def _part(self, i: int, j: int, part: Any) -> dict[str, Any]:
+        """Return part j of the content of message i for the template; record its image or video."""
         where = f"{self._talk.paths[i]}.content[{j}]"
         kind = kind_of(part, where)
         if kind == "text":
             return {"type": "text", "text": text_of(part, where, self._rules)}
+        # a template needs only the kind: the image itself is encoded separately
         self._media.append((i, j, media_at(part, kind, where, self._rules)))
         return {"type": kind, kind: kind}
 
     def _refuse_lost(self) -> None:
-        """What a message or a tool says must change the text, or (what every template writes) be in
-        it by its words.
+        """Raise RecordError if the template omits a value of a message, or the tools.
 
-        An answer whose thought is left out by a template that writes thoughts becomes context.
+        An answer whose thought is omitted by a template that supports thoughts becomes context.
         """
         left_out = self._left_out
+        # first decide which answers become context, then check every value of the message
         for i, where in enumerate(self._talk.paths):
             if i in left_out:
+                # templates may drop thoughts of earlier answers, but not the last one
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in self._messages[i]), "content")
-                    said = f"`{where}.{key}`: the chat template leaves out the last thought"
                     raise RecordError(
-                        f"{said}; take one that writes it, with --chat-template FILE.jinja"
+                        f"`{where}.{key}`: the chat template omits the last thought; use a "
+                        "template that writes it, with --chat-template FILE.jinja"
                     )
                 self._leave_as_context(i)
             elif i in self._renderings.unwritten_contents:
                 self._leave_as_context(i)
             elif self._is_taken_for_words(i):
-                said = f"`{where}.content`: the chat template reads no thought there"
-                raise RecordError(f"{said}; give it as `{REASONING[0]}`")
+                raise RecordError(
+                    f"`{where}.content`: the chat template does not recognise the thought in this "
+                    f"text; move it to `{REASONING[0]}`"
+                )
             for key in self._messages[i]:
                 if key not in LINK_KEYS:
                     self._refuse_lost_key(i, key)
+        # a template may write tools anywhere, so the test is whether they change the text
         if self._talk.tools and self._renderings.without_tools() == self._renderings.text:
             raise RecordError(_would_be_lost("tools", "tools"))
 
     def _leave_as_context(self, i: int) -> None:
-        """Learn nothing of answer i, of which the template leaves out something."""
+        """Set the loss weight of answer i to 0, because the template omits a part of it."""
         if self._weights[i]:
             self.answers["in_context"] += 1
         self._weights[i] = 0.0
 
     def _refuse_lost_key(self, i: int, key: str) -> None:
-        """RecordError where the template does not write the value at a key of message i."""
+        """Raise RecordError if the template omits the value at a key of message i."""
         message = self._messages[i]
         where = f"{self._talk.paths[i]}.{key}"
         writes_thoughts = self._template.writes_thoughts
         if key == "content" and message["role"] in _WRITTEN_AS_THEY_ARE:
             self._refuse_unwritten_words(i)
-        elif key in REASONING and not (is_blank(message[key]) or writes_thoughts):
+            return
+        if key in REASONING and not (is_blank(message[key]) or writes_thoughts):
             raise RecordError(
-                f"`{where}`: the chat template writes no thoughts; take one that does, such as "
+                f"`{where}`: the chat template does not write thoughts; use one that does, such as "
                 "--chat-template qwen3"
             )
-        else:
-            by_rule = key in REASONING and writes_thoughts and not self._weights[i]
-            by_rule |= (
-                key == "name" and message["role"] == "tool"
-            )  # the call before it names the tool
-            by_rule |= key == "content" and self._weights[i] > 0  # its words are looked for
-            by_rule |= key == "content" and i in self._renderings.unwritten_contents
-            place = i, THOUGHT_WORDS if key in REASONING else key
-            if by_rule or is_blank(message[key]) or place in self._renderings.begins:
+        # thoughts of context may be omitted, and the preceding call already names a tool result
+        if key in REASONING and writes_thoughts and not self._weights[i]:
+            return
+        if key == "name" and message["role"] == "tool":
+            return
+        # _answers looks for the words of a learned answer; _refuse_lost has handled omitted ones
+        if key == "content":
+            if self._weights[i] > 0 or i in self._renderings.unwritten_contents:
                 return
-            without = {name: value for name, value in message.items() if name != key}
-            if self._renderings.with_message(i, without) == self._renderings.text:
-                raise RecordError(_would_be_lost(where, key))
+        place = (i, THOUGHT_WORDS if key in REASONING else key)
+        if is_blank(message[key]) or place in self._renderings.begins:
+            return
+        # The mark of the value is not in the text. It may still be written in another form, so the
+        # test is whether the text changes without it.
+        without = {name: value for name, value in message.items() if name != key}
+        if self._renderings.with_message(i, without) == self._renderings.text:
+            raise RecordError(_would_be_lost(where, key))
 
     @cached_property
     def _left_out(self) -> set[int]:
-        """Learned answers whose thoughts a template leaves out that writes thoughts."""
+        """Learned answers whose thought the template omits, if it supports thoughts."""
         if not self._template.writes_thoughts:
             return set()
+        # candidates: learned answers with a thought, each without its thought
         thoughtless = {}
         for i in self._learned_messages():
             thought, without = thought_apart(self._messages[i])
@@ -271,14 +288,18 @@ class WrittenTalk:
         return self._renderings.unwritten_thoughts(thoughtless) if thoughtless else set()
 
     def _is_taken_for_words(self, i: int) -> bool:
-        """Whether the template takes a thought in the content of answer i for words."""
+        """Return whether the template treats a thought in the content of answer i as ordinary
+        words.
+        """
         variants = self._thoughts_inside.get(i)
         return variants is not None and not self._all_are_read and not self._are_read({i: variants})
 
     @cached_property
     def _thoughts_inside(self) -> dict[int, tuple[dict[str, Any], ...]]:
-        """Learned answers whose contents begin with a thought: with it by its own key, without it,
-        and as they are.
+        """Learned answers whose content begins with a thought, each in three variants.
+
+        The variants have the thought under a separate key, no thought, and the thought in the
+        content.
         """
         inside: dict[int, tuple[dict[str, Any], ...]] = {}
         if not self._template.writes_thoughts:
@@ -286,57 +307,63 @@ class WrittenTalk:
         for i in self._learned_messages():
             message = self._messages[i]
             words = message_words(message)
-            # an empty thought is also looked for, and is not empty then
-            told = {**message, "content": words.replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}
-            thought, thoughtless = thought_apart(told)
+            # PLACE makes an empty thought visible, so the variants differ in it
+            in_content = {**message, "content": words.replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}
+            thought, thoughtless = thought_apart(in_content)
             if THOUGHT_END in words and thought and i not in self._left_out:
-                inside[i] = {**thoughtless, REASONING[0]: thought}, thoughtless, told
+                by_key = {**thoughtless, REASONING[0]: thought}
+                inside[i] = (by_key, thoughtless, in_content)
         return inside
 
     @cached_property
     def _all_are_read(self) -> bool:
+        """Whether the template recognises the thoughts in all contents, by one test for all."""
         return self._are_read(self._thoughts_inside)
 
     def _are_read(self, inside: dict[int, tuple[dict[str, Any], ...]]) -> bool:
-        """Whether thoughts in contents are written as by their own key, or left out."""
+        """Return whether thoughts in contents are rendered like thoughts under a separate key.
+
+        A template that omits those, or that refuses the separate key, counts as well.
+        """
         texts = []
         for variant in range(3):
-            texts.append(
-                solid(
-                    self._renderings.with_messages({i: each[variant] for i, each in inside.items()})
-                )
-            )
+            messages = {i: each[variant] for i, each in inside.items()}
+            texts.append(solid(self._renderings.with_messages(messages)))
         read, bare, written = texts
         return read in ("", bare, written)
 
     def _learned_messages(self) -> list[int]:
+        """Return the numbers of the messages with a loss."""
         return [i for i, weight in enumerate(self._weights) if weight > 0]
 
-    # ---- what is learned
+    # ---- the learned text
 
     def _answers(self) -> list[tuple[int, int, float]]:
-        """What each learned message adds to the rendering of those before it, with the token that
-        ends it.
-        """
+        """Return the ranges of the learned answers, each with the token that ends it."""
         learned = []
         for i, answer in self._found(has_blocks=False).items():
-            start, stop = answer.start, answer.stop
+            start = answer.start
+            stop = answer.stop
             assert start is not None and stop is not None
-            said = self.text[self._before_thought(start) : stop]
+            # the thought's opening tag may belong to the prompt, but the record's words have it
+            written = self.text[self._before_thought(start) : stop]
             for key in ("content", *REASONING):
-                self._refuse_unsaid(i, key, said)
+                self._refuse_unsaid(i, key, written)
             stop = self._with_end(i, stop)
             if start < stop:
                 learned.append((start, stop, self._weights[i]))
-            if not (
-                self._has_end(stop)
-                or self._template.forgeable.match(self.text, self._after_blanks(stop))
-            ):
+            # count answers without an end: no special token follows, not even that of a next turn
+            if self._has_end(stop):
+                continue
+            if not self._template.forgeable.match(self.text, self._after_blanks(stop)):
                 self.answers["no_end"] += 1
         return learned
 
     def _found(self, has_blocks: bool) -> dict[int, LocatedAnswer]:
-        """The learned answers, which are counted."""
+        """Locate the learned answers and count their thoughts. `has_blocks`: as for
+        `AnswerFinder`.
+        """
+        # the finder renders as little as possible; see answers.py
         finder = AnswerFinder(self._renderings, self._talk.paths, has_blocks)
         found = finder.find(self._learned_messages())
         for answer in found.values():
@@ -347,26 +374,32 @@ class WrittenTalk:
         return found
 
     def _generated(self) -> list[tuple[int, int, float]]:
-        """The generation blocks, with the weights of their messages."""
-        blocks, end = self._renderings.whole.generated, 0
+        """Return the ranges of the generation blocks with the weights of their messages."""
+        blocks = self._renderings.whole.generated
         answering = [
             i for i, message in enumerate(self._messages) if message["role"] in LEARNED_ROLES
         ]
         weights = [self._weights[i] for i in answering]
-        said = "".join(self.text[self._before_thought(a) : b] for a, b in blocks)
+
+        # every learned answer must be inside the blocks, in order
+        written = "".join(self.text[self._before_thought(a) : b] for a, b in blocks)
+        end = 0
         for i in answering:
             if self._weights[i]:
-                end = self._refuse_unsaid(i, "content", said, end)
-        different = len({*weights}) > 1
-        if len(blocks) < len(weights) - weights.count(0) or (
-            different and len(blocks) != len(weights)
-        ):
+                end = self._refuse_unsaid(i, "content", written, end)
+
+        # An answer may have several blocks, such as one for its end token. With equal weights it
+        # does not matter which block belongs to which answer.
+        different = len(set(weights)) > 1
+        has_too_few = len(blocks) < len(weights) - weights.count(0)
+        if has_too_few or (different and len(blocks) != len(weights)):
             raise RecordError(
-                f"{len(weights)} answers have {len(blocks)} generation blocks of the chat "
-                "template: which belong "
-                "together cannot be told"
+                f"the chat template writes {len(blocks)} generation blocks for {len(weights)} "
+                "answers, so the blocks cannot be assigned to the answers"
             )
         each = weights if different else weights[:1] * len(blocks)
+
+        # an empty thought at the beginning of a block is not learned: start after it
         found = self._found(has_blocks=True).values()
         begins = sorted(answer.start for answer in found if answer.start is not None)
         learned = []
@@ -376,52 +409,52 @@ class WrittenTalk:
                 start = begins[first]
             if weight and start < stop:
                 learned.append((start, stop, weight))
-        ended = sum(
-            self._has_end(stop) for _, stop, _ in learned
-        )  # an answer may have a block for its end alone
+        # a block with only the end token counts, so compare totals instead of single blocks
+        ended = sum(self._has_end(stop) for _, stop, _ in learned)
         if ended < len(self._learned_messages()):
             self.answers["no_end"] += len(self._learned_messages()) - ended
         return learned
 
     def _with_end(self, i: int, stop: int) -> int:
-        """Where answer i stops with the token that ends it; a last one gets it, if the template
-        writes none.
+        """Return the end of answer i, including the token that ends it.
+
+        If the template writes no such token after the last answer, choose one as `_closing`.
         """
         if self._has_end(stop):
             return stop
+        # the next turn may begin with the token that ends the answer (GLM)
         after = self._after_blanks(stop)
-        for (
-            token
-        ) in self._template.ends:  # it may be the beginning of the next turn, as under GLM's
+        for token in self._template.ends:
             if self.text.startswith(token, after):
                 return after + len(token)
         if i + 1 == len(self._messages) and stop == len(self.text):
-            self._closing = self._template.end_after(
-                "tool_calls" in self._messages[i], self._goes_on
-            )
+            calls = "tool_calls" in self._messages[i]
+            self._closing = self._template.end_after(calls, self._goes_on)
         return stop + len(self._closing)
 
     def _has_end(self, stop: int) -> bool:
-        """Whether a special token, and maybe blanks, stand before a character."""
+        """Return whether a special token, optionally followed by white space, precedes `stop`."""
         while stop and self.text[stop - 1].isspace():
             stop -= 1
         return self.text.endswith((*self._template.special_texts, *self._template.ends), 0, stop)
 
     def _after_blanks(self, at: int) -> int:
+        """Return the position of the first character from `at` on that is not white space."""
         while at < len(self.text) and self.text[at].isspace():
             at += 1
         return at
 
     def _before_thought(self, at: int) -> int:
-        """Where the thought begins that may be opened right before a character."""
+        """Skip white space before `at`, then an opening thought tag; return the position."""
         while at and self.text[at - 1].isspace():
             at -= 1
         return at - len(THOUGHT) if self.text.endswith(THOUGHT, 0, at) else at
 
     def _refuse_unwritten_words(self, i: int) -> None:
-        """RecordError unless the words of a content stand in the text, where its mark is or
+        """Raise RecordError unless the text has the words of a content, after its mark or
         anywhere.
         """
+        # the same words may occur earlier, so search after the mark first
         begin = self._renderings.begin_of(i)
         if begin is not None:
             with contextlib.suppress(RecordError):
@@ -429,21 +462,23 @@ class WrittenTalk:
                 return
         self._refuse_unsaid(i, "content", self.text)
 
-    def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
-        """RecordError unless the words of a value stand in `said`, in order from `start` on; where
-        they end.
+    def _refuse_unsaid(self, i: int, key: str, text: str, start: int = 0) -> int:
+        """Raise RecordError unless a text has the words of a value, in order, from `start` on.
+
+        Return the position after the last word.
         """
         words = message_words(self._messages[i], key, " ")
-        words = re.sub(
-            f"({THOUGHT}|{THOUGHT_END})", r" \1 ", words
-        )  # around which a template may put blanks
-        for word in (EMPTY_THOUGHT.sub("", words) if self._weights[i] else words).split():
-            found = said.find(word, start)
+        # templates may put white space around the tags of a thought, so they are separate words
+        words = re.sub(f"({THOUGHT}|{THOUGHT_END})", r" \1 ", words)
+        # an empty thought of a learned answer may be omitted
+        if self._weights[i]:
+            words = EMPTY_THOUGHT.sub("", words)
+        for word in words.split():
+            found = text.find(word, start)
             if found < 0:
                 raise RecordError(
-                    f"`{self._talk.paths[i]}.{key}`: {word[:_LONGEST]!r} would be lost: the chat "
-                    "template does not "
-                    "write it here"
+                    f"`{self._talk.paths[i]}.{key}`: {word[:_LONGEST]!r} would be lost, because "
+                    "the chat template does not write it here"
                 )
             start = found + len(word)
         return start
@@ -451,21 +486,23 @@ class WrittenTalk:
     # ---- images
 
     def _find_places(self) -> list[tuple[int, int]]:
-        """The characters of each image or video: those of which a text in its place takes the
-        place.
+        """Return the range of characters of each image or video placeholder.
+
+        A placeholder is found by rendering the messages with a text in its place.
         """
+        # one rendering for all placeholders pays off from two of them on
         if len(self._media) < 2:
             return [self._place(*media) for media in self._media]
         return self._places_at_once() or [self._place(*media) for media in self._media]
 
     def _places_at_once(self) -> list[tuple[int, int]]:
-        """The places by one rendering with a text in each; empty unless images are all written as
-        the first is.
+        """Find all placeholders by one rendering that has a text in place of each of them.
+
+        Return [] if not all placeholders of a kind are written like the first one.
         """
         text = self._renderings.text
-        written: dict[
-            str, tuple[str, int, int]
-        ] = {}  # by kind, and where in it its tokens begin and end
+        # kind -> (text of the part, start and stop of the placeholder in that text)
+        written: dict[str, tuple[str, int, int]] = {}
         messages = list(self._messages)
         for i, j, media in self._media:
             if media.kind not in written:
@@ -476,6 +513,7 @@ class WrittenTalk:
         before, *after = self._renderings.tried(messages, self._rules.asks).split(PLACE)
         if len(after) != len(self._media) or not text.startswith(before):
             return []
+        # walk through both texts: each PLACE must correspond to the text of a part
         places = []
         at = len(before)
         for (_, _, media), following in zip(self._media, after, strict=True):
@@ -487,50 +525,55 @@ class WrittenTalk:
         return places if at == len(text) else []
 
     def _place(self, i: int, j: int, media: Media) -> tuple[int, int]:
-        """The characters of the tokens of one image."""
+        """Return the range of characters of one placeholder. Raise RecordError unless it is special
+        tokens.
+        """
         text = self._renderings.text
         start, stop = self._replaced(i, j)
         written = text[start:stop].strip()
         if not self._template.is_added(written):
             raise RecordError(
-                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} where it stands, "
-                f"and {media.kind}s "
-                "need a place of special tokens alone; take a template that writes one, or give --chat-template ignore"
+                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} for it, but "
+                f"{media.kind} placeholders must consist of special tokens; use a template that "
+                "writes such tokens, or --chat-template ignore"
             )
         start = text.index(written, start)
         return start, start + len(written)
 
     def _replaced(self, i: int, j: int) -> tuple[int, int]:
-        """The characters whose place a text takes that stands in part j of message i; none where it
-        changes others.
+        """Return the range of characters that part j of message i adds to the text.
+
+        Return (0, 0) if replacing the part changes other characters.
         """
         text = self._renderings.text
         messages = [*self._messages[:i], _with_text(self._messages[i], j), *self._messages[i + 1 :]]
-        before, _, after = self._renderings.render(messages, self._rules.asks).text.partition(PLACE)
-        start, stop = len(before), len(text) - len(after)
+        replaced = self._renderings.render(messages, self._rules.asks).text
+        before, _, after = replaced.partition(PLACE)
+        start = len(before)
+        stop = len(text) - len(after)
         if start <= stop and text.startswith(before) and text.endswith(after):
             return start, stop
         return 0, 0
 
 
 def _with_text(message: dict[str, Any], j: int) -> dict[str, Any]:
-    """A message with PLACE as part j of its content."""
+    """Return a message with PLACE as part j of its content."""
     parts = list(message["content"])
     parts[j] = {"type": "text", "text": PLACE}
     return {**message, "content": parts}
 
 
 def _would_be_lost(what: str, key: str) -> str:
-    told = f"`{what}` would be lost: the chat template does not write it"
-    if key == "content":  # without it, no message would say anything
-        return f"{told}; take a template that writes it, with --chat-template FILE.jinja"
-    return f"{told}; --ignore-keys {key} leaves it out"
+    """Return the error message for a value that the template omits."""
+    problem = f"`{what}` would be lost, because the chat template does not write it"
+    # without its content a message is empty, so ignoring the key would not help
+    if key == "content":
+        return f"{problem}; use a template that writes it, with --chat-template FILE.jinja"
+    return f"{problem}; use --ignore-keys {key} to leave it out"
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings in a value, keys of objects too; not who says a message or what kind a part
-    is.
-    """
+    """Yield all strings in a value, including keys, but not roles and types."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -541,17 +584,17 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
-    elif not (value is None or isinstance(value, int | float)):  # of a table
+    elif not (value is None or isinstance(value, int | float)):  # such as a date of a table
         raise RecordError(
-            f"messages hold {described(value)}, which a chat template cannot write as text"
+            f"a message contains {described(value)}, which a chat template cannot write as text"
         )
 
 
-# ---- what stops a model that was trained on messages
+# ---- tokens at which a model trained on messages stops
 
 _WORD = "Certainly"
 _DAY = "2026-01-31"
-"""Day for templates that write a date: no answer ends with it."""
+"""Date for templates that write one; it is never part of an answer's end."""
 _ASK: dict[str, Any] = {"role": "user", "content": "Why?"}
 _TELL: dict[str, Any] = {"role": "assistant", "content": _WORD}
 _CALLED = {"name": "look", "arguments": {"place": _WORD}}
@@ -569,26 +612,27 @@ _TOOLS = [
         "function": {"name": "look", "description": "Looks", "parameters": _PARAMETERS},
     }
 ]
+# conversations with their tools: one answer, two answers, a tool call
 _PROBE = (([_ASK, _TELL], None), ([_ASK, _TELL] * 2, None), ([_ASK, _CALL], _TOOLS))
 
 
 def answer_ends(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of the special tokens that a template has learned behind an answer; none where none is
-    known.
+    """Return the ids of the special tokens that end a learned answer; () if none is known.
 
-    Of a call the last one alone, for others may end its parts. ValueError: the files beside the
-    tokenizer's name tokens that it does not have.
+    Of a tool call only the last special token counts, because earlier ones may end parts of it.
+    Raise ValueError if the files next to the tokenizer name tokens that it does not have.
     """
-    template, found = template_of(text, tokenizer, _DAY), list[str]()
+    template = template_of(text, tokenizer, _DAY)
+    found = list[str]()
     for messages, tools in _PROBE:
         talk = Talk(messages, tuple(f"messages[{i}]" for i in range(len(messages))), tools)
         try:
             written = WrittenTalk(talk, template, RecordRules())
-        except RecordError:  # no such conversation is in the data either
+        except RecordError:  # training data cannot have such a conversation either
             continue
         for start, stop, _ in written.learned:
-            _, word, behind = written.text[start:stop].rpartition(_WORD)
-            tokens = template.forgeable.findall(behind) if word else []
+            _, word, after = written.text[start:stop].rpartition(_WORD)
+            tokens = template.forgeable.findall(after) if word else []
             found += tokens[-1:] if tools else tokens
     ids = [tokenizer.token_id(token) for token in dict.fromkeys(found)]
     return tuple(i for i in ids if i is not None)

@@ -1,13 +1,13 @@
-"""A parsed record as token ids with their weights, branches and images: what a packer packs and a
-prompt asks.
+"""Encode parsed records as token ids with weights, branches and images.
 
-A token that means an image comes from an image alone; text that spells one is refused. A document
-begins with the token that the tokenizer begins a text with, so a prompt that a server tokenizes is
-one of training.
+The result is packed by a build and used as a prompt in generation. Image tokens come only from
+images; a text that contains one is refused. A document begins with the tokenizer's first token
+(BOS), so that a prompt tokenized by a server equals a prompt of training.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,18 +21,18 @@ from megacp.training.data.collate import parents
 from megacp.training.data.tables import token_dtype
 from megacp.training.data.vision.rules import ImageLayout
 
-NO_TOKEN = "the tokenizer makes no token of a text of this record"
+NO_TOKEN = "the tokenizer produces no token for a text of this record"
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """The tokens of one unit, an image or a frame, in the place of the record where they stand."""
+    """The tokens of one unit (an image or a frame) at its position in a record."""
 
     layout: ImageLayout
     item: int
-    """Index into the items of the record."""
+    """Index into the images and videos of the record."""
     frame: int
-    """Number among the taken frames of its video; -1 for an image."""
+    """Frame number among the sampled frames of its video; -1 for an image."""
 
 
 RecordPart = SamplePart | Placed
@@ -40,19 +40,19 @@ RecordPart = SamplePart | Placed
 
 @dataclass(frozen=True)
 class SegmentUnit:
-    """A unit, an image or a video frame, among the tokens of a segment."""
+    """An image or a video frame within the tokens of a segment."""
 
     item: int
     """Index into Segment.items."""
     start: int
-    """First of its tokens, within the segment."""
+    """Index of its first token in the segment."""
     num_tokens: int
     num_crops: int
     num_pooled: int
     frame: int = -1
-    """Number among the taken frames of its item; -1 for an image."""
+    """Frame number among the sampled frames of its item; -1 for an image."""
     grid: tuple[int, int] | None = None
-    """Rows and columns of its pooled tokens, where its family states them."""
+    """Rows and columns of its pooled tokens, if its family defines them."""
 
 
 def learned_tokens(
@@ -61,49 +61,52 @@ def learned_tokens(
     starts: Iterable[int] = (),
     leaves: Iterable[int] = (),
 ) -> int:
-    """How many tokens of a document have a loss weight and a token before them that predicts them.
+    """Return the number of tokens of a document that contribute to the loss.
 
-    tokens: [n]; weights: [n] or None = all ones; starts, leaves: of its branches. Where all
-    branches of a part begin with the same token, its end predicts that.
+    Such a token has a positive weight and a preceding token that predicts it. If all branches of a
+    part begin with the same token, the end of the part predicts it. tokens: [n]; weights: [n], or
+    None for all ones; starts, leaves: of the branches.
     """
     first = np.array([0, *starts])
     if weights is None and len(first) == 1:
         return len(tokens) - 1
     counted = np.ones(len(tokens), bool) if weights is None else weights > 0
     total = int(counted.sum() - counted[first].sum())
-    begins: dict[int, list[int]] = {}  # of each part with branches, where these begin
-    for start, parent in zip(
-        first[1:], parents(first, np.array([len(tokens), *leaves]))[1:].tolist(), strict=True
-    ):
+    # group the branches by the part that they continue: part -> first tokens of its branches
+    begins: dict[int, list[int]] = {}
+    ends = np.array([len(tokens), *leaves])
+    for start, parent in zip(first[1:], parents(first, ends)[1:].tolist(), strict=True):
         begins.setdefault(parent, []).append(start)
-    return total + sum(
-        [int(counted[of[0]]) for of in begins.values() if len({*tokens[of].tolist()}) == 1]
-    )
+    for of in begins.values():
+        if len(set(tokens[of].tolist())) == 1:
+            total += int(counted[of[0]])
+    return total
 
 
 class Document(NamedTuple):
-    """A record in tokens: its prefix, then its branches, depth first."""
+    """A record as tokens: its prefix, then its branches in depth-first order."""
 
     tokens: np.ndarray
-    """[n], of the type that stores the vocabulary."""
+    """[n], in the dtype that stores the vocabulary."""
     weights: np.ndarray | None
-    """float32 [n]; None = all ones."""
+    """float32 [n], or None for all ones."""
     branch_starts: tuple[int, ...]
+    """First token of each branch."""
     branch_leaves: tuple[int, ...]
-    """Where the last branch of each branch ends, or itself."""
+    """End of the last branch below each branch, or of the branch itself."""
     units: tuple[SegmentUnit, ...]
-    """Images and frames of the record."""
+    """Images and video frames of the record."""
     problem: str | None
-    """Why it cannot be learned."""
+    """Reason why the document cannot be used, or None."""
 
     @property
     def num_crops(self) -> int:
-        """Crops of all its images and frames."""
+        """Total number of crops of its images and frames."""
         return sum([unit.num_crops for unit in self.units])
 
 
 class Stretch(NamedTuple):
-    """Ids of one weight: a text's, the end of document, or a unit's."""
+    """Consecutive ids with one weight: a text, an end-of-document token, or a unit."""
 
     ids: np.ndarray
     weight: float
@@ -111,7 +114,7 @@ class Stretch(NamedTuple):
 
 
 class DocumentMaker:
-    """Turns parts of records into documents."""
+    """Converts parts of records into documents."""
 
     def __init__(
         self,
@@ -120,43 +123,46 @@ class DocumentMaker:
         token_ids: dict[str, int],
         template: Template | None = None,
     ) -> None:
-        """`token_ids`: of the special image tokens; empty in a text build. `template`: what wrote
-        the messages.
+        """Prepare to encode with a tokenizer.
+
+        `token_ids` are the special image tokens (empty in a text build); `template` is the chat
+        template that rendered the messages.
         """
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template = template
         self._special = {i: name for name, i in token_ids.items()}
         self._special_ids = np.array(sorted(self._special))
+        # image tokens may have ids above the tokenizer's vocabulary
         self.num_token_ids = max([tokenizer.vocab_size, *(i + 1 for i in self._special)])
-        self._eod = np.array([tokenizer.eos_id], dtype=np.int32) if append_eod else None
-        self._first = (
-            None
-            if tokenizer.begins_with is None
-            else np.array([tokenizer.begins_with], dtype=np.int32)
-        )
+        self._eod: np.ndarray | None = None
+        if append_eod:
+            self._eod = np.array([tokenizer.eos_id], dtype=np.int32)
+        self._first: np.ndarray | None = None
+        if tokenizer.begins_with is not None:
+            self._first = np.array([tokenizer.begins_with], dtype=np.int32)
 
     def encode(
         self,
         records: Sequence[Sequence[Sequence[RecordPart]]],
         parents: Sequence[Sequence[int]] = (),
     ) -> Iterator[Document]:
-        """The document of each record, which is a prefix and branches, in order; `parents`: those
-        of the samples.
+        """Yield the document of each record, which is a prefix with branches.
+
+        `parents` come from the samples; -1 marks rollouts, which become a prefix tree.
         """
-        parts = [
-            part
-            for record in records
-            for text in record
-            for part in text
-            if type(part) is SamplePart
-        ]
-        encoded = iter(
-            self._tokenizer.encode([part.text for part in parts if part.text is not None])
-        )
+        # Encode the texts of all records in one call, which is much faster. Conversations rendered
+        # by a template (Rendered) are encoded separately, because their offsets are needed.
+        texts = []
+        for record in records:
+            for branch in record:
+                for part in branch:
+                    if type(part) is SamplePart and part.text is not None:
+                        texts.append(part.text)
+        encoded = iter(self._tokenizer.encode(texts))
         for record, above in zip(records, parents or [()] * len(records), strict=True):
             if -1 in above:
-                yield self._document(
-                    *_prefix_tree([self._stretches([whole], (), encoded) for whole in record])
-                )
+                wholes = [self._stretches([whole], (), encoded) for whole in record]
+                yield self._document(*_prefix_tree(wholes))
             else:
                 above = above or (0,) * (len(record) - 1)
                 made, problem = self._stretches(record, above, encoded)
@@ -168,8 +174,9 @@ class DocumentMaker:
         above: Sequence[int],
         encoded: Iterator[np.ndarray],
     ) -> tuple[list[list[Stretch]], str | None]:
-        """The tokens of a prefix and branches, and what is wrong with them; `encoded`: of the texts
-        that come.
+        """Return the tokens of a prefix and its branches, and a problem with them or None.
+
+        `encoded` yields the ids of the texts that follow.
         """
         if self._template is not None and isinstance(record[0][0], Rendered):
             return _conversation(record, above, loaded(self._template))
@@ -183,6 +190,7 @@ class DocumentMaker:
                     stretches[-1].append(Stretch(next(encoded), part.weight))
                 elif self._eod is not None:
                     stretches[-1].append(Stretch(self._eod, part.weight))
+        # add BOS, unless the text already begins with it
         head = next((stretch for stretch in stretches[0] if len(stretch.ids)), None)
         if self._first is not None and head is not None and head.ids[0] != self._first[0]:
             stretches[0].insert(0, Stretch(self._first, head.weight))
@@ -191,28 +199,42 @@ class DocumentMaker:
     def _document(
         self, parts: list[list[Stretch]], above: Sequence[int], problem: str | None
     ) -> Document:
-        """`parts` in a row, each behind that of number `above`; a branch that begins learned is
-        made predictable.
+        """Return the document of a tree of parts.
+
+        `above` has the number of the part that each branch continues. Branches that begin with
+        learned text are made predictable first.
         """
+        # an empty text has no tokens
         parts = [[stretch for stretch in part if len(stretch.ids)] for part in parts]
         if problem is None and not all(parts):
             problem = NO_TOKEN
         if problem is None and len(parts) > 1:
             parts, above, problem = _predictable(parts, above)
-        stretches = [stretch for part in parts for stretch in part]
-        units, start = [], 0
+        stretches = list(itertools.chain.from_iterable(parts))
+
+        # find the units, and refuse texts that contain image tokens
+        units = []
+        start = 0
         for ids, _, placed in stretches:
             if placed is not None:
-                sizes = len(ids), placed.layout.num_crops, len(placed.layout.pooling)
-                units.append(
-                    SegmentUnit(placed.item, start, *sizes, placed.frame, placed.layout.grid)
+                unit = SegmentUnit(
+                    placed.item,
+                    start,
+                    len(ids),
+                    placed.layout.num_crops,
+                    len(placed.layout.pooling),
+                    placed.frame,
+                    placed.layout.grid,
                 )
+                units.append(unit)
             elif self._special and (bad := np.isin(ids, self._special_ids)).any():
                 problem = (
-                    "a text of this record spells the special token "
+                    "a text of this record contains the special token "
                     f"{self._special[int(ids[bad][0])]}"
                 )
             start += len(ids)
+
+        # join the parts; weights that are all 1 are not stored
         dtype = token_dtype(self.num_token_ids)
         ids_of_all = [stretch.ids for stretch in stretches] or [np.empty(0, dtype)]
         tokens = np.concatenate(ids_of_all, dtype=dtype, casting="unsafe")
@@ -222,7 +244,12 @@ class DocumentMaker:
             weights = np.repeat(each, [len(stretch.ids) for stretch in stretches])
         if problem is not None or len(parts) < 2:
             return Document(tokens, weights, (), (), tuple(units), problem)
-        leaves = np.cumsum([sum([len(stretch.ids) for stretch in part]) for part in parts]).tolist()
+        # Parts are stored one after another: the end of each is the start of the next. A part also
+        # covers the branches below it; going backwards passes each end on to the part above.
+        lengths = []
+        for part in parts:
+            lengths.append(sum([len(stretch.ids) for stretch in part]))
+        leaves = np.cumsum(lengths).tolist()
         starts = tuple(leaves[:-1])
         for number in range(len(parts) - 1, 0, -1):
             leaves[above[number - 1]] = max(leaves[above[number - 1]], leaves[number])
@@ -232,8 +259,10 @@ class DocumentMaker:
 def _conversation(
     record: Sequence[Sequence[RecordPart]], above: Sequence[int], template: ChatTemplate
 ) -> tuple[list[list[Stretch]], str | None]:
-    """A record that a chat template wrote: texts of which each begins with that of number `above`;
-    what is wrong.
+    """Encode a record rendered by a chat template; return its parts and a problem or None.
+
+    Each text begins with the text of the part that it continues (`above`). Only the added tokens
+    become a part.
     """
     texts: list[np.ndarray] = []
     parts: list[list[Stretch]] = []
@@ -241,32 +270,33 @@ def _conversation(
         assert isinstance(rendered, Rendered) and rendered.text, "a template writes all of a record"
         ids, places = template.encode(rendered.text)
         prefix = texts[above[number - 1]] if number else ids[:0]
+        # tokens may merge across the boundary, so an equal text may still have different tokens
         if not np.array_equal(ids[: len(prefix)], prefix):
-            what = (
-                f"branch {number}: the tokens of the shared messages are others once it follows "
-                "them"
+            return parts, (
+                f"branch {number}: the tokens of the shared messages change once this branch "
+                "follows them; make each branch a separate record"
             )
-            return parts, f"{what}; make a record of each branch"
         weights = np.zeros(len(ids))
         for start, stop, weight in rendered.learned:
-            # a token with one character of what is learned is learned, as in the library
-            first, last = (
-                np.searchsorted(places[:, 1], start, "right"),
-                np.searchsorted(places[:, 0], stop),
-            )
+            # a token is learned if any of its characters is, as in the transformers library
+            first = np.searchsorted(places[:, 1], start, "right")
+            last = np.searchsorted(places[:, 0], stop)
             if first == last:
-                return parts, f"the tokenizer makes no token of {rendered.text[start:stop]!r:.80}"
+                text = rendered.text[start:stop]
+                return parts, f"the tokenizer produces no token for {text!r:.80}"
             weights[first:last] = weight
         images: dict[int, tuple[int, Placed]] = {}
         for (start, stop), unit in zip(rendered.places, placed, strict=True):
-            first, last = (
-                np.searchsorted(places[:, 0], start),
-                np.searchsorted(places[:, 1], stop, "right"),
-            )
+            # a placeholder must consist of whole tokens, which the tokens of the unit replace
+            first = np.searchsorted(places[:, 0], start)
+            last = np.searchsorted(places[:, 1], stop, "right")
             whole = first < last and (places[first, 0], places[last - 1, 1]) == (start, stop)
             if not (whole and isinstance(unit, Placed)):
-                return parts, "the place of an image in the chat template is no whole token"
-            images[int(first)] = int(last), unit
+                return (
+                    parts,
+                    "an image placeholder of the chat template is not made of whole tokens",
+                )
+            images[int(first)] = (int(last), unit)
         parts.append(_cut(ids, weights, images, len(prefix)))
         texts.append(ids)
     return parts, None
@@ -275,18 +305,22 @@ def _conversation(
 def _cut(
     ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Placed]], begin: int
 ) -> list[Stretch]:
-    """Tokens [n] from `begin` on in stretches of one weight; `images` stand for tokens from each
-    first to its last.
+    """Return the tokens [n] from `begin` on as stretches of equal weight.
+
+    `images` maps the first token of a placeholder to its end and the unit that replaces it.
     """
-    stretches, start = [], begin
+    stretches = []
+    start = begin
     while start < len(ids):
         if start in images:
             start, unit = images[start]
             stretches.append(Stretch(unit.layout.tokens, 0.0, unit))
             continue
+        # up to the next placeholder or the next change of the weight
         stop = min([first for first in images if first > start], default=len(ids))
         other = np.flatnonzero(weights[start:stop] != weights[start])
-        stop = start + int(other[0]) if len(other) else stop
+        if len(other):
+            stop = start + int(other[0])
         stretches.append(Stretch(ids[start:stop], float(weights[start])))
         start = stop
     return stretches
@@ -295,42 +329,52 @@ def _cut(
 def _prefix_tree(
     rollouts: Sequence[tuple[list[list[Stretch]], str | None]],
 ) -> tuple[list[list[Stretch]], list[int], str | None]:
-    """Whole documents, each with what is wrong with it, as the tree of the tokens with which they
-    begin alike.
+    """Merge whole documents into a tree by their common first tokens.
 
-    Its parts, the number of that above each but the first, and what is wrong. A part ends where
-    documents differ; they go on in the order in which they came. The weights of a shared token add
+    `rollouts` are the documents, each with a problem or None. Return the parts, the number of the
+    part that each part except the first continues, and a problem or None. A part ends where
+    documents differ; branches keep the order of the documents. The weights of a shared token add
     up.
     """
-    if problem := next((problem for _, problem in rollouts if problem is not None), None):
-        return [], [], problem
+    for _, problem in rollouts:
+        if problem is not None:
+            return [], [], problem
+
+    # Lay out each rollout: ids [n], weights [n], and keys [n] by which rollouts are compared. A key
+    # is the token's id, or for an image a negative number. All tokens of an image have the same
+    # key, so rollouts share an image as a whole or not.
     numbers: dict[Placed, int] = {}
-    ids, keys, weights = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    ids: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+    weights: list[np.ndarray] = []
     images: list[dict[int, tuple[int, Placed]]] = []
     for (stretches,), _ in rollouts:
         ids.append(np.concatenate([stretch.ids for stretch in stretches]))
         keys.append(ids[-1].astype(np.int64))
-        weights.append(
-            np.repeat(
-                [stretch.weight for stretch in stretches], [len(each.ids) for each in stretches]
-            )
-        )
+        lengths = [len(stretch.ids) for stretch in stretches]
+        weights.append(np.repeat([stretch.weight for stretch in stretches], lengths))
         images.append({})
-        end = 0
+        start = 0
         for of_text, _, placed in stretches:
-            start, end = end, end + len(of_text)
-            if placed is not None:  # an image is shared as a whole: its tokens are its number
-                images[-1][start] = end, placed
+            end = start + len(of_text)
+            if placed is not None:
+                images[-1][start] = (end, placed)
                 keys[-1][start:end] = -1 - numbers.setdefault(placed, len(numbers))
+            start = end
     if not all(map(len, keys)):
         return [], [], NO_TOKEN
     if len({int(key[0]) for key in keys}) > 1:
-        return (
-            [],
-            [],
-            "the rollouts begin with different tokens and share nothing: make a record of each",
+        problem = (
+            "the rollouts begin with different tokens, so they have no common prefix; make each "
+            "rollout a separate record"
         )
-    parts, above, waiting = list[list[Stretch]](), list[int](), [([*range(len(keys))], 0, -1)]
+        return [], [], problem
+
+    # Depth first: take rollouts that agree before `start`, find where they first differ, and put
+    # the groups that continue differently on the stack.
+    parts: list[list[Stretch]] = []
+    above: list[int] = []
+    waiting = [([*range(len(keys))], 0, -1)]  # (rollouts, first token, part above)
     while waiting:
         alike, start, parent = waiting.pop()
         longest = max(alike, key=lambda rollout: len(keys[rollout]))
@@ -338,13 +382,18 @@ def _prefix_tree(
         for rollout in alike:
             until = min(len(keys[rollout]), stop)
             other = np.flatnonzero(keys[rollout][start:until] != keys[longest][start:until])
-            stop = start + int(other[0]) if len(other) else stop
-        total, branches = np.zeros(stop), dict[int, list[int]]()
+            if len(other):
+                stop = start + int(other[0])
+        # a rollout that ends within the part adds its weights as far as it goes
+        total = np.zeros(stop)
+        branches: dict[int, list[int]] = {}  # next key -> rollouts
         for rollout in alike:
             total[start : len(keys[rollout])] += weights[rollout][start:stop]
             if len(keys[rollout]) > stop:
                 branches.setdefault(int(keys[rollout][stop]), []).append(rollout)
-        waiting += [(going, stop, len(parts)) for going in branches.values()][::-1]
+        # reversed, because the stack returns the last entry first
+        for group in reversed(branches.values()):
+            waiting.append((group, stop, len(parts)))
         parts.append(_cut(ids[longest][:stop], total, images[longest], start))
         above.append(parent)
     return parts, above[1:], None
@@ -353,34 +402,43 @@ def _prefix_tree(
 def _predictable(
     parts: list[list[Stretch]], above: Sequence[int]
 ) -> tuple[list[list[Stretch]], Sequence[int], str | None]:
-    """The parts of a tree, such that some token before it predicts the first one of every branch;
-    what prevents it.
+    """Move tokens so that every branch of a tree has a token that predicts its first token.
 
-    The end of a part cannot predict several tokens. Where a branch begins with learned text, the
-    last token of what it continues moves to the beginning of every branch of that. It is learned
-    once, as before. A part of which nothing is left makes room for its branches.
+    Return the parts, their numbers above, and a problem or None. The last token of a part cannot
+    predict several different tokens. If a branch begins with learned text, the last token of the
+    part that it continues moves to the beginning of all of that part's branches. Only the first
+    branch keeps the token's weight, so it is learned once, as before. A part that becomes empty is
+    replaced by its branches.
     """
-    branches = list[list[int]]([] for _ in parts)
+    branches: list[list[int]] = [[] for _ in parts]
     for branch, parent in enumerate(above, start=1):
         branches[parent].append(branch)
     for number, part in enumerate(parts):
         if not any(parts[branch][0].weight > 0 for branch in branches[number]):
             continue
         *before, end = part
+        # an image cannot be cut, and the document must keep at least its first token
         if end.placed is not None or (number == 0 and not before and len(end.ids) == 1):
             what = "a single token" if end.placed is None else "an image"
-            reason = (
-                f"branches or rollouts go on with learned text right after {what}, which "
-                "cannot predict it"
+            problem = (
+                f"branches or rollouts continue with learned text right after {what}, which cannot "
+                "predict it; put more text before them"
             )
-            return parts, above, f"{reason}: let more text stand before it"
-        part[:] = [*before, *([end._replace(ids=end.ids[:-1])] if len(end.ids) > 1 else [])]
+            return parts, above, problem
+        part[:] = before
+        if len(end.ids) > 1:
+            part.append(end._replace(ids=end.ids[:-1]))
+        # the first branch directly follows its part, so its number is the next one
         for branch in branches[number]:
-            parts[branch].insert(
-                0, Stretch(end.ids[-1:], end.weight if branch == number + 1 else 0.0)
-            )
-    left, new = list[int](), list[int]()
+            weight = end.weight if branch == number + 1 else 0.0
+            parts[branch].insert(0, Stretch(end.ids[-1:], weight))
+
+    # drop empty parts; `new` has the new number of each part, or of the part above an empty one
+    left: list[int] = []
+    new: list[int] = []
     for number, part in enumerate(parts):
         new.append(len(left) if part else new[above[number - 1]])
-        left += [number] if part else []
-    return [parts[number] for number in left], [new[above[number - 1]] for number in left[1:]], None
+        if part:
+            left.append(number)
+    new_above = [new[above[number - 1]] for number in left[1:]]
+    return [parts[number] for number in left], new_above, None

@@ -1,14 +1,14 @@
-"""What a record says, as texts or as messages: its forms, its messages, the images that its texts
-leave a place for.
+"""The forms of a record: which keys have its text or messages, and how to read them.
 
-A record has exactly one form. Keys of two forms in one record are refused with both names, as only
-one of the two would be learned, unless one repeats the other word by word. Whether a message is
-learned depends only on its role and its `weight`.
+A record must have exactly one form. If its keys match two forms, only one would be trained on, so
+the record is refused with both names, unless one repeats the other word for word. Whether a message
+has a loss depends only on its role and its `weight`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,35 +43,37 @@ from megacp.prepare.records.turns import (
     system_text,
 )
 
+# keys of a message that are read without a chat template
 MESSAGE_KEYS = ("role", "content", "weight", "id")
 MOST_WEIGHT = 1e12
-"""Largest weight of a record, a branch and a message: the three times each other are finite in
+"""Largest weight of a record, branch or message; the product of all three must be finite in
 float32.
 """
+# LLaVA's placeholders; the group is the kind
 _PLACE = re.compile(r"<(image|video)>")
-"""What stands in a text for the next of a record's images or videos."""
+"""Placeholder in a text for the record's next image or video."""
 _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
-"""A place at the edge of a line, where no image is named; amid a line it may be a word about
+"""A placeholder at the edge of a line; within a line, the word may belong to a text about
 images.
 """
 _SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, *LINKS)
-"""Keys of a part that name its image or video."""
+"""Keys of a content part that refer to its image or video."""
 IMAGE_AS_TEXT = "<image>"
-"""Word of --ignore-keys by which such a place is learned as text."""
+"""Value of --ignore-keys that keeps placeholders without an image as text."""
 _ALPACA = (
-    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 _PAIRED = ", paired with an input that provides further context"
 
 
 @dataclass(frozen=True)
 class Talk:
-    """The messages of a record, whatever its form, with what else a chat template is given."""
+    """The messages of a record in any form, with the tools and variables for a chat template."""
 
     messages: list[dict[str, Any]]
     paths: tuple[str, ...]
-    """Where each stands in the record."""
+    """Path of each message in the record, for error messages."""
     tools: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
 
@@ -83,70 +85,73 @@ Said = list[SamplePart] | Talk
 
 
 def talk_of(value: Any, key: str, rules: RecordRules) -> Talk:
-    """Return the messages at `key` of a record; RecordError when they are none."""
+    """Return the messages at `key` of a record. Raise RecordError if the value is not a list of
+    messages.
+    """
     messages = messages_at(value, key, rules)
     return Talk(messages, tuple(f"{key}[{i}]" for i in range(len(messages))))
 
 
 def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> tuple[str, float]:
-    """Who says a message, and the loss weight of its content: its `weight` where the role is
-    learned, else 0.
+    """Return the role of a message and the loss weight of its content.
+
+    The weight is the message's `weight` (default 1) if answers of this role are learned, else 0.
+    Raise RecordError for an unknown role, or for a weight on a message without loss.
     """
-    role, weight = text_at(message["role"], f"{where}.role"), weight_of(message, f"{where}.weight")
-    if (
-        role not in (*LEARNED_ROLES, *CONTEXT_ROLES, *rules.context_roles)
-        and "*" not in rules.context_roles
-    ):
+    role = text_at(message["role"], f"{where}.role")
+    weight = weight_of(message, f"{where}.weight")
+    # a role without a known meaning is refused, unless the user lists it
+    known = (*LEARNED_ROLES, *CONTEXT_ROLES, *rules.context_roles)
+    if role not in known and "*" not in rules.context_roles:
         raise RecordError(
-            f"`{where}.role`: {role!r} is none of the roles "
+            f"`{where}.role`: {role!r} is not one of the roles "
             f"{', '.join((*CONTEXT_ROLES, *LEARNED_ROLES))}. "
-            f"--roles assistant={role} if its answers are to be learned, --roles user={role} if it "
-            "asks, "
-            f"--context-roles {role} if it is somebody else, of whom nothing is learned"
+            f"Use --roles assistant={role} to learn its messages, --roles user={role} if it asks "
+            f"the questions, or --context-roles {role} for any other speaker without loss"
         )
     if role in LEARNED_ROLES:
         return role, 1.0 if rules.ignore_weights else weight
     if message.get("weight") is not None and weight > 0:
         raise RecordError(
-            f"`{where}.weight` is {weight:g}, but nothing that a {role} says is learned; leave it "
-            "out"
+            f"`{where}.weight` is {weight:g}, but messages of role {role} have no loss; leave the "
+            "weight out"
         )
     return role, 0.0
 
 
 def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
-    """Messages in the house's own form."""
+    """Return the parts of messages written without a chat template: `<|ROLE|>` and the content."""
     pieces: list[SamplePart] = []
     for i, (message, where) in enumerate(zip(talk.messages, talk.paths, strict=True)):
         if "content" not in message:
-            calls = ": tool calls are written by a chat template, give --chat-template" * (
-                "tool_calls" in message
-            )
-            raise RecordError(f"`{where}` has no `content`{calls}")
-        (role, learned), content = role_and_weight(message, where, rules), message["content"]
-        rules.refuse_lost(
-            message, (*MESSAGE_KEYS, *(["name"] if role == "tool" else [])), f"`{where}`"
-        )
+            hint = ""
+            if "tool_calls" in message:
+                hint = "; only a chat template can write tool calls, so give --chat-template"
+            raise RecordError(f"`{where}` has no `content`{hint}")
+        role, learned = role_and_weight(message, where, rules)
+        content = message["content"]
+        known = (*MESSAGE_KEYS, "name") if role == "tool" else MESSAGE_KEYS
+        rules.refuse_lost(message, known, f"`{where}`")
         pieces.append(turn_header(role, first=not i))
         if isinstance(content, list):
-            said = from_content(content, f"{where}.content", rules)
-            pieces += [
-                SamplePart(piece.text, learned * piece.weight, piece.media) for piece in said
-            ]
+            for piece in from_content(content, f"{where}.content", rules):
+                pieces.append(SamplePart(piece.text, learned * piece.weight, piece.media))
         elif text_at(content, f"{where}.content"):
             pieces.append(SamplePart(content, learned))
+        # the end-of-document token ends an answer, so the model learns to stop there
         if role in LEARNED_ROLES:
             pieces.append(replace(END, weight=learned))
     return pieces
 
 
 def turn_header(role: str, first: bool) -> SamplePart:
-    """What stands before a message in the house's own form."""
-    return SamplePart(("" if first else "\n") + f"<|{role}|>\n", 0.0)
+    """Return the header of a message that is written without a chat template."""
+    separator = "" if first else "\n"
+    return SamplePart(f"{separator}<|{role}|>\n", 0.0)
 
 
 def from_content(value: Any, key: str, rules: RecordRules) -> list[SamplePart]:
-    """A list of parts, the texts between images joined."""
+    """Return the parts of a content list; consecutive texts become one part."""
     if not isinstance(value, list) or not value:
         raise RecordError(f"`{key}` must be a list of at least one part, found {described(value)}")
     pieces: list[SamplePart] = []
@@ -155,18 +160,27 @@ def from_content(value: Any, key: str, rules: RecordRules) -> list[SamplePart]:
         kind = kind_of(part, where)
         if kind != "text":
             pieces.append(SamplePart(None, 0.0, media_at(part, kind, where, rules)))
-        elif text := text_of(part, where, rules):
-            before = pieces.pop().text or "" if pieces and pieces[-1].media is None else ""
-            pieces.append(SamplePart(before + text, 1.0))
+            continue
+        text = text_of(part, where, rules)
+        if not text:
+            continue
+        # extend the previous text: tokens may span the boundary of two text parts
+        before = ""
+        if pieces and pieces[-1].media is None:
+            before = pieces.pop().text or ""
+        pieces.append(SamplePart(before + text, 1.0))
     if not pieces:
-        raise RecordError(f"`{key}` holds no text")
+        raise RecordError(f"`{key}` has no text")
     return pieces
 
 
 def kind_of(part: Any, where: str) -> str:
-    """The type of a part of a content; RecordError for one that is not known."""
+    """Return the type of a content part: text, image or video. Raise RecordError for other
+    types.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "image_url":  # OpenAI's
+    # OpenAI's name of an image part
+    if kind == "image_url":
         return "image"
     if kind not in ("text", *MEDIA_TYPES):
         allowed = f"text (or {', '.join(MEDIA_TYPES)})"
@@ -177,20 +191,21 @@ def kind_of(part: Any, where: str) -> str:
 
 
 def text_of(part: dict[str, Any], where: str, rules: RecordRules) -> str:
-    """The text of a part of a content."""
+    """Return the text of a content part."""
     rules.refuse_lost(part, ("type", "text"), f"`{where}`")
     return text_at(part.get("text"), f"{where}.text")
 
 
 def weight_of(record: dict[str, Any], key: str) -> float:
-    """The `weight` of a record or branch, called `key` in errors; 1 where there is none."""
+    """Return the `weight` of a record, branch or message (default 1); `key` names it in errors."""
+    # a boolean is an int in Python, but not a weight
     weight = record.get("weight")
     if weight is None:
         return 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise RecordError(f"`{key}` is {described(weight)}, it must be a number")
+        raise RecordError(f"`{key}` is {described(weight)}, but it must be a number")
     if not 0.0 <= weight <= MOST_WEIGHT:  # also refuses NaN
-        raise RecordError(f"`{key}` is {weight}, it must be a number from 0 to {MOST_WEIGHT:g}")
+        raise RecordError(f"`{key}` is {weight}, but it must be between 0 and {MOST_WEIGHT:g}")
     return float(weight)
 
 
@@ -198,17 +213,18 @@ def weight_of(record: dict[str, Any], key: str) -> float:
 
 
 Reader = Callable[[dict[str, Any], Callable[[str], str], RecordRules], Said]
-"""What a record says, from the record and from a key to the words for where it stands."""
+"""Read the contents of a record. The second argument maps a key to its path for error messages."""
 
 
 def plain_text(value: Any, key: str) -> list[SamplePart]:
-    """A text, all of it learned."""
+    """Return a text as one part with loss weight 1. Raise RecordError if it is empty."""
     if not text_at(value, key):
         raise RecordError(f"`{key}` is empty")
     return [SamplePart(value, 1.0)]
 
 
 def _answered(prompt: str, answer: list[SamplePart]) -> list[SamplePart]:
+    """Return an answer after its prompt, which has no loss."""
     return [SamplePart(prompt, 0.0), *answer] if prompt else answer
 
 
@@ -217,79 +233,77 @@ def _prompt_and_completion(
 ) -> Said:
     prompt = record["prompt"]
     completion = record["completion"]
+    # two plain texts, which need no template
     if isinstance(prompt, str) and isinstance(completion, str):
         for key, value in (("prompt", prompt), ("completion", completion)):
             _refuse_hidden_messages(value, at(key))
         return _answered(prompt, plain_text(completion, at("completion")))
     prompt, completion = list_at(prompt, at("prompt")), list_at(completion, at("completion"))
+    prompt = list_at(prompt, at("prompt"))
+    completion = list_at(completion, at("completion"))
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         raise RecordError(
-            f"`{at('prompt')}` is {described(prompt)} and `{at('completion')}` "
-            f"{described(completion)}: both must be "
-            "strings, or both lists of messages"
+            f"`{at('prompt')}` is {described(prompt)} and `{at('completion')}` is "
+            f"{described(completion)}, but both must be strings or both lists of messages"
         )
     asked = talk_of(prompt, at("prompt"), rules)
     answer = talk_of(completion, at("completion"), rules)
-    # what an assistant says in a prompt is no answer to it
-    before = [
-        {**m, "weight": m.get("weight") or 0} if m["role"] in LEARNED_ROLES else m
-        for m in asked.messages
-    ]
+    # an assistant message in the prompt is context: it has no loss unless it has a weight
+    before = []
+    for message in asked.messages:
+        if message["role"] in LEARNED_ROLES:
+            message = {**message, "weight": message.get("weight") or 0}
+        before.append(message)
     return Talk([*before, *answer.messages], asked.paths + answer.paths)
 
 
 def _refuse_hidden_messages(text: str, where: str) -> None:
-    """RecordError for a text that is a list of messages in JSON, as it would be asked or learned
-    with its JSON.
-    """
+    """Raise RecordError for a text that is a JSON list of messages; its JSON would be learned."""
     if not text.lstrip().startswith("["):
         return
     try:
         value = decode_json(text.encode())
-    except (RecordError, UnicodeEncodeError):  # a text that begins so
+    except (RecordError, UnicodeEncodeError):  # an ordinary text that begins with a bracket
         return
     if are_messages(value):
         raise RecordError(
-            f"`{where}` is a string that holds messages as JSON; make a list of it: "
+            f"`{where}` is a string that contains messages as JSON; convert it to a list: "
             f"jq -c '.{where} |= fromjson' FILE > NEW.jsonl"
         )
 
 
 def _alpaca(record: dict[str, Any], at: Callable[[str], str], rules: RecordRules) -> Said:
-    """Return a record of Alpaca as a conversation, as LLaMA-Factory's: the input is the question's
-    last line.
+    """Return an Alpaca record as a conversation, in the way of LLaMA-Factory.
+
+    The input becomes the last line of the question; pairs in `history` precede it.
     """
-    history, key = list_at(record.get("history") or [], at("history")), at("history")
+    key = at("history")
+    history = list_at(record.get("history") or [], key)
     pairs = history if isinstance(history, list) else [history]
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise RecordError(f"`{key}` must be a list of pairs, each a question and its answer")
-    said = []
+    said = []  # (role, text, path)
     for i, (question, answer) in enumerate(pairs):
-        said += [("user", question, f"{key}[{i}][0]"), ("assistant", answer, f"{key}[{i}][1]")]
+        said.append(("user", question, f"{key}[{i}][0]"))
+        said.append(("assistant", answer, f"{key}[{i}][1]"))
     instruction, given = _alpaca_question(record, at)
     asked = f"{instruction}\n{given}" if given else instruction
-    said += [("user", asked, at("instruction")), ("assistant", record["output"], at("output"))]
+    said.append(("user", asked, at("instruction")))
+    said.append(("assistant", record["output"], at("output")))
     messages = [{"role": role, "content": text_at(text, where)} for role, text, where in said]
     return Talk(messages, tuple(where for *_, where in said))
 
 
-def _alpaca_text(record: dict[str, Any], at: Callable[[str], str]) -> list[SamplePart]:
-    """Return a record of Alpaca after the prompt that Alpaca was trained with."""
-    prompt = alpaca_prompt(*_alpaca_question(record, at))
-    return _answered(prompt, plain_text(record["output"], at("output")))
-
-
 def alpaca_prompt(instruction: str, given: str = "") -> str:
-    """Return the prompt that Alpaca was trained with, for an instruction and its input, if it has
-    one.
-    """
+    """Return Alpaca's prompt for an instruction with an optional input."""
+    # Alpaca has one prompt for instructions with an input, and one for instructions without
     paired = _PAIRED if given else ""
     shown = f"### Input:\n{given}\n\n" if given else ""
     return _ALPACA.format(paired=paired, instruction=instruction, input=shown)
 
 
 def _alpaca_question(record: dict[str, Any], at: Callable[[str], str]) -> tuple[str, str]:
-    """Return the instruction and the input of a record, which may be empty."""
+    """Return the instruction of an Alpaca record, and its input ("" if absent)."""
     instruction, given = (text_at(record.get(key, ""), at(key)) for key in ("instruction", "input"))
     if not instruction:
         raise RecordError(f"`{at('instruction')}` is empty")
@@ -298,27 +312,28 @@ def _alpaca_question(record: dict[str, Any], at: Callable[[str], str]) -> tuple[
 
 def _content(record: dict[str, Any], at: Callable[[str], str], rules: RecordRules) -> Said:
     value = record["content"]
+    # a single message of a conversation, not a record
     if any(key in record for key in ROLE_KEYS):
         raise RecordError(advice_for(record))
+    # a table may store the list as a JSON string
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(RecordError):
             value = json_at(value, at("content"))
     if isinstance(value, str):
         raise RecordError(
-            f"`{at('content')}` is a string, and a list of parts is read there; --text-key content "
-            "learns it as a "
-            "plain text"
+            f"`{at('content')}` is a string, but it must be a list of parts; use --text-key "
+            "content to learn it as plain text"
         )
     return from_content(value, at("content"), rules)
 
 
 def _messages_of(key: str) -> Reader:
-    """Return the reader of a list of messages at `key`."""
+    """Return a reader of the list of messages at `key`."""
     return lambda record, at, rules: talk_of(record[key], at(key), rules)
 
 
 def objects_at(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return a list of objects, or that in a text of JSON; a blank text has none."""
+    """Return a list of objects, decoded if it is a JSON string; a blank string is an empty list."""
     if isinstance(value, str) and not value.strip():
         return []
     value = json_at(value, where)
@@ -328,19 +343,23 @@ def objects_at(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def with_object(call: dict[str, Any], key: str) -> dict[str, Any]:
-    """A tool, or a call of one, with the object at `key` that a string of JSON there holds, as
-    OpenAI writes it.
+    """Return a tool or tool call whose value at `key` is decoded, if that is a JSON string.
+
+    OpenAI's API writes the arguments of a call as a JSON string.
     """
-    inner, value = call.get("function"), call.get(key)
+    inner = call.get("function")
     if isinstance(inner, dict):
         return {**call, "function": with_object(inner, key)}
+    value = call.get(key)
+    # a string that is not JSON stays as it is
     with contextlib.suppress(RecordError):
-        value = decode_json(value.encode()) if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = decode_json(value.encode())
     return {**call, key: value} if isinstance(value, dict) else call
 
 
 TALKS = ("messages", "conversations", "conversation")
-"""Keys of a whole conversation."""
+"""Keys whose value is a whole conversation."""
 _SHAREGPT = ("conversations", "conversation")
 _ALPACA_KEYS = ("instruction", "output")
 FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
@@ -350,29 +369,34 @@ FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
     ("prompt", "completion"): (_prompt_and_completion, ()),
     _ALPACA_KEYS: (_alpaca, ("input", "history")),
 }
-"""All but plain text: the keys that must be there, how they are read, keys that may be there too.
-"""
+"""All forms except plain text: required keys -> (reader, optional keys)."""
+# columns that data sets keep next to the conversation that they were made into
 _REPEATED_QUESTIONS = ("prompt", "question", "query", "instruction", "input")
 _REPEATED_ANSWERS = ("completion", "response", "answer", "output")
 _REPEATED = (*_REPEATED_QUESTIONS, *_REPEATED_ANSWERS)
-"""Keys next to a conversation that may repeat what its first user asks, and its last answer."""
+"""Keys next to a conversation that may repeat the first user message or the last answer."""
 READ_KEYS = tuple(
     dict.fromkeys(
         [
-            *(
-                "text",
-                *(key for keys in FORMS for key in keys),
-                "input",
-                "history",
-                "system",
-                "tools",
-            ),
-            *("image", "images", "video", "videos", "chat_template_kwargs", "weight", "branches"),
-            *("completions", "rollouts"),
+            "text",
+            *itertools.chain.from_iterable(FORMS),
+            "input",
+            "history",
+            "system",
+            "tools",
+            "image",
+            "images",
+            "video",
+            "videos",
+            "chat_template_kwargs",
+            "weight",
+            "branches",
+            "completions",
+            "rollouts",
         ]
     )
 )
-"""All keys of a record that are read: those for which --columns may name others."""
+"""All keys of a record that are read; --columns can rename these."""
 
 
 def said_by(
@@ -382,12 +406,13 @@ def said_by(
     has_template: bool,
     where: str = "",
 ) -> tuple[Said, str]:
-    """What a record says, or a branch at `where`, and the form of its answers; `own_keys` belong to
-    it in any form.
+    """Return the contents of a record, or of a branch at `where`, and the form of its answers.
 
-    RecordError: no form or several, what a form cannot be, keys that would be lost.
+    `own_keys` are keys that it may have in any form. Raise RecordError if it has no form or several
+    forms, if a value does not fit its form, or if a key would be lost.
     """
-    # --text-key may name a key of another form, which then is plain text; an ignored key is not there
+    # --text-key may name a key of another form, which then is plain text. Ignored keys count as
+    # absent, unless the user also names them by another flag.
     text_key = rules.text_key
     ignored = {*rules.ignore_keys} - {text_key, *own_keys, *(key for key, _ in rules.columns)}
     forms = [(text_key,), *(keys for keys in FORMS if text_key not in keys)]
@@ -398,15 +423,20 @@ def said_by(
     names = dict(rules.columns)
 
     def at(key: str) -> str:
-        """The place of a key, by the name that the record has for it."""
-        return f"{where and f'{where}.'}{names.get(key, key)}"
+        """Return the path of a key, by its name in the record."""
+        prefix = f"{where}." if where else ""
+        return f"{prefix}{names.get(key, key)}"
 
     refuse_untrained(given, rules)
+    # find the only form whose required keys are all there
     present = [keys for keys in forms if given.keys() >= {*keys}]
     if len(present) > 1:
         given, present = _without_copies(given, present, at, rules)
     if len(present) != 1:
         raise RecordError(_no_form(record, given, present, forms, rules, where))
+
+    # read the contents
+    # `read` collects the keys that are used; all other keys must be metadata or ignored
     keys = present[0]
     read = {*keys, *own_keys}
     if keys == (text_key,):
@@ -414,19 +444,23 @@ def said_by(
     else:
         reader, beside = FORMS[keys]
         read |= {*beside}
+        # Alpaca's own prompt has no place for earlier turns or a system prompt
         own_prompt = keys == _ALPACA_KEYS and not (has_template or rules.form == AS_MESSAGES)
         earlier = list_at(given.get("history"), at("history"))
         if own_prompt and not (earlier or given.get("system")):
-            said = _alpaca_text(given, at)
+            prompt_text = alpaca_prompt(*_alpaca_question(given, at))
+            said = _answered(prompt_text, plain_text(given["output"], at("output")))
         else:
             said = reader(given, at, rules)
     form = _form_of(said, keys, has_template)
     if rules.form == ALPACA and form not in ("", "completion", ALPACA):
         raise RecordError(
-            f"`{at(keys[0])}` holds a conversation, and --chat-template {ALPACA} writes only "
-            "records of `instruction` "
-            "and `output` without `history` and `system`"
+            f"`{at(keys[0])}` is a conversation, but --chat-template {ALPACA} accepts only "
+            "records of `instruction` and `output` without `history` and `system`"
         )
+
+    # add what other keys of the record contribute to it, and note which keys have been read
+    # (_copies compares plain strings, so it precedes _with_media, which makes lists of parts)
     if isinstance(said, Talk):
         said = _with_system(said, given, at)
         read |= {"system", *_copies(given, said)}
@@ -436,11 +470,12 @@ def said_by(
         if has_template:
             said = _with_tools(said, given)
             read |= {"tools", "chat_template_kwargs"}
-        elif "chat_template_kwargs" in given and not any(
-            _objects(given["chat_template_kwargs"]).values()
-        ):
-            read.add("chat_template_kwargs")
+        elif "chat_template_kwargs" in given:
+            # variables without a value change nothing, so they are not lost without a template
+            if not any(_objects(given["chat_template_kwargs"]).values()):
+                read.add("chat_template_kwargs")
         _refuse_other_questions(given, read, at, rules)
+    # texts with the placeholders of a record's own images
     elif rules.media and all(piece.media is None for piece in said):
         said, media_keys = _texts_with_media(said, given, rules, at(keys[0]))
         read |= {*media_keys}
@@ -449,9 +484,7 @@ def said_by(
 
 
 def _form_of(said: Said, keys: tuple[str, ...], has_template: bool) -> str:
-    """Return the form in which answers are learned, one of ANSWER_FORMS; empty for a text without a
-    question.
-    """
+    """Return the form of the answers (one of ANSWER_FORMS), or "" for plain text."""
     if isinstance(said, Talk):
         return "chat_template" if has_template else AS_MESSAGES
     if keys == _ALPACA_KEYS:
@@ -467,38 +500,42 @@ def _no_form(
     rules: RecordRules,
     where: str,
 ) -> str:
-    """Return why a record has no form or several, and what to do."""
-    shown = {keys: " with ".join(f"`{key}`" for key in keys) for keys in forms}
+    """Return the error message for a record with no form or several, with advice."""
+    shown = {}
+    for keys in forms:
+        shown[keys] = " with ".join(f"`{key}`" for key in keys)
     found = ", ".join(f"`{key}`" for key in list(record)[:8]) or "no key"
     ignored = {*rules.ignore_keys}
     wanted = " or ".join(words for keys, words in shown.items() if ignored.isdisjoint(keys))
+    what = where or "a record"
     if present:
         several = " and ".join(shown[keys] for keys in present)
-        # of a conversation and a text of it the text goes: it would teach what users say
+        # Of a conversation and a text of it, suggest to drop the text: learning it would also
+        # teach the model to write the user's messages.
         others = [
             keys for keys in present if keys[0] not in TALKS and keys != ("prompt", "completion")
         ]
-        dropped = [",".join(keys) for keys in (others if len(others) < len(present) else present)]
+        candidates = others if len(others) < len(present) else present
+        dropped = [",".join(keys) for keys in candidates]
         ways = " or ".join(f"--ignore-keys {names}" for names in dropped)
-        reason = "more than one content key"
-        wanted += f" (it has {several}; {ways} leaves one out)"
-        return f"{reason}: {where or 'a record'} needs exactly one of {wanted}, found {found}"
-    nulls = [
-        f"`{key}` is null"
-        for keys in forms
-        for key in keys
-        if key in record and record[key] is None
-    ]
-    reason = next(iter(nulls), "missing key")
+        return (
+            f"more than one content key: {what} needs exactly one of {wanted}, but it has "
+            f"{several}; use {ways} to leave one out. Its keys: {found}"
+        )
+    # a null is most likely a hole in the data, so it is reported in place of a missing key
+    reason = "missing key"
+    for key in itertools.chain.from_iterable(forms):
+        if key in record and record[key] is None:
+            reason = f"`{key}` is null"
+            break
+    # a name in --columns that the record does not have is a likely cause
     columns = ", ".join(
         f"{key}={name}" for key, name in rules.columns if name not in record and key not in record
     )
-    unnamed = f" (--columns {columns}: there is no such key)" if columns else ""
+    unnamed = f" (--columns {columns}: the record has no such key)" if columns else ""
     advice = advice_for(given)
-    return (
-        f"{reason}: {where or 'a record'} needs exactly one of {wanted}, found {found}{unnamed}"
-        f"{advice and f'. {advice}'}"
-    )
+    ending = f". {advice}" if advice else ""
+    return f"{reason}: {what} needs exactly one of {wanted}, found {found}{unnamed}{ending}"
 
 
 # ---- keys next to a conversation
@@ -510,13 +547,16 @@ def _without_copies(
     at: Callable[[str], str],
     rules: RecordRules,
 ) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
-    """Return a record of several forms without those that repeat its only conversation, and the
-    forms that are left.
+    """Return a record and its forms without keys that only repeat its conversation.
+
+    A record that has several forms for another reason is returned unchanged.
     """
+    # only pairs of a question and an answer can be copies; other texts next to one are an error
     talks = [keys for keys in present if keys[0] in TALKS]
     copies = ({"prompt", "completion"}, {*_ALPACA_KEYS})
     if len(talks) != 1 or any({*keys} not in copies for keys in present if keys != talks[0]):
         return given, present
+    # read the conversation to compare its messages with the other keys
     said = FORMS[talks[0]][0](given, at, rules)
     assert isinstance(said, Talk), "its key is one of TALKS"
     copied = _copies(given, said)
@@ -525,44 +565,42 @@ def _without_copies(
 
 
 def _copies(given: dict[str, Any], talk: Talk) -> set[str]:
-    """Return the keys next to a conversation that say what one of its messages says, and nothing
-    else.
-    """
+    """Return the keys next to a conversation that repeat one of its messages word for word."""
     if given.keys().isdisjoint(_REPEATED):
         return set()
     questions = [_plain(message) for message in talk.messages if message["role"] == "user"]
     answers = [_plain(message) for message in talk.messages if message["role"] in LEARNED_ROLES]
+    # a question repeats the first user message, an answer the last assistant message
     pairs = [(key, questions[0]) for key in _REPEATED_QUESTIONS if questions]
     pairs += [(key, answers[-1]) for key in _REPEATED_ANSWERS if answers]
     found = {
         key for key, text in pairs if isinstance(given.get(key), str) and _same(given[key], text)
     }
+    # TRL's `prompt` is a list of messages: those with which the conversation begins
     asked = given.get("prompt")
-    if isinstance(asked, list) and 0 < len(asked) <= len(talk.messages):  # TRL's, of messages
+    if isinstance(asked, list) and 0 < len(asked) <= len(talk.messages):
         before = [_plain(message) for message in talk.messages[: len(asked)]]
         texts = [_plain(message) if isinstance(message, dict) else None for message in asked]
-        if all(
-            text is not None and _same(text, own) for text, own in zip(texts, before, strict=True)
-        ):
+        pairs_of_prompt = zip(texts, before, strict=True)
+        if all(text is not None and _same(text, own) for text, own in pairs_of_prompt):
             found.add("prompt")
     return found
 
 
 def _plain(message: dict[str, Any]) -> str | None:
-    """Return the content of a message where it is a text."""
+    """Return the content of a message if it is a string, otherwise None."""
     content = message.get("content", message.get("value"))
     return content if isinstance(content, str) else None
 
 
 def _same(text: str, other: str | None) -> bool:
-    """Whether two texts have the same words."""
+    """Return whether two texts have the same words."""
     return other is not None and text.split() == other.split()
 
 
 def _with_system(talk: Talk, record: dict[str, Any], at: Callable[[str], str]) -> Talk:
-    """Return messages after the system prompt of their record, if it has one that they do not begin
-    with.
-    """
+    """Return the messages with the record's `system` prompt in front, unless they begin with it."""
+    # an empty system prompt is the same as none
     if not record.get("system"):
         return talk
     text = system_text(record["system"], at("system"))
@@ -570,7 +608,7 @@ def _with_system(talk: Talk, record: dict[str, Any], at: Callable[[str], str]) -
         if _same(text, _plain(talk.messages[0])):
             return talk
         raise RecordError(
-            f"`{at('system')}` and `{talk.paths[0]}` are both what the system says; leave one out"
+            f"`{at('system')}` and `{talk.paths[0]}` are different system prompts; leave one out"
         )
     system = {"role": "system", "content": text}
     return Talk([system, *talk.messages], (at("system"), *talk.paths))
@@ -579,81 +617,80 @@ def _with_system(talk: Talk, record: dict[str, Any], at: Callable[[str], str]) -
 def _refuse_other_questions(
     given: dict[str, Any], read: set[str], at: Callable[[str], str], rules: RecordRules
 ) -> None:
-    """RecordError for a question or an answer next to a conversation that says something else."""
+    """Raise RecordError for a question or answer that the conversation next to it does not have."""
     if given.keys().isdisjoint(_REPEATED):
         return
     for key in _REPEATED:
-        if (
-            key in read
-            or rules.leaves_out(key)
-            or not isinstance(given.get(key), str)
-            or not given[key]
-        ):
+        if key in read or rules.leaves_out(key):
             continue
+        if not isinstance(given.get(key), str) or not given[key]:
+            continue
+        what = "the last answer"
+        other = ""
         if key in _REPEATED_QUESTIONS:
-            what = "what the first user asks"
-            other = f"--columns system={key} takes it as the system prompt, if it is one; "
+            what = "the first user message"
+            other = f"use --columns system={key} if it is a system prompt, or "
         else:
-            what, other = "the last answer", ""
+            other = "use "
         raise RecordError(
-            f"`{at(key)}` is not {what} in the messages next to it, and would be lost; "
-            f"{other}--ignore-keys {key} "
-            "leaves it out"
+            f"`{at(key)}` differs from {what} of the conversation next to it, and would be lost; "
+            f"{other}--ignore-keys {key} to leave it out"
         )
 
 
 def _refuse_empty_places(talk: Talk, media_keys: tuple[str, ...], rules: RecordRules) -> None:
-    """RecordError for a place of an image, where images may be, in a record that names none."""
+    """Raise RecordError for an image placeholder in a record without images.
+
+    Only a build with images checks this.
+    """
     if not rules.media or media_keys or {IMAGE_AS_TEXT, "*"} & {*rules.ignore_keys}:
         return
     for message, path in zip(talk.messages, talk.paths, strict=True):
         content = message.get("content")
-        if (
-            isinstance(content, str)
-            and message["role"] not in LEARNED_ROLES
-            and _UNFILLED.search(content)
-        ):
+        if not isinstance(content, str) or message["role"] in LEARNED_ROLES:
+            continue
+        if _UNFILLED.search(content):
             raise RecordError(
-                f"`{path}` has a place <image> and the record names no image; name it as `image` "
-                "or `images`, or "
-                f"give --ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
+                f"`{path}` has a placeholder <image>, but the record has no image; add `image` or "
+                f"`images`, or use --ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
             )
 
 
 def _objects(value: Any) -> dict[str, Any]:
-    """Return the variables of a chat template, which may be a text of JSON."""
+    """Return the variables for a chat template, decoded if they are a JSON string."""
     if isinstance(value, str) and value.strip():
         value = json_at(value, "chat_template_kwargs")
     value = value or {}
     if not isinstance(value, dict):
-        raise RecordError(f"`chat_template_kwargs` is {described(value)}, it must be an object")
+        raise RecordError(f"`chat_template_kwargs` is {described(value)}, but it must be an object")
     return value
 
 
 def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
-    """Messages with the tools and the variables that their record gives to a chat template."""
+    """Return the messages with the record's tools and variables for a chat template."""
     variables = _objects(record.get("chat_template_kwargs"))
-    tools = [
-        with_object(tool, "parameters") for tool in objects_at(record.get("tools") or [], "tools")
-    ] or None
-    if tools and any(
-        key in record for key in (*_SHAREGPT, *_ALPACA_KEYS)
-    ):  # LLaMA-Factory has the functions alone
+    tools = []
+    for tool in objects_at(record.get("tools") or [], "tools"):
+        tools.append(with_object(tool, "parameters"))
+    # LLaMA-Factory's records list bare functions; templates expect OpenAI's wrapper around them
+    if any(key in record for key in (*_SHAREGPT, *_ALPACA_KEYS)):
         tools = [
             tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
         ]
-    return replace(talk, tools=tools, variables=variables)
+    return replace(talk, tools=tools or None, variables=variables)
 
 
-# ---- images of a record in the places that its texts leave for them
+# ---- images and videos of a record, placed into its texts
 
 
 def _texts_with_media(
     texts: list[SamplePart], record: dict[str, Any], rules: RecordRules, key: str
 ) -> tuple[list[SamplePart], tuple[str, ...]]:
-    """Texts at `key` with a record's images and videos, as those of messages; the keys that name
-    those.
+    """Return texts with the record's images and videos placed into them, and the keys of those.
+
+    The texts are treated as user messages; `key` is their path for error messages.
     """
+    # user messages, because leading images precede the first user message
     messages = [
         {"role": "user", "content": [{"type": "text", "text": piece.text}]} for piece in texts
     ]
@@ -668,55 +705,70 @@ def _texts_with_media(
 def _with_media(
     talk: Talk, record: dict[str, Any], rules: RecordRules
 ) -> tuple[Talk, tuple[str, ...]]:
-    """Messages with a record's images and videos in the places of their texts; the keys that name
-    those.
+    """Return the messages with the record's images and videos placed into them, and their keys.
 
-    Where no message has a place, they stand at the beginning of the first of a user, as LLaVA and
-    TRL have it.
+    Each placeholder takes the next image or video. If no message has a placeholder, all of them
+    precede the first user message, as in LLaVA and TRL. Raise RecordError if the numbers differ.
     """
-    keys: dict[str, str] = {}
-    values: dict[str, list[Any]] = {}
+    keys: dict[str, str] = {}  # kind -> key of the record
+    values: dict[str, list[Any]] = {}  # kind -> its images or videos
     for kind in MEDIA_TYPES:
         named = [key for key in (kind, f"{kind}s") if record.get(key) not in (None, [])]
         if len(named) > 1:
             raise RecordError(
-                f"`{named[0]}` and `{named[1]}` both name what stands at <{kind}>; leave one out"
+                f"`{named[0]}` and `{named[1]}` both give the files for <{kind}>; leave one out"
             )
         for key in named:
             keys[kind] = key
             named_by = list_at(record[key], key)
             values[kind] = list(named_by) if isinstance(named_by, list) else [named_by]
-    places: Counter[str] = Counter()
+    places: Counter[str] = Counter()  # placeholders found so far, by kind
 
     def filled(kind: str) -> dict[str, Any]:
+        """Return the next image or video as a content part; a surplus placeholder gets None."""
+        value = None
+        if places[kind] < len(values[kind]):
+            value = values[kind][places[kind]]
         places[kind] += 1
-        value = values[kind][places[kind] - 1] if places[kind] <= len(values[kind]) else None
         if isinstance(value, bytes):
             return {"type": kind, "bytes": value}
+        # {bytes, path} is the value of Hugging Face's image feature; other objects are parts
         if isinstance(value, dict) and not value.keys() <= {"bytes", "path"}:
             return {"type": kind, **value}
         return {"type": kind, kind: value}
 
+    def parts_of_text(part: dict[str, Any]) -> Iterator[Any]:
+        """Split a text part at its placeholders and fill them."""
+        # text, kind, text, kind, ..., text
+        for i, text in enumerate(_PLACE.split(part["text"])):
+            if i % 2 and text in values:
+                yield filled(text)
+                continue
+            # a placeholder of a kind that the record does not have stays text
+            if i % 2:
+                text = f"<{text}>"
+            if text:
+                yield {**part, "text": text}
+
     def parts_of(content: Any) -> Iterator[Any]:
-        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        """Yield the parts of a content with its placeholders filled."""
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in values and all(part.get(key) is None for key in _SOURCES):
                 yield filled(kind)
             elif kind == "text" and isinstance(part.get("text"), str):
-                for i, text in enumerate(
-                    _PLACE.split(part["text"])
-                ):  # text, kind, text, kind, ..., text
-                    if i % 2 and text in values:
-                        yield filled(text)
-                    elif text := f"<{text}>" if i % 2 else text:
-                        yield {**part, "text": text}
+                yield from parts_of_text(part)
             else:
                 yield part
 
     messages = []
     for message in talk.messages:
-        before, parts = places.total(), list(parts_of(message.get("content")))
-        messages.append({**message, "content": parts} if places.total() > before else message)
+        before = places.total()
+        parts = list(parts_of(message.get("content")))
+        # a message without a placeholder keeps its content, such as a string
+        has_places = places.total() > before
+        messages.append({**message, "content": parts} if has_places else message)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if (
         not places
@@ -725,25 +777,26 @@ def _with_media(
         and first is not None
         and not any(map(_names_media, messages))
     ):
-        line = "\n" if any(key in record for key in _SHAREGPT) else ""  # LLaVA's
+        # LLaVA writes a newline after each leading placeholder, TRL does not
+        line = "\n" if any(key in record for key in _SHAREGPT) else ""
         leading = "".join(f"<{kind}>{line}" * len(of) for kind, of in values.items())
         content = messages[first].get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         messages[first] = {**messages[first], "content": [*parts_of(leading), *parts]}
     if not places:  # nothing in the messages reads them
         return talk, ()
+    # each image needs a placeholder, and each placeholder an image
     for kind, key in keys.items():
         if places[kind] != len(values[kind]):
             raise RecordError(
-                f"`{key}` names {len(values[kind])} and the messages have {places[kind]} places "
-                "for them "
-                f"(<{kind}>, or a part of type {kind} that names none)"
+                f"`{key}` has {len(values[kind])} entries, but the messages have {places[kind]} "
+                f"placeholders for them (<{kind}>, or a part of type {kind} without a source)"
             )
     return Talk(messages, talk.paths), tuple(keys.values())
 
 
 def _names_media(message: dict[str, Any]) -> bool:
-    """Whether parts of a message are no texts."""
+    """Return whether a message has content parts other than text."""
     content = message.get("content")
     return isinstance(content, list) and any(
         isinstance(part, dict) and part.get("type") != "text" for part in content

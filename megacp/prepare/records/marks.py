@@ -1,10 +1,9 @@
-"""Marks in the values of a conversation, by which one rendering says where each message and each
-value is written.
+"""Marks in the values of a conversation, which show where one rendering writes each message.
 
-A mark is a number in characters that Unicode gives only to programs. A template copies it like any
-other character, and it is taken out again. A template may look at a text (`startswith`, `trim`,
-`length`), so a mark never touches a blank or a tag at an edge, and whoever uses marks compares what
-is left with a rendering that had none.
+A mark is a number written in noncharacters of Unicode. A template copies it like any other
+character, and it is removed afterwards. A template may test a text (`startswith`, `trim`,
+`length`). A mark is therefore never placed before leading white space and tags, and users of marks
+compare the remaining text with a rendering without marks.
 """
 
 from __future__ import annotations
@@ -14,21 +13,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_OPEN, _CLOSE = "\ufdd3", "\ufdd4"
+_OPEN = "\ufdd3"
+_CLOSE = "\ufdd4"
+# 16 noncharacters, one for each hexadecimal digit
 _DIGITS = "".join(chr(0xFDE0 + digit) for digit in range(16))
 MARK_CHARACTERS = (_OPEN, _CLOSE, *_DIGITS)
 _MARK = re.compile(f"{_OPEN}([{_DIGITS}]+){_CLOSE}")
 _VALUES = str.maketrans(_DIGITS, "0123456789abcdef")
 _EDGE = re.compile(r"\s*(?:<[^<>]*>\s*)*")
-"""Blanks and tags at the beginning of a text, which templates look for."""
-WORDS, THOUGHT_WORDS = "content", "thought"
-"""Names of the places of an answer's own words and of its thought's."""
+"""White space and tags at the beginning of a text, which templates test."""
+WORDS = "content"
+"""Key of the place of an answer's words."""
+THOUGHT_WORDS = "thought"
+"""Key of the place of an answer's thought."""
 
 MarkedPlace = tuple[int, str]
-"""A message by its number, and a key of it (or THOUGHT_WORDS); the key is empty for its turn."""
+"""Number of a message and one of its keys (or THOUGHT_WORDS); "" denotes its turn."""
 
 
 def _mark(number: int) -> str:
+    """Return the mark with a number."""
     digits = "".join(_DIGITS[int(digit, 16)] for digit in f"{number:x}")
     return f"{_OPEN}{digits}{_CLOSE}"
 
@@ -45,13 +49,13 @@ class Marks:
         return _mark(len(self.places) - 1)
 
     def found(self, text: str) -> tuple[str, dict[MarkedPlace, int]]:
-        """Take the marks out of a rendering. Return it and the character at which each place
-        begins.
+        """Remove the marks from a rendering; return the text and the beginning of each place.
 
-        A value that is written twice begins where it is first. A turn begins where it is last: a
-        template may look through all messages before it writes them.
+        If a value is written twice, its first position counts. For a turn the last position counts,
+        because a template may loop over all messages before it writes them.
         """
-        pieces = _MARK.split(text)  # text, number, text, number, ..., text
+        # text, number, text, number, ..., text
+        pieces = _MARK.split(text)
         begins: dict[MarkedPlace, int] = {}
         at = 0
         for n, piece in enumerate(pieces):
@@ -65,10 +69,11 @@ class Marks:
 
 
 class TurnMarks:
-    """Writes a mark for each message over which a template loops; it is called as sandbox.TURN."""
+    """Returns the mark of each message over which a template loops; called as sandbox.TURN."""
 
     def __init__(self, marks: Marks, messages: Sequence[Mapping[str, Any]]) -> None:
-        """`messages`: the very objects that the template is given."""
+        """`messages` must be the same objects that the template gets."""
+        # by identity, because two messages may be equal
         self._marks = {id(message): marks.new(i) for i, message in enumerate(messages)}
 
     def __call__(self, value: Any) -> str:
@@ -76,11 +81,13 @@ class TurnMarks:
 
 
 def marked_text(text: str, mark: str, start: int = 0) -> str:
-    """Put a mark before the first word of a text that is no blank and no tag, from `start` on; not
-    in a blank text.
+    """Insert a mark before the first word after white space and tags, from `start` on.
+
+    If the text has only tags, the mark precedes them; a blank text gets none.
     """
     edge = _EDGE.match(text, start)
     at = edge.end() if edge else start
+    # only tags: skip just the white space
     if at == len(text):
         at = start + len(text[start:]) - len(text[start:].lstrip())
     if at == len(text):
@@ -89,11 +96,13 @@ def marked_text(text: str, mark: str, start: int = 0) -> str:
 
 
 def marked_value(value: Any, mark: str) -> Any:
-    """Put a mark into the first text of a value, looking through lists and objects; the value
-    itself without one.
+    """Return a value with a mark in its first text, searching lists and objects.
+
+    Return the same object if it has no text.
     """
     if isinstance(value, str):
         return marked_text(value, mark)
+    # an item that changed has the mark, so the search stops there
     if isinstance(value, list):
         for n, item in enumerate(value):
             if (made := marked_value(item, mark)) is not item:

@@ -1,10 +1,10 @@
-"""Cuts the input files into units of work, and reads the records of any supported file.
+"""Cut input files into units of work and read records from any supported file.
 
-A unit depends only on the files and `unit_bytes`, never on who reads it. A plain JSONL file is cut
-into byte ranges, and a line belongs to the range in which it begins. A JSON array is cut between
-elements, and so are objects over many lines, one after another, as jq prints them. A compressed
-file or a container is one extent. A bad record becomes a `Refusal` with its file and line, and
-reading continues after it.
+A unit depends only on the files and `unit_bytes`, not on the worker that reads it. A plain JSONL
+file is cut into byte ranges; a line belongs to the range in which it begins. JSON arrays and
+concatenated multi-line objects (as printed by jq) are cut between values. A compressed file or a
+container is a single extent. A bad record becomes a `Refusal` with its file and line, and reading
+continues after it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ from megacp.storage.files import open_regular
 from megacp.storage.place import open_input, place_of, size_of, suffix_of
 from megacp.storage.url import Url, is_url
 
-_BLOCK = 1 << 20
-_FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"
+_BLOCK = 1 << 20  # bytes (or characters) per read
+_FORMS = ".jsonl, .json (lines or one array), each also as .gz or .zst, .parquet, .tar"
 _READ_SUFFIXES = (".parquet", ".jsonl", ".json", ".gz", ".zst", ".tar")
-_PANDAS = "python -c \"import pandas; pandas.{read}('{path}').to_json('{stem}.jsonl', orient='records', lines=True)\""
+# commands that error messages suggest; `_CONVERSIONS` fills in {read} and {part}
+_PANDAS = (
+    "python -c \"import pandas; pandas.{read}('{path}').to_json('{stem}.jsonl', "
+    "orient='records', lines=True)\""
+)
 _DATASETS = (
     "python -c \"import datasets; datasets.{read}('{path}'){part}.to_parquet('{stem}.parquet')\""
 )
@@ -60,23 +64,23 @@ _CONVERSIONS = {
     ".tar.gz": "gunzip -c {path} > {stem}.tar",
     ".tar.zst": "unzstd {path}",
 }
-"""What people have and what is not read, by suffix, and the command that makes of it what is."""
+"""Common file types that cannot be read, by suffix, with a command that converts them."""
 
 
 class _Layout(NamedTuple):
-    """Where the values of a file of JSON stand that is not one record a line."""
+    """Syntax around the values of a JSON file that does not have one record per line."""
 
     name: str
     opening: str
-    """What stands before the first value."""
+    """Mark before the first value."""
     between: str
-    """What stands between two."""
+    """Mark between two values."""
     before: re.Pattern[str]
-    """All before a value, with its mark as a group."""
+    """Everything before a value; its group is the mark."""
     empty: re.Pattern[str]
-    """The whole file, where it holds no value."""
+    """The whole file if it has no values."""
     end: re.Pattern[str]
-    """All after the last value."""
+    """Everything after the last value."""
 
 
 _ARRAY = _Layout(
@@ -88,15 +92,16 @@ _ARRAY = _Layout(
     re.compile(r"\s*\]\s*"),
 )
 _STREAM = _Layout("JSON", "", "", re.compile(r"\s*()"), re.compile(r"\s*"), re.compile(r"\s*"))
-"""One object after another, each over as many lines as it likes."""
+"""Objects one after another, each over any number of lines."""
 SAMPLED_BYTES = 1 << 16
-"""Bytes of the edges of a file, by which a changed one is recognised."""
+"""Bytes read at each end of a file to detect that it has changed."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
     ".tar": read_tar,
 }
 
 
+# how to open each compressed format for reading; Python has no zstd decoder, so .zst needs pyarrow
 _COMPRESSED: dict[str, Callable[[str], Any]] = {
     ".gz": lambda path: gzip.open(open_input(path) if is_url(path) else path, "rb"),
     ".zst": lambda path: io.BufferedReader(
@@ -107,13 +112,14 @@ _COMPRESSED: dict[str, Callable[[str], Any]] = {
     ),
 }
 
-
 # ---- files and units
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A byte range of one input file: the lines that begin in [start, stop); all of it when it
+    """A byte range of one input file.
+
+    It covers the lines (or JSON values) that begin in [start, stop), or the whole file if the file
     cannot be cut.
     """
 
@@ -126,36 +132,38 @@ class Extent:
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of work: what one worker turns into one shard."""
+    """A piece of work: the input that one worker turns into one shard."""
 
     index: int
     extents: tuple[Extent, ...]
 
     def __str__(self) -> str:
-        parts = [
-            f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in self.extents
-        ]
-        return f"unit {self.index}: {', '.join(parts)}"
+        ranges = ", ".join(f"{e.path} (bytes {e.start} to {e.stop})" for e in self.extents)
+        return f"unit {self.index}: {ranges}"
 
 
 def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
-    """Cut input files into units of about `unit_bytes`: large plain files into ranges, small files
-    grouped in order.
+    """Cut input files into units of about `unit_bytes`.
+
+    Large plain files are cut into ranges; consecutive small files share a unit.
     """
     extents = []
     for source, path in enumerate(paths):
         size = size_of(place_of(path))
         count = -(-size // unit_bytes) if is_plain(path) else 1
         cuts = [size * i // count for i in range(count + 1)] if count else [0]
-        if count > 1 and _layout(path) is not None:  # only reading tells where a value begins
-            begins = (
-                item.offset
-                for item in read_extent(Extent(source, path, 0, size))
-                if isinstance(item, Record)
-            )
-            inner = [next((begin for begin in begins if begin >= cut), size) for cut in cuts[1:-1]]
+        # Lines can be found from any byte, but the beginnings of JSON values only by parsing the
+        # file from its start. Move each inner cut to the first value at or after it.
+        if count > 1 and _layout(path) is not None:
+            whole = read_extent(Extent(source, path, 0, size))
+            begins = (item.offset for item in whole if isinstance(item, Record))
+            inner = []
+            for cut in cuts[1:-1]:
+                # `begins` continues where the previous cut stopped: one pass for all cuts
+                inner.append(next((begin for begin in begins if begin >= cut), size))
             cuts = sorted({0, *inner, size})
         extents += [Extent(source, path, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    # group neighbouring extents until a unit is full
     groups: list[list[Extent]] = []
     filled = 0
     for extent in extents:
@@ -169,35 +177,38 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
 
 
 def is_plain(path: str) -> bool:
-    """Whether a file is uncompressed JSON, which byte ranges can cut and where an offset gives the
-    line.
+    """Return whether a file is uncompressed JSON.
+
+    Such a file can be cut into byte ranges, and the line of a record follows from its offset.
     """
     return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS)
 
 
 def _opened(path: str) -> Any:
+    """Open a file for reading, decompressed."""
     return _COMPRESSED.get(suffix_of(path), open_input)(path)
 
 
 def _layout(path: str) -> _Layout | None:
-    """Return how the values of a file of JSON stand in it, as its beginning tells; None: a record
-    each line.
-    """
+    """Return the layout of a JSON file, judged by its beginning; None for one record per line."""
     try:
         with _opened(path) as stream:
             data = stream.read(SAMPLED_BYTES)
-    except (EOFError, OSError, zlib.error):  # reported where its lines are read
+    except (EOFError, OSError, zlib.error):  # the reader of its lines reports the damage
         return None
+    # the sample may end within a character, so ignore decoding errors
     head = data.removeprefix(codecs.BOM_UTF8).decode(errors="ignore").lstrip()
     if head.startswith("["):
         return None if _is_line_of_messages(head) else _ARRAY
     first, newline, _ = head.partition("\n")
     if not (head.startswith("{") and newline):
         return None
+    # a first line that is not JSON by itself may begin an object that spans several lines
     try:
         json.loads(first)
     except ValueError:
-        if first.strip() == "{":  # no record begins so that ends in its line
+        # a bare `{` is never a broken record of JSONL
+        if first.strip() == "{":
             return _STREAM
         _, lines = _first_value(head, 0)
         return _STREAM if lines else None
@@ -205,16 +216,19 @@ def _layout(path: str) -> _Layout | None:
 
 
 def _is_line_of_messages(head: str) -> bool:
-    """Whether a text that begins with a list has the list's first element in its first line, and
-    that is a message.
+    """Return whether a text starts with a list of messages on a single line.
+
+    Such a file has one conversation per line. Otherwise the list is an array of records. Only the
+    first element is parsed: it must be a message and end on the first line.
     """
     value, lines = _first_value(head, 1)
     return lines == 0 and are_messages([value])
 
 
 def _first_value(text: str, at: int) -> tuple[Any, int]:
-    """Return the value of JSON from a place on and the newlines before its end; (None, 0) where
-    none is whole.
+    """Return the JSON value at a position and the number of newlines in `text` before its end.
+
+    Return (None, 0) if no complete value is there.
     """
     begin = at + len(text[at:]) - len(text[at:].lstrip())
     try:
@@ -225,65 +239,69 @@ def _first_value(text: str, at: int) -> tuple[Any, int]:
 
 
 def input_problem(path: str) -> str | None:
-    """Why an input file cannot be read, as far as opening it tells; None when it can."""
+    """Return why an input file cannot be opened or is not supported; None if it can be read."""
     try:
-        if Url(path).is_dir() if is_url(path) else os.path.isdir(path):
+        is_folder = Url(path).is_dir() if is_url(path) else os.path.isdir(path)
+        if is_folder:
             return _folder_problem(path)
+        # both raise an error if there is no such file or it is not regular
         if is_url(path):
             Url(path).size()
         else:
             open_regular(path).close()
-        if (suffix := _unread_suffix(path)) is not None:
+        # the longest match, such as .tar.gz
+        unread = [suffix for suffix in _CONVERSIONS if path.lower().endswith(suffix)]
+        suffix = max(unread, key=len, default=None)
+        if suffix is not None:
+            # commands cannot read a URL: suggest them for a downloaded copy of that name
             name = path.rpartition("/")[2] if is_url(path) else path
             way = _CONVERSIONS[suffix].format(path=name, stem=name[: -len(suffix)])
-            return f"{path} is no form of records; read are {_FORMS}. To convert it: {way}"
+            return f"{path}: this file type is not supported; use {_FORMS}. To convert it: {way}"
     except FileNotFoundError:
         return f"no such file: {path}"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
-    except ValueError as error:  # a pipe could be read once, and units are read by several workers
+    except ValueError as error:  # such as a pipe, which several workers cannot read repeatedly
         return str(error)
     return None
 
 
-def _unread_suffix(path: str) -> str | None:
-    """Return the suffix of a path that is one of _CONVERSIONS, the longest; None for any other."""
-    found = [suffix for suffix in _CONVERSIONS if path.lower().endswith(suffix)]
-    return max(found, key=len, default=None)
-
-
 def _folder_problem(path: str) -> str:
-    """Return what to give in place of a folder."""
-    what = f"{path} is a directory; give the files in it, as {path}/*.jsonl"
+    """Return an error message for a folder that suggests its files, if it has readable ones."""
+    what = f"{path} is a directory; give the files in it, such as {path}/*.jsonl"
     if is_url(path):
         return what
     folder = Path(path)
     stem = path.rstrip("/")
+    # folders that `save_to_disk` of Hugging Face datasets has written
     for name, part in (
         ("dataset_dict.json", "['train']"),
         ("state.json", ""),
-    ):  # of datasets' save_to_disk
+    ):
         if (folder / name).is_file():
             way = _DATASETS.format(read="load_from_disk", path=path, part=part, stem=stem)
             return (
-                f"{path} is a directory that `save_to_disk` of datasets wrote. To convert it: {way}"
+                f"{path} is a directory written by `save_to_disk` of datasets. To convert it: {way}"
             )
-    for pattern in ("*", "*/*"):  # a repository of the hub has its files in data/
+    # a dataset repository on the Hub keeps its files in data/, one level deeper
+    for pattern in ("*", "*/*"):
         suffixes = {file.suffix for file in folder.glob(pattern) if file.suffix in _READ_SUFFIXES}
         for suffix in _READ_SUFFIXES:
             if suffix in suffixes:
                 return f"{path} is a directory; give the files in it, as '{stem}/{pattern}{suffix}'"
-    return f"{path} is a directory without a file that is read ({_FORMS})"
+    return f"{path} is a directory without a supported file ({_FORMS})"
 
 
 def identity(path: str) -> list[Any]:
-    """Name, size, and what differs once the content does: what its store says of it, or a hash of
-    both its edges.
+    """Return name, size and a value that changes with the content of a file.
+
+    The value is the version that the object store reports, or a hash of both ends of the file.
     """
     place = place_of(path)
     size = size_of(place)
     if isinstance(place, Url) and (version := place.version()):
         return [path, size, version]
+    # hashing the whole file would read it once more; a changed file differs at its ends or in size
     with open_input(path) as stream:
         data = stream.read(SAMPLED_BYTES)
         stream.seek(max(0, size - SAMPLED_BYTES))
@@ -297,17 +315,19 @@ def identity(path: str) -> list[Any]:
 def read_extent(
     extent: Extent, max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES, media: bool = False
 ) -> Iterator[Record | Refusal]:
-    """The records of one extent of any supported file, in order, each bad one as a Refusal.
+    """Yield the records of one extent in order; each bad record is a Refusal.
 
-    `media`: whether records of a tar may have images and videos beside them. `line` counts from the
-    line in which the extent begins, and `number` from its first record; `LinesBefore` and
-    `records_before` have those before it. A file that is cut short or damaged gives a last Refusal.
+    `media` keeps the images and videos of tar records. `line` counts from the first line of the
+    extent and `number` from its first record; `LinesBefore` and `records_before` count those before
+    the extent. A truncated or damaged file ends with a Refusal.
     """
     suffix = suffix_of(extent.path)
-    if (container := _CONTAINERS.get(suffix)) is not None:
+    container = _CONTAINERS.get(suffix)
+    if container is not None:
         yield from container(extent.path, max_record_bytes, media)
         return
     with _opened(extent.path) as stream:
+        # a compressed file is one extent, and its size does not say how much text is in it
         stop = None if suffix in _COMPRESSED else extent.stop
         layout = _layout(extent.path)
         if layout is not None:
@@ -318,16 +338,22 @@ def read_extent(
 
 
 class LinesBefore:
-    """How many lines of a plain file end before an extent. Extents in order cost one pass over what
-    is before them.
+    """Count the lines of a plain file that end before an extent.
+
+    Calls with extents in order read the text before them only once.
     """
 
     def __init__(self) -> None:
-        self._path, self._offset, self._lines = "", 0, 0
+        self._path = ""
+        self._offset = 0
+        self._lines = 0
 
     def __call__(self, extent: Extent) -> int:
         if extent.path != self._path or extent.start < self._offset:
-            self._path, self._offset, self._lines = extent.path, 0, 0
+            # another file, or an earlier extent: count from the beginning
+            self._path = extent.path
+            self._offset = 0
+            self._lines = 0
         with open_input(extent.path) as stream:
             stream.seek(self._offset)
             while block := stream.read(min(_BLOCK, extent.start - self._offset)):
@@ -337,7 +363,7 @@ class LinesBefore:
 
 
 def records_before(extent: Extent) -> int:
-    """Count the records of a file before an extent that begins with one; it reads all of them."""
+    """Count the records of a file before an extent, by reading all of them."""
     if not extent.start:
         return 0
     return sum(1 for _ in read_extent(Extent(extent.source, extent.path, 0, extent.start)))
@@ -346,16 +372,20 @@ def records_before(extent: Extent) -> int:
 def _read_lines(
     path: str, stream: IO[bytes], offset: int, stop: int | None, max_record_bytes: int
 ) -> Iterator[Record | Refusal]:
-    """Records from byte `offset` on; `stop`: of a plain file."""
+    """Yield the records of a JSONL file from byte `offset` on; `stop` is None if compressed."""
     line = 0
-    if offset:  # the line that runs into the range belongs to the range before it
+    if offset:
+        # A line that crosses the beginning of the range belongs to the previous range. Starting
+        # one byte earlier also finds a line that begins exactly at `offset`.
         stream.seek(offset - 1)
         size = _skip_line(stream) - 1
-        line, offset = int(size > 0), offset + size
+        line = int(size > 0)
+        offset += size
 
     while stop is None or offset < stop:
         line += 1
         try:
+            # two more bytes than allowed, for "\r\n": a longer line is read up to there and skipped
             data = stream.readline(max_record_bytes + 2)
             size = len(data)
             content = data.rstrip(b"\r\n")
@@ -366,9 +396,10 @@ def _read_lines(
                 path,
                 line,
                 offset,
-                f"the compressed file is damaged or cut short from here on ({error})",
+                f"the compressed file is damaged or truncated at this record ({error})",
             )
             return
+        # the end of the file
         if not size:
             return
         if len(content) > max_record_bytes:
@@ -376,11 +407,12 @@ def _read_lines(
                 path,
                 line,
                 offset,
-                f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}",
+                f"the line has {size} bytes, more than --max-record-bytes {max_record_bytes}",
             )
         else:
             try:
-                content = content.removeprefix(b"\xef\xbb\xbf") if offset == 0 else content
+                if offset == 0:  # byte order mark
+                    content = content.removeprefix(b"\xef\xbb\xbf")
                 if content.strip():
                     yield Record(line, offset, size, decode_json(content))
             except RecordError as error:
@@ -395,17 +427,24 @@ def _read_values(
     stop: int | None,
     max_record_bytes: int,
 ) -> Iterator[Record | Refusal]:
-    """The values of a file of JSON that begin in an extent, with only the current one and a block
-    in memory.
+    """Yield the values of a JSON file that begin in an extent.
 
-    They are those of JSONL's reader. After a value that is no JSON nothing can be read.
+    Only the current value and one block are kept in memory. Nothing after invalid JSON can be read,
+    because the beginning of the next value is unknown.
     """
-    path, decode = extent.path, json.JSONDecoder().raw_decode
-    offset = extent.start or len(codecs.BOM_UTF8) * (stream.peek(3)[:3] == codecs.BOM_UTF8)
-    text, at, line, number = "", 0, 1, 1  # text[at:] is not read yet, from `offset` and `line`
-    mark = "" if extent.start else layout.opening  # a later extent begins with a value
+    path = extent.path
+    decode = json.JSONDecoder().raw_decode
+    offset = extent.start
+    if not offset and stream.peek(3)[:3] == codecs.BOM_UTF8:
+        offset = len(codecs.BOM_UTF8)
+    # text[at:] has been read, but not parsed; it begins at byte `offset` in `line`
+    text = ""
+    at = 0
+    line = 1
+    number = 1
+    # a later extent begins with a value, without the opening bracket
+    mark = "" if extent.start else layout.opening
     is_first = not extent.start
-
     with io.TextIOWrapper(stream, "utf-8-sig", newline="") as source:
         try:
             while True:
@@ -417,52 +456,61 @@ def _read_values(
                     if before[1] != mark or end is not None:
                         raise RecordError(f"expected {mark!r} or the end of the array")
                     value, until = decode(text, begin)
-                except (ValueError, RecursionError) as error:  # or more of it is not in memory yet
+                except (ValueError, RecursionError) as error:
+                    # The value may only be incomplete in memory: read at least as much again, so
+                    # a long value is parsed a logarithmic number of times.
                     fits = len(text) - at <= max_record_bytes
                     if fits and (block := source.read(max(_BLOCK, len(text) - at))):
-                        text, at = text[at:] + block, 0
+                        text = text[at:] + block
+                        at = 0
                         continue
-                    line, offset = line + text.count("\n", at, begin), offset + begin - at
-                    limit = (
-                        ""
-                        if fits
-                        else f", or a record has more than --max-record-bytes {max_record_bytes}"
-                    )
-                    fault = (
-                        json_fault(error)
-                        if isinstance(error, ValueError)
-                        else "it is nested too deeply"
-                    )
+                    # the end of the file, invalid JSON, or a record that is too long
+                    line += text.count("\n", at, begin)
+                    offset += begin - at
+                    limit = ""
+                    if not fits:
+                        limit = f", or a record has more than --max-record-bytes {max_record_bytes}"
+                    fault = "it is nested too deeply"
+                    if isinstance(error, ValueError):
+                        fault = json_fault(error)
                     if end is None:
-                        reason = f"the {layout.name} cannot be read on: {fault}{limit}"
+                        reason = f"the rest of the {layout.name} cannot be read: {fault}{limit}"
                         yield Refusal(path, line, offset, reason, number)
                     return
-                line, offset = line + text.count("\n", at, begin), offset + begin - at
+                line += text.count("\n", at, begin)
+                offset += begin - at
+                # a value that begins at `stop` belongs to the next extent
                 if stop is not None and offset >= stop:
                     return
                 element = text[begin:until]
-                size, at, mark, is_first = len(element.encode()), until, layout.between, False
+                size = len(element.encode())
+                at = until
+                mark = layout.between
+                is_first = False
                 try:
                     if size > max_record_bytes:
                         raise RecordError(
-                            f"a record of {size} bytes, above --max-record-bytes {max_record_bytes}"
+                            f"the record has {size} bytes, more than --max-record-bytes "
+                            f"{max_record_bytes}"
                         )
                     yield Record(line, offset, size, of_text(value, element), number=number)
                 except RecordError as error:
                     yield Refusal(path, line, offset, str(error), number)
-                line, offset, number = line + element.count("\n"), offset + size, number + 1
+                line += element.count("\n")
+                offset += size
+                number += 1
         except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
             yield Refusal(
                 path,
                 line,
                 offset,
-                f"the file is damaged or cut short from here on ({error})",
+                f"the file is damaged or truncated at this record ({error})",
                 number,
             )
 
 
 def _skip_line(stream: IO[bytes]) -> int:
-    """Read to the end of the line without keeping it; returns the number of bytes."""
+    """Read to the end of the line without keeping it. Return the number of bytes."""
     size = 0
     while block := stream.readline(_BLOCK):
         size += len(block)

@@ -1,8 +1,8 @@
-"""A record of the input with its place in a file, or the reason why there is none; what a record
-may hold.
+"""Types shared by all readers and parsers of records, and the rules for the keys of a record.
 
-All readers give the same two types. A key that is not read is accepted only when it cannot hold
-something to learn: it is empty, plain metadata by its name, or named by the user.
+A reader yields a `Record` for each entry of an input file, or a `Refusal` with the reason why the
+entry cannot be used. A key that the parser does not read is accepted only if it cannot contain
+training text: its value is empty, its name is plain metadata, or the user listed it.
 """
 
 from __future__ import annotations
@@ -18,63 +18,70 @@ from functools import lru_cache
 from typing import Any
 
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
+# roles whose messages have a loss
 LEARNED_ROLES = ("assistant",)
+# values of `RecordRules.form`: how answers are written if there is no chat template
 AS_MESSAGES = "messages"
 ALPACA = "alpaca"
-"""Two forms in which answers are learned without a chat template; the values of `RecordRules.form`.
-"""
 CONTEXT_ROLES = ("system", "developer", "user", "tool")
 _SEEN = set("image img picture photo frame video jpg jpeg png webp".split())
-"""Words, without their s, of keys that name what is seen beside the text."""
+"""Words (in the singular) in keys that refer to images or videos."""
+# audio is not supported, so these keys are always refused
 _HEARD = {"audio", "sound", "speech"}
 _DESCRIBING = set(
-    "id count size width height length len hash type format score date md5 sha1 sha256 sha512 language lang".split()
+    "id count size width height length len hash type format score date md5 sha1 sha256 sha512 "
+    "language lang".split()
 )
-"""Last words, without their s, of keys that describe content and are none."""
+"""Last words (in the singular) of keys that describe content, such as `image_width`."""
 _METADATA = set(
-    "added attr attribute author byte categorie category char character charset checksum commit confidence config "
-    "copyright country crawl crawled created creator dataset datetime day difficulty digest dir directory domain dump "
-    "encoding exif ext extension extra fetched file filename filepath fingerprint fork fraction genre guid head hexsha "
-    "host idx index info issue key keyword kind level licence license like line link locale meta metadata mime "
-    "modified month name nsfw num number origin owner path perplexity ppl prob probability propertie provenance "
-    "published publisher punsafe pwatermark quality rank rating ratio region repo repository retrieved revision script "
-    "sha shard similarity site snapshot source split src star stat statu subset tag time timestamp title topic "
-    "toxicity uid updated uri url username uuid version view vote warc website year".split()
+    "added attr attribute author byte categorie category char character charset checksum commit "
+    "confidence config copyright country crawl crawled created creator dataset datetime day "
+    "difficulty digest dir directory domain dump encoding exif ext extension extra fetched file "
+    "filename filepath fingerprint fork fraction genre guid head hexsha host idx index info issue "
+    "key keyword kind level licence license like line link locale meta metadata mime modified "
+    "month name nsfw num number origin owner path perplexity ppl prob probability propertie "
+    "provenance published publisher punsafe pwatermark quality rank rating ratio region repo "
+    "repository retrieved revision script sha shard similarity site snapshot source split src "
+    "star stat statu subset tag time timestamp title topic toxicity uid updated uri url username "
+    "uuid version view vote warc website year".split()
 )
-"""Last words, without their s, of keys of plain metadata, where no word of content stands before
-them.
+"""Last words (in the singular) of metadata keys, unless another word of the key refers to content.
 """
+# first words of metadata keys, such as `is_safe` and `num_turns`
 _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", "warc", "nb"}
+# reasons why a key is refused; `refuse_lost` chooses its advice by them
 _SYSTEM = "may be a system prompt"
-_SYSTEM_TAKEN = "--columns system={} takes it as the system prompt of a conversation"
-_SYSTEM_ASIDE = "A text has no place for it; `messages`, or `instruction` with `output`, have one"
+_SYSTEM_TAKEN = "Use --columns system={} to read it as the system prompt of a conversation"
+_SYSTEM_ASIDE = (
+    "A text cannot have a system prompt; `messages`, or `instruction` with `output`, can"
+)
 _IMAGES = "names an image or a video"
 _TAKEN = (
-    "A build with --image-root takes images as `image` or `images`, and videos alike, beside a text or messages with a "
-    "user"
+    "A build with --image-root reads images from `image` or `images`, and videos from `video` or "
+    "`videos`, next to a text or to messages with a user turn"
 )
-"""Where to write what such a key names."""
+"""Advice for keys that refer to images or videos."""
 
 
 class RecordError(ValueError):
-    """Why one record cannot be used; the reader adds where it stands."""
+    """Reason why a record cannot be used; the reader adds the file and line."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A record that cannot be used: one line of rejects.jsonl."""
+    """A record that cannot be used; one line of rejects.jsonl."""
 
     file: str
     line: int
-    """1-based; of a JSON array where the element begins; in Parquet the row, in a tar the number of
-    the record.
+    """1-based line where the record begins; the 1-based row in Parquet or record number in a
+    tar.
     """
     offset: int
-    """Byte offset of the record in its (uncompressed) file; in Parquet the row, 0-based."""
+    """Byte offset of the record in its (uncompressed) file; the 0-based row in Parquet."""
     reason: str
     number: int = 0
-    """1-based number of the record, where lines do not number records: in a JSON array and in JSON
-    over many lines.
+    """1-based record number for JSON arrays and multi-line JSON, where lines do not number records;
+    else 0.
     """
 
     def __str__(self) -> str:
@@ -84,41 +91,42 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Record:
-    """A decoded record and where it stands; `line` and `offset` as in Refusal."""
+    """A decoded record and its position; `line` and `offset` are as in `Refusal`."""
 
     line: int
     offset: int
     size: int
-    """Bytes it takes in the file."""
+    """Bytes of the record in the file."""
     value: Any
     members: dict[str, bytes] | None = None
-    """Files of a tar's group that are neither record nor text, by their whole names (only when
-    asked for).
+    """Media files of a tar record by full name, without the record and its text (only on
+    request).
     """
     number: int = 0
-    """Number as in Refusal, but counted from the beginning of the extent."""
+    """Record number as in `Refusal`, but counted from the beginning of the extent."""
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the null keys of its objects: a table, or lines made of one, has those that
-    other rows have.
+    """Return a value without the null keys of its objects, at any depth.
+
+    Rows of a table have a null for each key that only other rows use.
     """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def text_at(value: Any, key: str) -> str:
-    """A value that stands at `key` of a record and must be a string; RecordError when it is
-    none.
-    """
+    """Return a value if it is a string. Raise RecordError, naming its `key`, if it is not."""
     if not isinstance(value, str):
-        raise RecordError(f"`{key}` is {described(value)}, it must be a string")
+        raise RecordError(f"`{key}` is {described(value)}, but it must be a string")
     return value
 
 
 def described(value: Any) -> str:
-    """What a value of a record is, in words."""
+    """Describe the type of a JSON value for an error message, with the value of a number."""
     names = {
         dict: "an object",
         list: "a list",
@@ -128,13 +136,16 @@ def described(value: Any) -> str:
     }
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"a number ({value})" if math.isfinite(value) else "a number"
-    return names.get(type(value), f"a {type(value).__name__}") if value != [] else "an empty list"
+    if value == []:
+        return "an empty list"
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def decode_json(line: bytes) -> Any:
-    """One line of JSON as a Python value; RecordError for what is not UTF-8, not JSON, or not
-    Unicode text.
+    """Decode one line of JSON. Raise RecordError if it is not UTF-8, not JSON, or not Unicode
+    text.
     """
+    # decode first: json.loads would guess other encodings
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -146,8 +157,9 @@ def decode_json(line: bytes) -> Any:
         return of_text(json.loads(text), text)
     except json.JSONDecodeError as error:
         hint = ""
+        # a record that a script printed as a Python dict instead of JSON
         if re.match(r"\s*[\[{]+\s*'", text):
-            hint = "; it looks like Python's own notation, which ast.literal_eval reads: write it with json.dumps"
+            hint = "; this looks like a printed Python object: write records with json.dumps"
         raise RecordError(
             f"invalid JSON: {json_fault(error)} at column {error.colno}{hint}"
         ) from error
@@ -158,71 +170,73 @@ def decode_json(line: bytes) -> Any:
 
 
 def json_fault(error: ValueError) -> str:
-    """What is wrong with a JSON text, in the words of its reader, but for its advice to change a
-    limit of Python.
-    """
+    """Describe an error of the JSON decoder, without Python's advice to raise a limit."""
     if isinstance(error, RecordError):
         return str(error)
     if isinstance(error, json.JSONDecodeError):
         return error.msg.removesuffix(" at")
-    return f"a whole number has more than {sys.get_int_max_str_digits():,} digits"
+    # the only other ValueError of the decoder: Python refuses to convert very long integers
+    return f"an integer has more than {sys.get_int_max_str_digits():,} digits"
 
 
 def of_text(value: Any, text: str) -> Any:
-    """A value that was read from JSON; RecordError where a string of it is not Unicode text."""
-    if "\\ud" in text or "\\uD" in text:  # the only way to write a lone surrogate
+    """Return a value decoded from a JSON text. Raise RecordError if a string is not valid
+    Unicode.
+    """
+    if "\\ud" in text or "\\uD" in text:  # only an escape can spell a lone surrogate
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise RecordError(
-                "a string holds half of a surrogate pair (\\ud800 to \\udfff), no text"
+                "a string contains half of a surrogate pair (\\ud800 to \\udfff), which is not text"
             ) from error
     return value
 
 
 @dataclass(frozen=True)
 class RecordRules:
-    """How records are read, and what the user lets through."""
+    """How to read records: key names, roles, and which content may be dropped."""
 
     text_key: str = "text"
     media: bool = False
-    """Whether images and videos may be there."""
+    """Whether records may contain images and videos."""
     ignore_keys: tuple[str, ...] = ()
-    """Names, and patterns with `*`; a pattern covers neither images and the like nor a message's
-    keys.
+    """Key names, or patterns with `*`. Patterns apply neither to media keys nor to keys of
+    messages.
     """
     context_roles: tuple[str, ...] = ()
-    """Roles beside CONTEXT_ROLES of which nothing is learned; `*` is all."""
+    """Roles without loss in addition to CONTEXT_ROLES; `*` allows any role."""
     roles: tuple[tuple[str, str], ...] = ()
-    """Pairs of a role and a name that the records have for it (--roles)."""
+    """Pairs of a role and its name in the records (--roles)."""
     columns: tuple[tuple[str, str], ...] = ()
-    """Pairs of a key that is read and the name that the records have for it (--columns)."""
+    """Pairs of a key and its name in the records (--columns)."""
     form: str = ""
-    """How conversations are written without a chat template. Empty: Alpaca's records after Alpaca's
-    own prompt, all others as messages; AS_MESSAGES: all as messages; ALPACA: only Alpaca's records,
-    after its prompt."""
-    ignore_weights: bool = False
-    """Whether `weight` of messages and branches counts as 1."""
-    asks: bool = False
-    """Whether an assistant's header follows messages that end with another's: no text of it is
-    learned.
+    """How to write conversations without a chat template.
+
+    "" writes Alpaca records with the Alpaca prompt and all other records as messages. AS_MESSAGES
+    writes all records as messages. ALPACA accepts only Alpaca records, with the Alpaca prompt.
     """
+    ignore_weights: bool = False
+    """Whether to treat every `weight` of messages and branches as 1."""
+    asks: bool = False
+    """Whether the record is a prompt: it ends with an assistant header, and no token has a loss."""
     prefix_tree: bool = False
-    """Whether a record may be several that share their beginnings: rollouts, or completions of one
-    prompt.
+    """Whether a record may contain several samples with common prefixes (rollouts, or completions
+    of one prompt).
     """
 
     def leaves_out(self, key: str) -> bool:
-        """Whether --ignore-keys covers a key, by its name or a pattern."""
+        """Return whether --ignore-keys covers a key, by name or by pattern."""
         return any(fnmatchcase(key, pattern) for pattern in self.ignore_keys)
 
     def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a record with the keys that are read in place of those that --columns names.
+        """Return a record with its keys renamed according to --columns.
 
-        RecordError where a key is there under both names.
+        Raise RecordError if a record has a key under both names.
         """
         if not self.columns:
             return record
+        # a renamed key is no longer read under its old name
         theirs = {name for _, name in self.columns}
         kept = {key: value for key, value in record.items() if key not in theirs}
         for key, name in self.columns:
@@ -230,9 +244,8 @@ class RecordRules:
                 continue
             if kept.get(key) is not None and key not in self.ignore_keys:
                 raise RecordError(
-                    f"`{key}` and `{name}` are both there, and --columns {key}={name} names one "
-                    "for the other; "
-                    f"--ignore-keys {key} leaves `{key}` out"
+                    f"a record has both `{key}` and `{name}`, but --columns {key}={name} renames "
+                    f"`{name}` to `{key}`; use --ignore-keys {key} to leave `{key}` out"
                 )
             kept[key] = record[name]
         return kept
@@ -240,58 +253,67 @@ class RecordRules:
     def refuse_lost(
         self, found: Mapping[str, Any], known: Iterable[str], where: str, in_record: bool = False
     ) -> None:
-        """RecordError for keys of `found`, which stands at `where`, that are not read and not
-        empty.
+        """Raise RecordError if `found` has non-empty keys that are neither known nor ignored.
 
-        `in_record`: metadata may stand here, as in a record, and not in a message or a part of one.
+        `where` names the object in the message. `in_record` allows metadata keys, which a record
+        may have, but a message or a part of one may not.
         """
         lost: dict[str, str] = {}
         for key in found.keys() - {*known, *self.ignore_keys}:
-            if found[key] is not None and found[key] not in ("", b"", [], {}):
+            # an empty value has no content to lose
+            if found[key] is None or found[key] in ("", b"", [], {}):
+                continue
+            reason: str | None = "is unknown here"
+            if in_record:
                 is_number = isinstance(found[key], bool | int | float)
-                reason = (
-                    _reason(key, self.ignore_keys, is_number) if in_record else "is unknown here"
-                )
-                lost |= {key: reason} if reason else {}
+                reason = _reason(key, self.ignore_keys, is_number)
+            if reason:
+                lost[key] = reason
         if lost:
+            # in the order of the record: the difference above is a set
             keys = [key for key in found if key in lost]
             note = "; ".join(f"`{key}` {lost[key]} and would be lost" for key in keys)
             advice = []
             for key in keys:
                 if lost[key] == _SYSTEM:
                     advice.append(_SYSTEM_ASIDE if key == "system" else _SYSTEM_TAKEN.format(key))
-            if others := [key for key in keys if lost[key] not in (_IMAGES, _SYSTEM)]:
-                advice.append(f"--ignore-keys {','.join(others)} leaves it out")
+            others = [key for key in keys if lost[key] not in (_IMAGES, _SYSTEM)]
+            if others:
+                advice.append(f"Use --ignore-keys {','.join(others)} to leave it out")
             if _IMAGES in lost.values():
                 advice.append(_TAKEN)
-            raise RecordError(f"{where and f'{where}: '}{note}. {'. '.join(advice)}")
+            prefix = f"{where}: " if where else ""
+            raise RecordError(f"{prefix}{note}. {'. '.join(advice)}")
 
 
 FOR_PROMPTS = RecordRules(
     media=True, ignore_keys=("*",), context_roles=("*",), ignore_weights=True, asks=True
 )
-"""Rules of records that are asked, from which nothing is learned: the last thing said is the
-answer, of any weight.
+"""Rules for prompts, which have no loss: a final assistant message is the expected answer, whatever
+its weight.
 """
 
 
 @lru_cache(maxsize=4096)
 def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
-    """Why a key of a record that is not empty is refused; None when it may stand there."""
-    snake = re.sub(
-        r"([a-z])([A-Z])", r"\1_\2", key
-    ).lower()  # `maxStars_repo-path` is max, stars, repo, path
-    words = [word for word in re.split(r"[^a-z0-9]+", snake) if word and not word.isdigit()] or [
-        snake
-    ]
+    """Return why a non-empty key of a record is refused, or None if it may be ignored.
+
+    `ignored` are the patterns of --ignore-keys; `is_number`: the value is a number or a boolean.
+    """
+    # split the key into words: `maxStars_repo-path` is max, stars, repo, path
+    snake = re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower()
+    pieces = re.split(r"[^a-z0-9]+", snake)
+    words = [word for word in pieces if word and not word.isdigit()] or [snake]
     singular = [word if word in ("is", "has", "ids") else word.rstrip("s") for word in words]
     counts = singular[0] in _METADATA_BEGINNINGS
+    # `image_width` is metadata, but `image` is not, so these words are tested before the media
     if singular[-1] in _DESCRIBING or (counts and is_number):
         return None
     if not _SEEN.isdisjoint(singular):
         return _IMAGES
     if not _HEARD.isdisjoint(singular):
         return "names a sound"
+    # a pattern of --ignore-keys must not drop media, so it is tested after them
     if counts or singular[-1] in _METADATA or any(fnmatchcase(key, pattern) for pattern in ignored):
         return None
     if "system" in singular and not is_number:
@@ -299,31 +321,33 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
     return "is unknown"
 
 
-# ---- pieces of a record: texts with a loss weight each, images and videos as it names them
+# ---- parts of a sample: texts with a loss weight each; images and videos by reference
 
+# kinds of media, and keys of a content part for their contents
 MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")
 LINKS = ("url", "image_url")
-"""Keys of a part that name a path, a URL or the bytes as a data URL."""
+"""Keys of a content part that give a path, a URL, or the bytes as a data URL."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """An image or a video as a record names it; nothing has been read yet."""
+    """A reference to an image or a video in a record; nothing has been read yet."""
 
     kind: str
-    """image or video."""
+    """"image" or "video"."""
     source: str
     """One of MEDIA_SOURCES."""
     value: str | bytes
     key: str
-    """Where it stands in the record."""
+    """Path of the reference in the record, for error messages."""
 
 
 @dataclass(frozen=True)
 class SamplePart:
-    """A stretch of text, an image or a video, or (both None) the tokenizer's end-of-document token;
-    its loss weight.
+    """A text, an image or a video, with its loss weight.
+
+    If both `text` and `media` are None, it is the tokenizer's end-of-document token.
     """
 
     text: str | None
@@ -332,7 +356,7 @@ class SamplePart:
 
     @property
     def is_end(self) -> bool:
-        """Whether it is the end-of-document token."""
+        """Whether this is the end-of-document token."""
         return self.text is None and self.media is None
 
 
@@ -341,68 +365,69 @@ END = SamplePart(None, 1.0)
 
 @dataclass(frozen=True)
 class Rendered(SamplePart):
-    """A whole conversation as a chat template writes it, to be tokenized as one text."""
+    """A whole conversation as rendered by a chat template; it must be tokenized as one text."""
 
     learned: tuple[tuple[int, int, float], ...] = ()
-    """Characters start..stop and their loss weight, in order; all others are not learned."""
+    """Ranges of characters (start, stop) with their loss weight, in order; the remaining text has
+    no loss.
+    """
     places: tuple[tuple[int, int], ...] = ()
-    """Characters start..stop that stand for an image or a video; these follow in the same order as
-    own pieces.
+    """Ranges of characters (start, stop) of image and video placeholders. The media follow as
+    separate parts, in the same order.
     """
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One document: `prefix`, then `branches`, each a continuation of one of the parts before
-    it.
-    """
+    """One document: a `prefix`, then `branches`, each continuing an earlier part."""
 
     prefix: tuple[SamplePart, ...]
     branches: tuple[tuple[SamplePart, ...], ...] = ()
-    """Depth first: behind each stand those that continue it."""
+    """Depth first: each branch is followed by the branches that continue it."""
     parents: tuple[int, ...] = ()
-    """The part that each branch continues, 0 = the prefix; -1 = none: it is a whole, as the prefix
-    then is.
+    """Number of the part that each branch continues (0 is the prefix), or -1 if it is a whole
+    document (a rollout); the prefix is then a whole document, too.
     """
     talks: bool = False
-    """Whether it was made of messages, its own or a branch's."""
+    """Whether the record, or a branch of it, consists of messages."""
     forms: frozenset[str] = frozenset()
-    """Forms in which its answers are learned, of ANSWER_FORMS; empty for a plain text."""
+    """Members of ANSWER_FORMS that its answers have; empty for plain text."""
     answers: Mapping[str, int] = field(default_factory=dict)
-    """How many stand behind what, by the names of THOUGHTS; `in_context`: not learned, for lack of
-    their thoughts.
+    """Number of answers by their kind of thought (the names of THOUGHTS).
+
+    `in_context` counts answers without loss because their thought is missing.
     """
     before_answers: str = ""
-    """The empty thought that stands, not learned, before an answer; empty where none does."""
+    """Empty thought, without loss, that precedes answers; "" if there is none."""
 
 
 def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) -> Media:
-    """The image or video (`kind`) that a part of a record names; RecordError says what is wrong
-    with it.
+    """Return the image or video (`kind`) that a content part refers to.
+
+    Raise RecordError if the part is invalid or if `rules` do not allow media.
     """
     if not rules.media:
         raise RecordError(
-            f"`{where}` is of type {kind}: this build makes text datasets, images need the vision "
-            "build "
-            "(--image-root or another flag for images)"
+            f"`{where}` has type {kind}, but this build makes a text dataset; use --image-root or "
+            "another image flag to build with images"
         )
-    # nulls are what Parquet fills in for absent keys
+    # Parquet fills absent keys with nulls
     given = {key: part[key] for key in (*MEDIA_SOURCES, kind, *LINKS) if part.get(key) is not None}
     if len(given) != 1:
         sources = ", ".join((*MEDIA_SOURCES, *LINKS))
         raise RecordError(
-            f"`{where}` of type {kind} needs exactly one of {sources}, found "
+            f"`{where}` of type {kind} needs exactly one of {sources}; it has "
             f"{', '.join(given) or 'none'}"
         )
     ((key, value),) = given.items()
     rules.refuse_lost(part, ("type", key), f"`{where}`")
+    # unpack the forms that wrap the value in an object
     where = f"{where}.{key}"
-    if key == "image_url" and isinstance(
-        value, dict
-    ):  # OpenAI's, beside `detail`, which says nothing of the image
+    # OpenAI's form has the URL in an object; `detail` next to it does not change the image
+    if key == "image_url" and isinstance(value, dict):
         value = value.get("url")
     if key == kind and isinstance(value, dict):
-        # the `Image` feature of Hugging Face datasets, {bytes, path}, where `path` only names bytes
+        # the `Image` feature of Hugging Face datasets: {bytes, path}, where `path` names the bytes
         rules.refuse_lost(value, ("bytes", "path"), f"`{where}`")
         if value.get("bytes") is None and value.get("path") is None:
             raise RecordError(f"`{where}` has neither `bytes` nor `path`")
@@ -411,12 +436,13 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
     if key == "bytes":
         if not isinstance(value, bytes):
             raise RecordError(
-                f"`{where}` is {described(value)}, it must be bytes (only Parquet has them; use "
-                "base64)"
+                f"`{where}` is {described(value)}, but it must be bytes, which only Parquet has; "
+                "use `base64` in JSON"
             )
         return Media(kind, key, value, where)
     if not text_at(value, where):
         raise RecordError(f"`{where}` is empty")
+    # a data URL contains the bytes themselves
     if value.startswith("data:"):
         return Media(kind, "base64", value, where)
     return Media(kind, "path" if key in (kind, *LINKS) else key, value, where)

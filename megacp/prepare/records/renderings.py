@@ -1,8 +1,8 @@
-"""Renderings of one conversation: as it is, with marks, and with something changed.
+"""Renderings of one conversation: unchanged, with marks, and with changed messages.
 
-A rendering costs as much as the conversation is long. A question about each message is therefore
-answered by the marks, which one rendering places for all of them. Only where they do not answer it
-is the conversation rendered again.
+The cost of a rendering grows with the length of the conversation, so one rendering per message
+would be quadratic. Questions about messages are therefore answered by marks, which a single
+rendering places for all messages. The conversation is rendered again only if they do not suffice.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ class Renderings:
         variables: Mapping[str, Any],
         asks: bool = False,
     ) -> None:
-        """`asks`: whether an assistant's header follows. RecordError: the template refuses the
-        messages.
+        """Render the messages; `asks` appends the generation prompt.
+
+        Raise RecordError if the template refuses the messages.
         """
         self.template = template
         self.messages = messages
         self.tools = tools
         self.variables = variables
+        # every comparison refers to this rendering
         self.whole = self.render(messages, asks)
 
     @property
     def text(self) -> str:
-        """The whole conversation."""
+        """The rendering of the whole conversation."""
         return self.whole.text
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> Rendering:
-        """Render other messages. RecordError: the template refuses them."""
+        """Render different messages. Raise RecordError if the template refuses them."""
         return self.template.render(messages, self.tools, self.variables, prompt)
 
     def tried(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """The text of messages; empty where the template refuses them, as where what is missing is
-        read.
-        """
+        """Render messages; return "" if the template refuses them, such as for a missing key."""
         try:
             return self.render(messages, prompt).text
         except RecordError:
             return ""
 
     def with_message(self, i: int, message: dict[str, Any]) -> str:
-        """The text with another message i; empty where the template refuses it."""
+        """Render the conversation with a different message i; return "" if refused."""
         return self.with_messages({i: message})
 
     def with_messages(self, others: Mapping[int, dict[str, Any]]) -> str:
-        """The text with other messages, by number; empty where the template refuses them."""
+        """Render the conversation with different messages by number; return "" if refused."""
         return self.tried([others.get(i, message) for i, message in enumerate(self.messages)])
 
     def without_tools(self) -> str:
-        """The text without tools; empty where the template refuses that."""
+        """Render the conversation without tools; return "" if refused."""
         try:
             return self.template.render(self.messages, None, self.variables).text
         except RecordError:
@@ -72,14 +72,14 @@ class Renderings:
 
     @cached_property
     def begins(self) -> dict[MarkedPlace, int]:
-        """The character at which each message and each of its values begins, as far as marks show
-        it.
+        """The position at which each message and each value begins, as far as marks show it.
 
-        If the template writes something else for values with marks, only the marks of turns are
-        used, which are not part of any value. If these also change the text, there are none.
+        If marks in values change the text, only the marks of turns are used, which are not part of
+        any value. If these change the text as well, the result is empty.
         """
         marks = Marks()
         marked = [marked_message(message, i, marks) for i, message in enumerate(self.messages)]
+        # with marks in all values and turns, else only in turns
         for messages, own in ((marked, marks), (self.messages, Marks())):
             try:
                 text, begins = self.template.render_marked(
@@ -87,63 +87,69 @@ class Renderings:
                 )
             except RecordError:
                 continue
+            # without the marks, the text must be the same as in the unmarked rendering
             if text == self.text:
                 return begins
         return {}
 
     def begin_of(self, i: int) -> int | None:
-        """Where the text of message i begins: its turn, or the first of its values that is written
-        before that.
+        """Return where the text of message i begins: its turn, or a value that precedes the turn.
+
+        Return None if no mark shows it.
         """
-        return min(
-            (at for at in (self.begins.get((i, "")), self.value_of(i)) if at is not None),
-            default=None,
-        )
+        candidates = (self.begins.get((i, "")), self.value_of(i))
+        return min((at for at in candidates if at is not None), default=None)
 
     def value_of(self, i: int) -> int | None:
-        """Where the first value of message i begins."""
+        """Return where the first value of message i begins, or None if unknown."""
         return self._first_values.get(i)
 
     @cached_property
     def _first_values(self) -> dict[int, int]:
+        """The position of the first value of each message."""
         first: dict[int, int] = {}
+        # an empty key is the turn itself
         for (i, key), at in self.begins.items():
             if key:
                 first[i] = min(at, first.get(i, at))
         return first
 
     def unwritten_thoughts(self, answers: Mapping[int, dict[str, Any]]) -> set[int]:
-        """The answers whose thoughts the template leaves out; `answers`: each of some without its
-        thought.
+        """Return the answers whose thought the template omits.
+
+        `answers` are the candidates by number, each without its thought.
         """
-        silent = {
-            i: message for i, message in answers.items() if (i, THOUGHT_WORDS) not in self.begins
-        }
+        # a thought whose mark is in the text is written
+        silent = {}
+        for i, message in answers.items():
+            if (i, THOUGHT_WORDS) not in self.begins:
+                silent[i] = message
+        # one rendering without all of them; only if the text differs, one for each
         if silent and self._is_written_for(silent):
             return {*silent}
         return {i for i, message in silent.items() if self._is_written_for({i: message})}
 
     def _is_written_for(self, others: Mapping[int, dict[str, Any]]) -> bool:
-        """Whether other messages have this text, whatever their blanks."""
+        """Return whether the text stays the same with different messages, except white space."""
         return solid(self.with_messages(others)) == solid(self.text)
 
     @cached_property
     def unwritten_contents(self) -> set[int]:
-        """Calls whose contents the template writes only while no answer follows, as gpt-oss' does:
-        as a thought.
+        """Tool calls whose content is written only while no answer follows.
+
+        gpt-oss writes the content of a call as a thought, and drops thoughts of earlier answers.
         """
         calls = {}
         for i, message in enumerate(self.messages):
             is_call = message["role"] in LEARNED_ROLES and not is_blank(message.get("tool_calls"))
-            if (
-                is_call
-                and not is_blank(message.get("content"))
-                and self.begins
-                and (i, WORDS) not in self.begins
-            ):
+            if not is_call or is_blank(message.get("content")):
+                continue
+            # candidates are contents whose mark is not in the text
+            if self.begins and (i, WORDS) not in self.begins:
                 calls[i] = {**message, "content": ""}
         if not calls or not self._is_written_for(calls):
             return set()
+        # the first of them must be written when nothing follows; otherwise its content is lost
         i, without = next(iter(calls.items()))
         before = self.messages[:i]
         alone = self.tried([*before, self.messages[i]])
@@ -151,14 +157,13 @@ class Renderings:
 
     @cached_property
     def as_written(self) -> list[dict[str, Any]]:
-        """The messages without what the template leaves out here: thoughts of earlier answers,
-        contents of calls.
-        """
+        """The messages without the thoughts and contents of calls that the template omits here."""
         answers = {}
         for i, message in enumerate(self.messages):
             thought, thoughtless = thought_apart(message)
             if thought and message["role"] in LEARNED_ROLES:
                 answers[i] = thoughtless
+        # apply both kinds of omission to copies of the messages
         silent = self.unwritten_thoughts(answers)
         written = [
             answers[i] if i in silent else message for i, message in enumerate(self.messages)

@@ -1,8 +1,7 @@
-"""Jinja as the transformers library sets it up, within bounds of time and memory.
+"""Run chat templates in Jinja, configured like the transformers library, with limits.
 
-A chat template is a program that came with a download. It may loop for ever, ask for more memory
-than the machine has, or write text that is different in the next process. All three end with one
-message.
+A chat template is a downloaded program. It may loop forever, request more memory than the machine
+has, or write text that differs in every process. Each of these ends with an error message.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from typing import Any
 
 from megacp.prepare.records.record import RecordError
 
-BLOCK_BEGIN, BLOCK_END = "\ufdd0", "\ufdd1"
-"""Characters that mark a generation block in a rendering."""
+BLOCK_BEGIN = "\ufdd0"
+"""Character before a generation block in a rendering."""
+BLOCK_END = "\ufdd1"
+"""Character after a generation block."""
 LONGEST = 10.0
-"""Seconds that one rendering may compute; a long conversation takes some thousandths."""
+"""Seconds of CPU time for one rendering; a long conversation takes a few milliseconds."""
 MOST_MEMORY = 1 << 30
-"""Bytes that one rendering may add to the process; a record of 64 MiB takes about a quarter of
-them.
-"""
+"""Bytes that one rendering may add to the process; a record of 64 MiB needs about a quarter."""
 MOST_CHARACTERS = 1 << 27
-"""Characters that a template may write, or make of a text by `*`."""
+"""Characters that a template may write, or produce from a text by `*`."""
 MOST_BITS = 1 << 16
-"""Size of a whole number that a template may compute. No timer can interrupt the product of two
-longer ones.
+"""Bits of an integer that a template may compute. A timer cannot interrupt the product of larger
+ones.
 """
 TOKEN_VARIABLES = (
     "bos_token",
@@ -46,28 +45,30 @@ TOKEN_VARIABLES = (
     "mask_token",
 )
 TURN = "_begins_turn"
-"""Name of the function that a template compiled with turns calls at the beginning of each turn of
-each loop.
+"""Name of the function that a template compiled with `turns` calls at the beginning of each loop
+pass.
 """
 _STATM = Path("/proc/self/statm")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}", re.IGNORECASE)
-"""What Python writes of an object that has no text of its own."""
+"""Address in Python's default text for an object."""
 
 
 class TemplateLimitError(ValueError):
-    """A template went beyond a bound. This is not a RecordError: the next record would meet the
-    same bound.
+    """A template exceeded a limit. This is not a RecordError, because the next record would exceed
+    it too.
     """
 
 
 def _unwritten() -> str:
+    """Raise RecordError for an object whose text is its address."""
     raise RecordError(
-        "it writes a function or an iterator, whose text is an address in memory and never the same"
+        "it writes a function or an iterator, whose text is a memory address that differs in every "
+        "process"
     )
 
 
 class _Function:
-    """A function that a template may call and cannot write."""
+    """A function that a template may call but not write."""
 
     __slots__ = ("_called",)
 
@@ -82,7 +83,7 @@ class _Function:
 
 
 class _Lazy:
-    """The results of a filter, which a template may iterate over and cannot write."""
+    """The results of a filter, which a template may iterate over but not write."""
 
     __slots__ = ("_values",)
 
@@ -100,23 +101,24 @@ class _Lazy:
 
 
 def _as_function(value: Any) -> Any:
-    """Wrap a function or method, which Python writes with its address."""
+    """Wrap a function or method, whose text contains its address; return other values unchanged."""
     return _Function(value) if type(value).__name__ in _FUNCTIONS else value
 
 
 def _unwrapped(value: Any) -> Any:
-    """The function itself, about whose attributes the sandbox knows what is safe."""
+    """Return the original function, because the sandbox checks the attributes of its type."""
     return value._called if isinstance(value, _Function) else value
 
 
 _FUNCTIONS = ("function", "method", "builtin_function_or_method", "method-wrapper")
-"""Types that Python writes with an address, by name."""
+"""Names of the types whose text contains an address."""
 
 
 def _as_lazy(filtering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter of Jinja, so that a generator it returns cannot be written."""
+    """Wrap a Jinja filter so that a template cannot write a generator that it returns."""
 
-    @functools.wraps(filtering)  # also copies the marks by which Jinja hands it a context
+    # `wraps` also copies the marks that make Jinja pass a context to the filter
+    @functools.wraps(filtering)
     def filtered(*values: Any, **named: Any) -> Any:
         found = filtering(*values, **named)
         return _Lazy(found) if hasattr(found, "__next__") else found
@@ -125,12 +127,14 @@ def _as_lazy(filtering: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_chance(*values: Any, **named: Any) -> Any:
+    """Replace Jinja's random functions; raise RecordError."""
     raise RecordError(
-        "it writes something random (`random` or `lipsum`), so no build could be repeated"
+        "it writes random text (`random` or `lipsum`), so the build would not be reproducible"
     )
 
 
 def _raise(message: str) -> None:
+    """Raise the error that a template requests by `raise_exception`."""
     raise RecordError(message)
 
 
@@ -138,21 +142,22 @@ def _raise(message: str) -> None:
 
 
 def _end(number: int, frame: Any) -> None:
+    """Interrupt the computation of a template; the handler of SIGVTALRM."""
     raise TimeoutError
 
 
 @lru_cache(maxsize=1)
 def _heed_time() -> None:
-    """Let a process's own timer end what it computes."""
+    """Let the timer of the process's CPU time interrupt a template."""
     signal.signal(signal.SIGVTALRM, _end)
 
 
 @contextlib.contextmanager
 def bounded(what: str) -> Iterator[None]:
-    """Run a template within the bounds. TemplateLimitError: `what` is beyond one.
+    """Run a template within the limits. Raise TemplateLimitError, naming `what`, if it exceeds one.
 
-    Timers and the limit of a process's memory belong to the main thread; elsewhere only the sizes
-    that the sandbox and `rendered` count are bounded.
+    Only the main thread may set timers and the memory limit of the process. In other threads, only
+    the sizes that the sandbox and `rendered` count are limited.
     """
     problem = ""
     is_main = threading.current_thread() is threading.main_thread()
@@ -164,7 +169,7 @@ def bounded(what: str) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST)
         yield
     except TimeoutError:
-        problem = f"is not done after {LONGEST:g} s of computing"
+        problem = f"has not finished after {LONGEST:g} s of CPU time"
     except MemoryError:
         problem = (
             f"needs more than {MOST_MEMORY >> 20:,} MiB of memory or {MOST_CHARACTERS:,} characters"
@@ -173,17 +178,19 @@ def bounded(what: str) -> Iterator[None]:
         if is_main:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             resource.setrlimit(resource.RLIMIT_AS, limits)
-    if problem:  # raised here, where the frames of the template and all that they hold are gone
+    # raised only here: the frames of the template, and the memory that they use, are gone by now
+    if problem:
         raise TemplateLimitError(f"--chat-template: {what} {problem}")
 
 
 def _limit_memory(limits: tuple[int, int]) -> None:
-    """Bound what the process may map from now on; systems without /proc keep the limit that they
-    have.
+    """Limit the memory that the process may map from now on; without /proc, keep the existing
+    limit.
     """
     soft, hard = limits
     if not _STATM.exists():
         return
+    # the limit is on address space, and the process already uses some of it
     pages = int(_STATM.read_text().split()[0])
     bound = pages * resource.getpagesize() + MOST_MEMORY
     if soft == resource.RLIM_INFINITY or bound < soft:
@@ -191,9 +198,10 @@ def _limit_memory(limits: tuple[int, int]) -> None:
 
 
 def rendered(template: Any, variables: dict[str, Any]) -> str:
-    """Write a compiled template. MemoryError: more than MOST_CHARACTERS."""
+    """Render a compiled template. Raise MemoryError beyond MOST_CHARACTERS."""
     pieces = []
     written = 0
+    # piece by piece, so an endless template stops before it has used all memory
     for piece in template.root_render_func(template.new_context(variables)):
         pieces.append(piece)
         written += len(piece)
@@ -203,10 +211,9 @@ def rendered(template: Any, variables: dict[str, Any]) -> str:
 
 
 def refuse_addresses(text: str, template: str, given: Any) -> None:
-    """RecordError for the address of an object in a rendering that neither the template nor what it
-    was given holds.
-    """
+    """Raise RecordError if a rendering contains an object's address that is not in its inputs."""
     found = {match[0] for match in _ADDRESS.finditer(text)}
+    # a record may quote an address in its text
     if found:
         there = f"{template}{given!r}"
         if not all(address in there for address in found):
@@ -214,13 +221,15 @@ def refuse_addresses(text: str, template: str, given: Any) -> None:
 
 
 def _product(operator: str, left: Any, right: Any) -> None:
-    """MemoryError where `left * right`, or a power, is too large to be computed."""
+    """Raise MemoryError if `left * right`, or a power, is too large to compute."""
     if isinstance(left, int) and isinstance(right, int):
+        # an upper bound of the result's size
         bits = left.bit_length() + right.bit_length()
         if operator == "**":
             bits = left.bit_length() * max(right, 0)
         if bits > MOST_BITS:
             raise MemoryError
+    # a repeated text or list, with the number on either side
     for sequence, times in ((left, right), (right, left)):
         if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
             if len(sequence) * times > MOST_CHARACTERS:
@@ -232,16 +241,17 @@ def _product(operator: str, left: Any, right: Any) -> None:
 
 @lru_cache(maxsize=64)
 def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
-    """Compile a template in Jinja's sandbox as the library sets it up, but for the clock.
+    """Compile a template in Jinja's sandbox, configured like the library except for the clock.
 
-    `turns`: it calls TURN with the value of each turn of its loops and writes what that returns.
-    ValueError: `today` is not a date. jinja2.TemplateError and others: the text is not a template.
+    `turns`: the template calls TURN with each loop value and writes the result. Raise ValueError if
+    `today` is not a date, and jinja2.TemplateError or another error if the text is not a template.
     """
     import jinja2.ext
     import jinja2.sandbox
     import jinja2.utils
     from jinja2 import nodes
 
+    # {% generation %} blocks: write their contents between two marks
     class Generation(jinja2.ext.Extension):
         tags = {"generation"}
 
@@ -254,14 +264,12 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
             return f"{BLOCK_BEGIN}{caller()}{BLOCK_END}"
 
     class Unnamed(jinja2.Undefined):
-        """Undefined, and refused where the library would write nothing in place of a token that
-        ends an answer.
-        """
+        """An undefined value; an error for a missing token, where the library writes nothing."""
 
         def __str__(self) -> str:
             if self._undefined_name in TOKEN_VARIABLES:
                 raise RecordError(
-                    f"it writes {self._undefined_name}, which the tokenizer's files do not name"
+                    f"it writes {self._undefined_name}, but the tokenizer's files do not define it"
                 )
             return super().__str__()
 
@@ -274,7 +282,7 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
             return _unwritten()
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        # these operators are also not computed while the template is compiled
+        # Jinja calls `call_binop` for these operators, and does not compute them while compiling
         intercepted_binops = frozenset(("*", "**"))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -287,12 +295,14 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
         def getitem(self, obj: Any, argument: Any) -> Any:
             return _as_function(super().getitem(_unwrapped(obj), argument))
 
+    # trim_blocks and lstrip_blocks are the library's options: they decide about white space
     made = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, jinja2.ext.loopcontrols],
         undefined=Unnamed,
     )
+    # the library's functions, and no text that would differ in the next process
     for name, filtering in made.filters.items():
         made.filters[name] = _as_lazy(filtering)
     made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
@@ -301,11 +311,14 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
     made.globals["lipsum"] = _by_chance
     made.globals["cycler"] = Cycler
     made.globals["joiner"] = Joiner
+    # the date of --chat-template-date instead of the clock
     if today is not None:
         made.globals["strftime_now"] = datetime.datetime.strptime(today, "%Y-%m-%d").strftime
     for name, value in made.globals.items():
         made.globals[name] = _as_function(value)
     tree = made.parse(text)
+    # Put a call of TURN at the beginning of each loop body. A loop over messages looks
+    # like any other loop here. The function knows the messages and returns "" for other values.
     if turns:
         for loop in tree.find_all(nodes.For):
             if isinstance(loop.target, nodes.Name):

@@ -1,9 +1,8 @@
-"""Lists of messages in the spellings that people have, read as OpenAI's: objects with `role` and
-`content`.
+"""Convert lists of messages in common formats to OpenAI's: objects with `role` and `content`.
 
-ShareGPT says `from` and `value`, Gemini `parts` and the role `model`. A table often holds a list as
-a text of JSON. Only spellings with one meaning are read: a role that could be anybody's is refused,
-and so are two keys for one thing.
+ShareGPT uses `from` and `value`; Gemini uses `parts` and the role `model`. Tables often store a
+list as a JSON string. Only unambiguous formats are read: a role with an unclear meaning is refused,
+and so are two keys for the same thing.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from megacp.prepare.records.record import (
 )
 
 ROLE_KEYS = ("role", "from")
-"""Keys of a message that say who speaks."""
+"""Keys for the speaker of a message."""
 _TEXT_KEYS = ("content", "value", "text", "parts")
-"""Keys of a message that say what is said; the first is that of all messages once they are read."""
+"""Keys for the text of a message; all messages are converted to the first."""
+# a message with one of these keys must be converted
 _OTHER_KEYS = ("from", "value", "text", "parts")
 _OWN_ROLES = (*CONTEXT_ROLES, *LEARNED_ROLES)
 _ROLES = {
@@ -33,35 +33,34 @@ _ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
-"""Other names of roles: ShareGPT's, and Gemini's `model`."""
+"""Role names of ShareGPT, and Gemini's `model`."""
 _CALLS = "function_call"
-"""ShareGPT's speaker of tool calls, which are JSON: `{"name": ..., "arguments": {...}}`, or a list
-of such.
+"""ShareGPT's speaker of tool calls, written as JSON: `{"name": ..., "arguments": {...}}` or a list.
 """
 _ASKING = ("human", "user", "question", "instruction", "query", "prompt", "input")
 _ANSWERING = ("gpt", "assistant", "model", "bot", "answer", "response", "output", "completion")
-"""Keys of an object that holds a question and its answer, in place of two messages."""
+"""Keys of an object that has a question and its answer instead of two messages."""
 
 
 # ---- JSON as text
 
 
 def json_at(value: Any, where: str) -> Any:
-    """Decode a value that may be a text of JSON, as a table cannot hold objects of different
-    shapes.
+    """Return a value, decoded if it is a JSON string. Raise RecordError for any other string.
+
+    Tables store objects of different shapes as strings.
     """
+    # JSONL already has objects
     if not isinstance(value, str):
         return value
     try:
         return decode_json(value.encode())
     except (RecordError, UnicodeEncodeError) as error:
-        raise RecordError(f"`{where}` is a string and no JSON: {error}") from error
+        raise RecordError(f"`{where}` is a string, but not JSON: {error}") from error
 
 
 def list_at(value: Any, where: str) -> Any:
-    """Return the list that a text of JSON holds, where a text could mean nothing else; any other
-    value as it is.
-    """
+    """Return a value, decoded if it is a JSON list; use only where a plain text is not allowed."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         return json_at(value, where)
     return value
@@ -71,15 +70,19 @@ def list_at(value: Any, where: str) -> Any:
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a value is a list of messages, in any spelling."""
+    """Return whether a value is a list of messages in any format."""
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(each, dict) and any(key in each for key in ROLE_KEYS) for each in value)
+    for each in value:
+        if not isinstance(each, dict) or not any(key in each for key in ROLE_KEYS):
+            return False
+    return True
 
 
 def messages_at(value: Any, key: str, rules: RecordRules) -> list[dict[str, Any]]:
-    """Return the messages at `key` of a record, each with a `role`; RecordError when they are
-    none.
+    """Return the messages at `key` of a record, each with a `role`.
+
+    Raise RecordError if the value is not a list of messages.
     """
     value = list_at(value, key)
     if not isinstance(value, list) or not value:
@@ -90,27 +93,29 @@ def messages_at(value: Any, key: str, rules: RecordRules) -> list[dict[str, Any]
 
 
 def _message(turn: Any, where: str, rules: RecordRules) -> dict[str, Any]:
-    """Return one message with `role` and `content`, whatever its keys and its speaker are
-    called.
-    """
+    """Return one message with `role` and `content`, whatever its format."""
     if isinstance(turn, str) and turn.lstrip().startswith("{"):
         turn = json_at(turn, where)
     if not isinstance(turn, dict):
         hint = ""
         if isinstance(turn, str):
-            hint = "; who says a text cannot be told from its place"
+            hint = "; the position of a text does not tell its speaker"
         raise RecordError(
             f"`{where}` must be an object with `role` and `content`, found {described(turn)}{hint}"
         )
     is_plain = turn.get("role") in _OWN_ROLES and turn.keys().isdisjoint(_OTHER_KEYS)
-    if is_plain and not rules.roles:  # nearly all messages: nothing is to be renamed
+    # the fast path for nearly all messages: nothing to convert
+    if is_plain and not rules.roles:
         return turn
-    role_key = _only_key(turn, ROLE_KEYS, where, "who speaks")
+
+    # find the speaker and the text
+    role_key = _only_key(turn, ROLE_KEYS, where, "the speaker")
     if role_key is None:
         raise RecordError(f"`{where}` has no `role`{_pair_advice(turn, where)}")
     speaker = text_at(turn[role_key], f"{where}.{role_key}")
-    text_key = _only_key(turn, _TEXT_KEYS, where, "what is said")
+    text_key = _only_key(turn, _TEXT_KEYS, where, "the text")
     rest = {key: value for key, value in turn.items() if key not in (role_key, text_key)}
+    # ShareGPT has a separate speaker for tool calls
     if speaker == _CALLS and text_key is not None:
         return {
             "role": LEARNED_ROLES[0],
@@ -121,6 +126,7 @@ def _message(turn: Any, where: str, rules: RecordRules) -> dict[str, Any]:
         raise RecordError(
             f"`{where}` must be an object with `from` and `value`, found {described(turn)}"
         )
+    # the common case: another name for the role, the text, or both
     message = {"role": role_of(speaker, rules)}
     if text_key == "parts":
         message["content"] = _joined(turn[text_key], f"{where}.{text_key}")
@@ -130,18 +136,22 @@ def _message(turn: Any, where: str, rules: RecordRules) -> dict[str, Any]:
 
 
 def _only_key(turn: dict[str, Any], keys: tuple[str, ...], where: str, what: str) -> str | None:
-    """Return that of some keys which a message has; RecordError where two of them are not empty."""
+    """Return which of several keys a message has, or None.
+
+    An empty value counts only if all are empty. Raise RecordError, naming their meaning `what`, if
+    two are not empty.
+    """
+    # null counts as absent, as in a table
     there = [key for key in keys if turn.get(key) is not None]
     said = [key for key in there if turn[key] not in ("", [])]
     if len(said) > 1:
-        raise RecordError(f"`{where}`: `{said[0]}` and `{said[1]}` both say {what}; leave one out")
+        raise RecordError(f"`{where}`: `{said[0]}` and `{said[1]}` both give {what}; leave one out")
     return next(iter(said or there), None)
 
 
 def role_of(speaker: str, rules: RecordRules) -> str:
-    """Return the role of a speaker; a name that means none is returned as it is, to be refused or
-    taken as context.
-    """
+    """Return the role of a speaker; an unknown name is returned unchanged, to be refused later."""
+    # the user's own names (--roles) take precedence
     for role, name in rules.roles:
         if speaker == name:
             return role
@@ -154,7 +164,8 @@ def role_of(speaker: str, rules: RecordRules) -> str:
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return ShareGPT's calls of tools as those of a message."""
+    """Return tool calls of ShareGPT as `tool_calls` of a message."""
+    # one call, or a list of parallel calls
     calls = json_at(value, where)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
@@ -165,15 +176,17 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _joined(parts: Any, where: str) -> str:
-    """Return the text of Gemini's parts."""
+    """Return the joined text of Gemini's parts. Raise RecordError for other parts."""
     texts = []
-    for i, part in enumerate(parts if isinstance(parts, list) else [parts]):
+    if not isinstance(parts, list):
+        parts = [parts]
+    for i, part in enumerate(parts):
         text = part
         if isinstance(part, dict) and part.keys() == {"text"}:
             text = part["text"]
         if not isinstance(text, str):
             raise RecordError(
-                f"`{where}[{i}]` must be a text, or an object with `text` alone; found "
+                f"`{where}[{i}]` must be a text, or an object with only `text`; found "
                 f"{described(part)}"
             )
         texts.append(text)
@@ -181,26 +194,29 @@ def _joined(parts: Any, where: str) -> str:
 
 
 def system_text(value: Any, where: str) -> str:
-    """Return a system prompt: a text, or a message with it, as Gemini's `systemInstruction`."""
+    """Return a system prompt: a text, or a message such as Gemini's `systemInstruction`."""
     if isinstance(value, dict):
-        key = _only_key(value, _TEXT_KEYS, where, "what is said")
+        key = _only_key(value, _TEXT_KEYS, where, "the text")
         if key is not None:
             return _joined(value[key], f"{where}.{key}")
     return text_at(value, where)
 
 
 def _pair_advice(turn: dict[str, Any], where: str) -> str:
-    """Return what to do with an object that holds a question and its answer; empty where it is
-    none.
-    """
+    """Return advice for an object with a question and its answer; "" for any other object."""
+    # exactly one question and one answer; anything else would be a guess
     asking = [key for key in _ASKING if isinstance(turn.get(key), str)]
     answering = [key for key in _ANSWERING if isinstance(turn.get(key), str)]
     if len(asking) != 1 or len(answering) != 1 or not where.endswith("]"):
         return ""
     key = where.rpartition("[")[0]
-    messages = f'[{{role: "user", content: .{asking[0]}}}, {{role: "assistant", content: .{answering[0]}}}]'
+    # a command of jq that makes two messages of each such object
+    question = f'{{role: "user", content: .{asking[0]}}}'
+    answer = f'{{role: "assistant", content: .{answering[0]}}}'
+    change = f".messages = [.{key}[] | [{question}, {answer}][]]"
+    if key != "messages":
+        change += f" | del(.{key})"
     return (
-        ": it is a question with its answer. Make two messages of it: jq -c '.messages = "
-        f"[.{key}[] | {messages}[]]"
-        f"{'' if key == 'messages' else f' | del(.{key})'}' FILE > NEW.jsonl"
+        ": it is a question with its answer. Convert it to two messages: "
+        f"jq -c '{change}' FILE > NEW.jsonl"
     )

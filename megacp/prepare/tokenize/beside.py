@@ -1,7 +1,6 @@
-"""What the files beside a tokenizer say of served texts: special tokens, the first token, the chat
-template.
+"""Read the files next to a tokenizer: special tokens, the first token, the chat template.
 
-They are read from files and never guessed, so that a model is served the tokens it was trained on.
+These are read from files and never guessed, so that a served model gets the tokens of its training.
 """
 
 from __future__ import annotations
@@ -18,36 +17,34 @@ TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
 ADDED_NAME = "added_tokens.json"
 NAMED_TOKENS = ("eos_token", "bos_token", "pad_token")
-"""Fields of tokenizer_config.json that name a token; null names none."""
+"""Fields of tokenizer_config.json for special tokens; null means that there is none."""
 MODEL_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
 BESIDE_NAMES = (CONFIG_NAME, OLDER_NAME, ADDED_NAME, *TEMPLATE_NAMES, MODEL_NAME)
-"""Files on which it depends, with a vocabulary, what the library makes of a folder."""
+"""Files that, together with a vocabulary, determine the tokenizer that the library builds."""
 _OURS = b"{#- megacp's messages."
-"""What a template begins with that the converter wrote: a build makes the same ids of the same
-messages.
-"""
+"""Beginning of a template written by the converter; a build produces the same ids without it."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The files beside a tokenizer's own."""
+    """The files next to a tokenizer."""
 
     config: Path | None
-    """tokenizer_config.json; None when there is none."""
+    """tokenizer_config.json, or None."""
     values: dict[str, Any]
-    """What stands in it."""
+    """Contents of tokenizer_config.json."""
     chat_template: Path | None
-    """The file with a chat template; None when there is none."""
+    """File with a chat template, or None."""
     is_ours: bool = False
-    """Whether there is the template that the converter wrote, which stands for the house's own
-    form.
+    """Whether the template was written by the converter for conversations without a chat
+    template.
     """
 
 
 def read_object(path: Path, limit: int = TEXT_LIMIT) -> dict[str, Any]:
-    """The object of a JSON file of at most `limit` bytes. ValueError names a file that holds
-    none.
+    """Read a JSON object of at most `limit` bytes. Raise ValueError, naming the file, if it is not
+    one.
     """
     value = read_json(path, limit)
     if not isinstance(value, dict):
@@ -56,101 +53,125 @@ def read_object(path: Path, limit: int = TEXT_LIMIT) -> dict[str, Any]:
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a token as a config names it, by itself or in an object; None when it names
-    none.
+    """Return the text of a token in a config: a string, or an object with `content`; None for
+    neither.
     """
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def read_beside(folder: Path) -> Beside:
-    """What lies in a tokenizer's folder. ValueError names a file that is no JSON object."""
+    """Read the files next to a tokenizer. Raise ValueError, naming the file, if one is invalid."""
     config = folder / CONFIG_NAME if (folder / CONFIG_NAME).is_file() else None
     values = read_object(config) if config else {}
+    # check the fields that are used later, so that errors name the file
     for name in NAMED_TOKENS:
         if values.get(name) is not None and token_text(values[name]) is None:
             raise ValueError(
-                f"{config}: {name} is {values[name]!r:.80}, expected a text, an object with one, "
-                "or null"
+                f"{config}: {name} is {values[name]!r:.80}, but it must be a text, an object with "
+                "`content`, or null"
             )
     adds = values.get("add_bos_token")
     if adds is not None and not isinstance(adds, bool):
-        raise ValueError(f"{config}: add_bos_token is {adds!r:.80}, expected true, false or null")
+        raise ValueError(
+            f"{config}: add_bos_token is {adds!r:.80}, but it must be true, false or null"
+        )
     template = next((folder / name for name in TEMPLATE_NAMES if (folder / name).is_file()), None)
+    # this template only repeats the format of a build without a chat template
     if template is not None and read_regular(template).startswith(_OURS):
         return Beside(config, values, None, is_ours=True)
-    return Beside(config, values, template or (config if values.get("chat_template") else None))
+    # an older folder has the template inside its config
+    if template is None and values.get("chat_template"):
+        template = config
+    return Beside(config, values, template)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """What the library takes for the tokenizer's settings: an older file counts where the config
-    lists no tokens.
+    """Return the settings as the library reads them.
+
+    If tokenizer_config.json lists no added tokens, special_tokens_map.json (the older file) takes
+    precedence.
     """
-    values, older = read_beside(folder).values, folder / OLDER_NAME
-    return (
-        {**values, **read_object(older)}
-        if "added_tokens_decoder" not in values and older.is_file()
-        else values
-    )
+    values = read_beside(folder).values
+    older = folder / OLDER_NAME
+    if "added_tokens_decoder" in values or not older.is_file():
+        return values
+    return {**values, **read_object(older)}
 
 
 def end_ids(folder: Path) -> list[int]:
-    """Return the ids at which generation stops, by the files of the model in a folder; none where
-    none says it.
+    """Return the token ids at which generation stops according to the model's files; [] if
+    unknown.
     """
-    found: dict[int, None] = {}
+    found: dict[int, None] = {}  # an ordered set
     for name in (GENERATION_NAME, MODEL_NAME):
         path = folder / name
         values = read_object(path) if path.is_file() else {}
+        # a model with a vision tower has the settings of its decoder in `text_config`
         inner = values.get("text_config")
         for each in (values, inner if isinstance(inner, dict) else {}):
             ids = each.get("eos_token_id")
-            for i in ids if isinstance(ids, list) else [ids]:
+            if not isinstance(ids, list):
+                ids = [ids]
+            # a bool is an int in Python, but not an id
+            for i in ids:
                 if isinstance(i, int) and not isinstance(i, bool) and i >= 0:
                     found[i] = None
     return [*found]
 
 
 def tokens_beside(folder: Path) -> set[str]:
-    """Texts of all tokens that the files beside a vocabulary name."""
-    settings, added = settings_of(folder), folder / ADDED_NAME
+    """Return the texts of all tokens that the files next to a vocabulary name."""
+    settings = settings_of(folder)
+    added = folder / ADDED_NAME
+    # every field that names tokens ends with one of these
     ends = ("_token", "_special_tokens", "added_tokens_decoder")
     named = [value for key, value in settings.items() if key.endswith(ends)]
-    return _texts(named) | (read_object(added).keys() if added.is_file() else set())
+    texts = _texts(named)
+    if added.is_file():
+        texts |= read_object(added).keys()
+    return texts
 
 
 def _texts(value: Any) -> set[str]:
-    """Texts of a token, of a list of tokens, or of an object of them."""
-    if (text := token_text(value)) is not None:
+    """Return the texts of a token, or of a list or object of tokens."""
+    text = token_text(value)
+    if text is not None:
         return {text}
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return {text for part in parts for text in _texts(part)}
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return set()
+    texts: set[str] = set()
+    for part in value:
+        texts |= _texts(part)
+    return texts
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The special tokens that a tokenizer's files put around every text, by the post-processor of
-    tokenizer.json.
-    """
+    """Special tokens that the post-processor of tokenizer.json puts around every text."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     stated: bool | None = None
-    """`add_bos_token` of tokenizer_config.json; None when it does not say."""
+    """Value of `add_bos_token` in tokenizer_config.json; None if absent."""
 
     def first(self, bos_id: int | None) -> int | None:
-        """The token that begins every text; None when there is none."""
+        """Return the token that begins every text, or None."""
         if self.stated is False or not (self.before or self.stated):
             return None
+        # the post-processor's token; the named BOS only if the config asks for one
         return self.before[0] if self.before else bos_id
 
 
 def _without_ids(model: Any) -> list[str]:
-    """Special tokens that the templates of a post-processor write and do not describe."""
+    """Return the special tokens that a post-processor adds without defining their ids."""
     if model.post_processor is None:
         return []
     state = parse_json(model.post_processor.__getstate__())
-    found = list[str]()
+    found: list[str] = []
+    # a sequence of processors, or a single one
     for each in state.get("processors") or [state]:
         written = [*(each.get("single") or ()), *(each.get("pair") or ())]
         names = [part["SpecialToken"]["id"] for part in written if "SpecialToken" in part]
@@ -160,15 +181,15 @@ def _without_ids(model: Any) -> list[str]:
 
 
 def surroundings_of(model: Any) -> Surroundings:
-    """What a `tokenizers.Tokenizer` puts before and after the ids of a text.
+    """Return the special tokens that a `tokenizers.Tokenizer` puts before and after a text.
 
-    Raises ValueError for a post-processor that writes a token without an id: encoding any text
-    would panic.
+    Raise ValueError if its post-processor adds a token without an id: encoding would panic in Rust.
     """
     if unknown := _without_ids(model):
         raise ValueError(
-            f"its post_processor adds {', '.join(map(repr, unknown))}, of which it has no ids"
+            f"its post_processor adds {', '.join(map(repr, unknown))} without defining their ids"
         )
+    # the mask of a one-letter text is 1 for each added token; 0 is the text
     encoding = model.encode("a")
     mask = encoding.special_tokens_mask
     first = mask.index(0) if 0 in mask else len(mask)

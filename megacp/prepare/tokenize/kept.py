@@ -1,4 +1,4 @@
-"""Where the tokenizer of a dataset and of a run lies, so that nobody has to name it again."""
+"""Find the tokenizer of a dataset or training run, so that users need not name it again."""
 
 from __future__ import annotations
 
@@ -13,45 +13,49 @@ from megacp.storage.url import Url
 from megacp.training.data.manifest import DatasetManifest
 
 TOKENIZER_DIRECTORY = "tokenizer"
-"""Folder of a dataset with the files of its tokenizer."""
+"""Folder of a dataset with a copy of its tokenizer."""
 
 
 def kept_tokenizer(directory: StrPath | Url) -> str:
-    """What to give to `load_tokenizer` to get the tokenizer a dataset was made with.
+    """Return the argument for `load_tokenizer` that loads the tokenizer of a dataset.
 
-    ValueError when its files are not in DIRECTORY/tokenizer.
+    Raise ValueError if its files are not in DIRECTORY/tokenizer.
     """
-    manifest, place = DatasetManifest.read(directory), place_of(directory)
+    manifest = DatasetManifest.read(directory)
+    place = place_of(directory)
     if manifest.tokenizer.kind == "byte":
         return "byte"
     kept = place / TOKENIZER_DIRECTORY
     if isinstance(kept, Path):
         folder = kept
     else:
-        # the settings next to a tokenizer are no part of its hash, so two datasets may have
-        # different ones
+        # the hash of a tokenizer does not cover the settings next to it, and two datasets may have
+        # different settings: name the cached copy by both
         folder = fetched(kept, f"{manifest.tokenizer.sha256[:16]}-{manifest.fingerprint[:16]}")
     names = sorted(str(path) for path in folder.glob("*") if path.name != "tokenizer_config.json")
     names.sort(key=lambda name: name.endswith(".txt"))  # vocab.json before merges.txt
     if not names:
         raise ValueError(
-            f"{folder}: the {manifest.tokenizer.kind} tokenizer of this dataset is not there"
+            f"{folder} has no files of this dataset's {manifest.tokenizer.kind} tokenizer"
         )
     return ",".join(names)
 
 
 def own_tokenizer(folder: Path, sha256: str, data_path: DataPath | None) -> str | None:
-    """What --tokenizer would name for a run with checkpoints in `folder`: the files there, else
-    those of its datasets.
+    """Return the --tokenizer of a training run, or None if no candidate has this `sha256`.
 
-    None where none of them has this `sha256`.
+    Candidates are the files in the checkpoint `folder`, then the tokenizers of its datasets.
     """
     if sha256 == ByteTokenizer.sha256:
         return "byte"
-    named = [str(folder)] if tokenizer_files(folder) else []
+    named = []
+    if tokenizer_files(folder):
+        named.append(str(folder))
     for dataset in named_folders(data_path):
-        with contextlib.suppress(ValueError, OSError):  # it may lie on another machine
+        # a dataset may be on another machine
+        with contextlib.suppress(ValueError, OSError):
             named.append(kept_tokenizer(dataset))
-    return next(
-        (name for name in named if load_tokenizer(name, "reference").sha256 == sha256), None
-    )
+    for name in named:
+        if load_tokenizer(name, "reference").sha256 == sha256:
+            return name
+    return None

@@ -374,8 +374,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
         (
-            "(tokens := tokens_beside(folder) - tokenizer.own)",
-            "(tokens := set())",
+            "tokens = tokens_beside(folder) - tokenizer.own",
+            "tokens = set()",
             "tokens beside a model are ignored",
         ),
     ],

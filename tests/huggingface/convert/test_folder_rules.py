@@ -155,8 +155,8 @@ def test_a_build_takes_the_rules_of_the_folder_and_says_from_which_files(
     for tokenizer in (folder, folder / "tokenizer.json"):
         told = built(records, tmp_path / "d", tokenizer)
         assert (
-            f"image rules: as {IMAGES}, {VIDEOS} of {folder} say" in told
-            and "the flag counts" not in told
+            f"image rules: read from {IMAGES}, {VIDEOS} in {folder}" in told
+            and "the flag is used" not in told
         )
         rules, expected = rules_of(tmp_path / "d"), by_library(folder, "qwen3_5")
         assert {name: rules[name] for name in expected} == expected
@@ -170,7 +170,7 @@ def test_a_flag_counts_before_the_folder_and_the_line_has_both_numbers(
 ) -> None:
     told = built(records, tmp_path / "d", folder, "--video-fps", 2, "--max-frames", 32)
     assert (
-        f"--video-fps is 2.0, {VIDEOS} fps says 4.0: the flag counts, and --load-hf {folder} "
+        f"--video-fps is 2.0, {VIDEOS} fps says 4.0: the flag is used, and --load-hf {folder} "
         "refuses" in told
     )
     assert "--max-frames" not in told, "the same number is no news"
@@ -183,7 +183,7 @@ def test_a_folder_with_experts_is_of_the_same_family(
     experts = tmp_path / "experts"
     shutil.copytree(folder, experts, ignore=shutil.ignore_patterns("*.safetensors"))
     changed(experts / "config.json", model_type="qwen3_5_moe")
-    assert "--vision-family qwen3_5: as" in built(records, tmp_path / "d", experts)
+    assert "--vision-family qwen3_5: taken from" in built(records, tmp_path / "d", experts)
     assert rules_of(tmp_path / "d")["resize_pixels"] == [64, 1536]
 
 
@@ -213,7 +213,7 @@ def test_files_of_another_family_are_refused_or_reported(
     )
     changed(other / "config.json", model_type="llava")
     done = preprocessed(*basic, "--vision-family", "qwen3_5")
-    assert done.returncode == 0 and f"image rules: not read, {other}: {IMAGES}" in done.stderr
+    assert done.returncode == 0 and f"image rules: files not used: {other}: {IMAGES}" in done.stderr
 
 
 def test_a_processor_that_contradicts_the_tower_is_refused_at_the_build(

@@ -123,7 +123,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     chat = ["--checkpoint", str(tmp_path / "out"), "--max-new-tokens", "1"]
     assert generate.main([*chat, "--chat"]) == 0
     first, refusal = capsys.readouterr().out.partition("\n")[2].split("\nerror: ")
-    assert "spells the special token '<|im_end|>'" in refusal
+    assert "the special token '<|im_end|>'" in refusal
     history = [ASK, {"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
     for ids, messages in zip(asked, ([ASK], history), strict=True):
         assert ids == theirs.apply_chat_template(messages, return_dict=False, **off)

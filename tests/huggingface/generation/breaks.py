@@ -18,9 +18,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
         (
-            "if (\n            prompt and self.before_answers and THINKS not in own\n        ):  # as the template writes it, whatever ends a prompt",
-            "if False and THINKS not in own:  # as the template writes it, whatever ends a prompt",
-            "nothing is added to a prompt",
+            "if prompt and self.before_answers and THINKS not in own:",
+            "if False and THINKS not in own:",
+            "nothing stands behind a prompt",
         ),
         (
             "**self.variables, **variables,",

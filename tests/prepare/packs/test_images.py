@@ -211,9 +211,7 @@ def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
     sound = {"content": [picture, {"type": "text", "text": "a b"}]}
     corpus.write_text(json.dumps(sound) + "\n" + json.dumps({"content": [picture, words]}) + "\n")
     settings = {**VISION, "tokenizer": str(tmp_path / "tokenizer.json")}
-    with pytest.raises(
-        ValueError, match="c.jsonl:2: a text of this record spells the special token image_patch"
-    ):
+    with pytest.raises(ValueError, match="c.jsonl:2: .* the special token image_patch"):
         builds.run([corpus], tmp_path / "d", **settings)
     builds.run([corpus], tmp_path / "d", **settings, on_error="skip")
     rules = PackedDataset(tmp_path / "d").manifest.image_rules

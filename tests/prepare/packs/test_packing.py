@@ -211,7 +211,7 @@ def test_each_kind_of_wrong_input_is_named_as_what_it_is(tmp_path: Path) -> None
     with pytest.raises(ValueError) as error:
         run(inputs, tmp_path / "d")
     for part in (
-        "folder is a directory without a file that is read",
+        "folder is a directory without a supported file",
         "pipe is a named pipe",
         "no such file: ",
     ):

@@ -357,21 +357,21 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     (other / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
     (folder / "config.json").write_text('{"model_type": "qwen3_5"}')
     done = built("--tokenizer", folder, *sizes, "--oversize", "drop", "--overwrite")
-    assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr
+    assert done.returncode == 0 and "--vision-family qwen3_5: taken from " in done.stderr
     assert PackedDataset(tmp_path / "d").manifest.image_rules["family"] == "qwen3_5"
     done = built(
         "--tokenizer", folder / "tokenizer.json", *sizes, "--oversize", "drop", "--overwrite"
     )
-    assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr, (
+    assert done.returncode == 0 and "--vision-family qwen3_5: taken from " in done.stderr, (
         "a file in the folder"
     )
     for flags, told in (
         (["--vision-family", "llava"], "--vision-family is 'llava', allowed are molmo2, qwen3_5"),
         (["--vision-family", "qwen3_5", "--max-crops", 2], "unknown keys max_crops"),
         (["--resize-pixels", "1,2"], "unknown keys resize_pixels"),
-        (["--tokenizer", folder, "--vision-family", "molmo2"], "config.json is of a qwen3_5"),
+        (["--tokenizer", folder, "--vision-family", "molmo2"], "config.json belongs to a qwen3_5"),
         (["--tokenizer", folder, "--max-crops", 2], "unknown keys max_crops"),
-        (["--tokenizer", other], "config.json is of a qwen2_5_vl"),
+        (["--tokenizer", other], "config.json belongs to a qwen2_5_vl"),
     ):
         refused = built(*flags)
         assert refused.returncode == 2 and told in refused.stderr

@@ -10,12 +10,12 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "return lines == 0 and are_messages",
             "return False and are_messages",
-            "lists of messages are one array",
+            "a list of messages is read as an array of records",
         ),
         (
             "return _STREAM if lines else None",
             "return None",
-            "objects over many lines are bad lines",
+            "a multi-line object is refused line by line",
         ),
     ],
     ("megacp/prepare/packs/unit.py", "tests/prepare/records/test_read.py"): [
@@ -29,12 +29,12 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "if _same(text, _plain(talk.messages[0])):",
             "if True:",
-            "of two system prompts one is lost",
+            "one of two different system prompts is lost",
         ),
         (
             "found = {\n        key for key, text in pairs if isinstance(given.get(key), str) and _same(given[key], text)\n    }",
             "found = {key for key, text in pairs if isinstance(given.get(key), str)}",
-            "a prompt that says something else is taken for a copy",
+            "a prompt that differs from the conversation is dropped as a copy",
         ),
         (
             "if are_messages(value):\n        raise",
@@ -43,55 +43,63 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/prepare/records/turns.py", "tests/prepare/records/test_spellings.py"): [
-        ("if len(said) > 1:", "if False:", "of two texts of a message one is lost"),
-        ('"model": "assistant"', '"model": "user"', "Gemini's answers are questions"),
+        ("if len(said) > 1:", "if False:", "one of two texts of a message is lost"),
+        ('"model": "assistant"', '"model": "user"', "Gemini's answers are read as questions"),
     ],
     ("megacp/prepare/records/turns.py", "tests/prepare/records/test_samples.py"): [
         (
             "if speaker in rules.context_roles:",
             "if False:",
-            "a role that is named as context is learned",
+            "a role in --context-roles is learned",
         ),
     ],
     ("megacp/prepare/records/advice.py", "tests/prepare/records/test_spellings.py"): [
         (
             "if any(name in given for name in _ANSWERED) and not",
             "if False and not",
-            "a bad answer is learned as advised",
+            "the advice makes a bad answer learned",
         ),
         (
             "any(mark in value.lower() for mark in _SPEAKERS)",
             "False",
-            "advice learns what users say",
+            "the advice makes user messages learned",
         ),
     ],
     (
         "megacp/prepare/records/tables.py",
         "tests/prepare/records/test_read.py tests/prepare/packs/test_images.py",
     ): [
-        ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
-        ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
+        (
+            "others.isdisjoint(names) and others",
+            "False",
+            "the halves of a record become two records",
+        ),
+        (
+            "others.isdisjoint(names) and others",
+            "others",
+            "two records of the same name are refused as halves",
+        ),
         (
             "says and len(seen) == 1 and",
             "says and seen and",
-            "the first of two images is the text's",
+            "the first of two images is assigned to the text",
         ),
         (
             'if value.get("caption") == value["text"]:',
             "if False:",
-            "a caption that stands twice is two forms",
+            "a caption in both members is refused as two forms",
         ),
     ],
     ("megacp/prepare/records/forms.py", "tests/prepare/records/test_samples.py"): [
         (
             "  not places",
             "  False",
-            "an image without a place is refused",
+            "an image without a placeholder is refused",
         ),
         (
             "weight=each.weight * piece.weight)",
             "weight=each.weight)",
-            "what is asked about an image is learned",
+            "the question about an image is learned",
         ),
     ],
     ("megacp/prepare/records/documents.py", "tests/prepare/records/test_trees.py"): [
@@ -103,22 +111,22 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "+= weights[rollout][start:stop]",
             "= weights[rollout][start:stop]",
-            "the last rollout's weight alone counts",
+            "only the last rollout's weight counts",
         ),
         (
             "(len(left) if part else new[above[number - 1]])",
             "(len(left))",
-            "branches of nothing hang on their sibling",
+            "branches of an empty part continue their sibling",
         ),
         (
             "-1 - numbers.setdefault(placed, len(numbers))",
             "-1",
-            "rollouts share images that differ",
+            "rollouts share different images",
         ),
         (
             "max(leaves[above[number - 1]], leaves[number])",
             "leaves[above[number - 1]]",
-            "deeper branches do not see it",
+            "deeper branches do not see the part above",
         ),
     ],
 }

@@ -1,5 +1,6 @@
-"""Every bad record, image and video in one build: each is refused with its own reason, and nothing
-else is lost.
+"""Build a dataset from every kind of bad record, image and video in one run.
+
+Each is refused with its reason, and nothing else is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SETTINGS["max_crops_per_pack"] = 40
 
 
 def record(**part: Any) -> bytes:
-    """A line with an image (or what `part` says) and a word that is learned."""
+    """Return a JSON line with an image (or `part`) and a learned word."""
     return json.dumps(
         {"content": [{"type": "image", **part}, {"type": "text", "text": "a"}]}
     ).encode()
@@ -48,7 +49,7 @@ def inline(data: bytes, kind: str = "image") -> bytes:
 
 
 def good_lines() -> dict[str, bytes]:
-    """Unusual but sound: what each becomes is proven in test_image_file."""
+    """Return unusual but valid records; test_image_file checks their contents."""
     cmyk = Image.fromarray(noise(20, 10)).convert("CMYK")
     deep = Image.fromarray(np.arange(200, dtype=np.uint16).reshape(10, 20) * 300)
     return {
@@ -62,7 +63,7 @@ def good_lines() -> dict[str, bytes]:
 
 
 def bad_lines(root: Path) -> dict[bytes, str]:
-    """Line -> what its reason must say."""
+    """Return bad lines, each with the text that its reason must contain."""
     whole, small = (
         video(43),
         {"type": "image", "base64": base64.b64encode(encoded(noise(9, 9))).decode()},
@@ -104,7 +105,7 @@ def test_each_bad_record_has_its_own_reason_and_all_others_are_stored(
     (tmp_path / "secret.png").write_bytes(encoded(noise(9, 9)))
     good, bad = list(good_lines().values()), bad_lines(root)
     lines, sound = [*good], list(range(len(good)))
-    for line in bad:  # a sound one after every bad one
+    for line in bad:  # a valid record follows each bad one
         sound.append(len(lines) + 1)
         lines += [line, json.dumps({"text": f"after {len(lines)}"}).encode()]
     offsets = np.cumsum([0, *(len(line) + 1 for line in lines)])
@@ -156,8 +157,8 @@ def test_a_cut_gz_and_a_tar_with_a_member_outside_lose_nothing_that_is_whole(
     (tmp_path / "c.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     builds.run([tmp_path / "w.tar", tmp_path / "c.jsonl.gz"], tmp_path / "d", **SETTINGS)
     rejects = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
-    assert len(rejects) == 2 and "named outside the archive" in rejects[0]["reason"]
-    assert "cut short" in rejects[1]["reason"]
+    assert len(rejects) == 2 and "outside the archive" in rejects[0]["reason"]
+    assert "truncated" in rejects[1]["reason"]
     dataset = PackedDataset(tmp_path / "d")
     sources = [int(s) for i in range(len(dataset)) for s in dataset.pack(i).segments["source_file"]]
     assert sources.count(0) == 2 and sources.count(1) == rejects[1]["line"] - 1 > 5

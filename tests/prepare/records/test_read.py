@@ -1,6 +1,4 @@
-"""Readers: each record exactly once whatever the cuts and the format, and a place for each bad
-one.
-"""
+"""Readers yield each record exactly once for any cut and format, and report where bad ones are."""
 
 from __future__ import annotations
 
@@ -108,9 +106,8 @@ def test_a_bad_line_is_refused_with_its_place_and_reading_goes_on(
     tmp_path: Path, bad: bytes, suffix: str
 ) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(
-        PACK[suffix](lines(5) + bad + b"\n" + lines(3) + b"\n  \r\n")
-    )  # blank ones hold nothing
+    # blank lines are not records
+    path.write_bytes(PACK[suffix](lines(5) + bad + b"\n" + lines(3) + b"\n  \r\n"))
     records, (refusal,) = read(path, 200)
     assert len(records) == 8 and (refusal.file, refusal.line, refusal.offset) == (
         str(path),
@@ -190,7 +187,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 
 def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_path: Path) -> None:
-    twice = b'{"id": 1, "caption": "one"}'  # as img2dataset has it
+    twice = b'{"id": 1, "caption": "one"}'  # as img2dataset writes it
     members = [
         ("d/1.json", twice),
         ("d/1.txt", b"one"),
@@ -217,7 +214,7 @@ def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_p
     ]
     records, refusals = read(write_tar(path, apart))
     assert [r.value["text"] for r in records] == ["x", "y"] and [r.line for r in refusals] == [3, 4]
-    assert "'d/1' stand apart, at bytes 0 and 2048" in refusals[0].reason
+    assert "'d/1' are not consecutive (bytes 0 and 2048)" in refusals[0].reason
     whole = write_tar(path, [("1.txt", b"one"), ("2.txt", b"two" * 100)]).read_bytes()
     for keep in (100, 512, 600, 1024, 1100):
         path.write_bytes(whole[:keep])
@@ -249,7 +246,7 @@ def test_a_bad_record_in_a_tar_is_refused_and_the_next_is_read(
     )
 
 
-# ---- JSON that is not one record a line
+# ---- JSON without one record per line
 
 TALKS = [
     [{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": f"A{i}\u00e9"}]
@@ -259,9 +256,7 @@ RECORDS = [{"messages": talk, "id": i} for i, talk in enumerate(TALKS)]
 
 
 def test_objects_over_many_lines_are_read_as_jq_prints_them(tmp_path: Path) -> None:
-    """One or several, also where units cut the file, with the line, the place and the number of
-    each.
-    """
+    """The lines and numbers of records stay correct if units cut the file."""
     for name, indent in (("a.jsonl", 2), ("b.json", "\t")):
         text = "\n".join(
             json.dumps(record, indent=indent, ensure_ascii=False) for record in RECORDS
@@ -291,7 +286,7 @@ def test_objects_over_many_lines_are_read_as_jq_prints_them(tmp_path: Path) -> N
         )
     path.write_text(json.dumps(RECORDS[0], indent=2))
     assert values(path) == RECORDS[:1]
-    path.write_text(json.dumps(RECORDS[0]).replace("}, ", "},\n  "))  # as people lay it out
+    path.write_text(json.dumps(RECORDS[0]).replace("}, ", "},\n  "))  # as formatted by hand
     assert values(path) == RECORDS[:1]
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     assert values(tmp_path / "c.jsonl.gz") == RECORDS
@@ -303,19 +298,18 @@ def test_a_list_of_messages_is_one_record_on_a_line_of_its_own(tmp_path: Path) -
         path.write_text("".join(json.dumps(talk) + "\n" for talk in TALKS[:count]))
         assert values(path) == TALKS[:count]
         assert [e for unit in plan_units([str(path)], 300) for e in unit.extents][0].start == 0
-    path.write_text(json.dumps(TALKS))  # an array of such lists has as many records
+    path.write_text(json.dumps(TALKS))  # an array of lists has one record per list
     assert values(path) == TALKS
     path.write_text(json.dumps(RECORDS) + "\n")
     assert values(path) == RECORDS
-    path.write_text(
-        json.dumps(TALKS[0], indent=1)
-    )  # its elements are no records, which parsing tells
+    # read as an array, its elements are not records; the parser refuses them later
+    path.write_text(json.dumps(TALKS[0], indent=1))
     assert values(path) == TALKS[0]
 
 
 @pytest.mark.parametrize("first", ["{", '{"text": "cut', '{"text": "a"} {', "{\n"])
 def test_a_bad_first_line_of_lines_is_still_one_bad_line(tmp_path: Path, first: str) -> None:
-    """But a brace alone, with which only an object over many lines begins."""
+    """A single brace is different: only a multi-line object begins with it."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(first.encode() + b"\n" + lines(3))
     records, refusals = read(path)
@@ -346,7 +340,7 @@ def test_an_error_in_an_array_has_the_records_number_in_every_unit(tmp_path: Pat
     assert "record" not in str(refusal)
 
 
-# ---- files that are no records
+# ---- files without records
 
 
 @pytest.mark.parametrize(
@@ -370,14 +364,14 @@ def test_a_file_that_is_not_read_is_refused_with_the_command_that_converts_it(
     path = tmp_path / name
     path.write_bytes(b"anything")
     problem = input_problem(str(path))
-    assert problem is not None and f"{path} is no form of records; read are .jsonl" in problem
+    assert problem is not None and f"{path}: " in problem and "use .jsonl" in problem
     assert way.format(path=path, folder=tmp_path) in problem
 
 
 def test_a_folder_is_refused_with_what_to_give_in_its_place(tmp_path: Path) -> None:
     folder = tmp_path / "hub"
     (folder / "data").mkdir(parents=True)
-    assert "without a file that is read" in str(input_problem(str(folder)))
+    assert "without a supported file (.jsonl" in str(input_problem(str(folder)))
     (folder / "data" / "train-0.parquet").write_bytes(b"")
     assert f"give the files in it, as '{folder}/*/*.parquet'" in str(input_problem(str(folder)))
     (folder / "a.jsonl").write_bytes(b"")
@@ -387,7 +381,7 @@ def test_a_folder_is_refused_with_what_to_give_in_its_place(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_commands_for_datasets_folders_and_arrow_files_work(tmp_path: Path) -> None:
-    """As the message prints them, in an interpreter of their own."""
+    """Run the commands of the messages in separate interpreters."""
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
     rows.save_to_disk(str(tmp_path / "one"))

@@ -1,6 +1,4 @@
-"""Records in the spellings that people have: each is what the plain form says, or is refused with
-advice that works.
-"""
+"""Records in common formats equal the plain form, or are refused with advice that works."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ PREFERENCE = {"chosen": [ASK, TELL], "rejected": [ASK, {**TELL, "content": "B"}]
 
 
 def talk_of(record: dict[str, Any], rules: RecordRules | None = None) -> Talk:
-    """What a record says to a chat template."""
+    """Return the messages that a record gives to a chat template."""
     said, form = said_by(record, rules or RecordRules(), RECORD_KEYS, has_template=True)
     assert isinstance(said, Talk) and form == "chat_template"
     return said
@@ -98,50 +96,50 @@ def test_a_text_of_json_is_read_where_a_list_or_an_object_must_stand() -> None:
     assert parse_record({**shown, "images": json.dumps(shown["images"])}, images) == parse_record(
         shown, images
     )
-    assert parse_record({"text": "[1, 2]"}).prefix[0].text == "[1, 2]"  # a text may be anything
+    assert parse_record({"text": "[1, 2]"}).prefix[0].text == "[1, 2]"  # a text may look like JSON
 
 
 MESSAGE = re.escape("`messages[1]`")
 REFUSED: list[tuple[Any, str]] = [
     (
         {"messages": "[{'role': 'user', 'content': 'Q'}]"},
-        "`messages` is a string and no JSON: .*ast.literal_eval",
+        "`messages` is a string, but not JSON: .*json.dumps",
     ),
-    ({"messages": '[{"role": "user"'}, "`messages` is a string and no JSON"),
+    ({"messages": '[{"role": "user"'}, "`messages` is a string, but not JSON"),
     ({"messages": "[" * 100_000}, "nested too deeply"),
-    ({"messages": ["Q", "A"]}, r"`messages\[0\]` .*found a string; who says a text cannot be told"),
+    ({"messages": ["Q", "A"]}, r"`messages\[0\]` .*found a string; the position of a text"),
     (
         {"messages": [ASK, {**TELL, "from": "gpt"}]},
-        f"{MESSAGE}: `role` and `from` both say who speaks",
+        f"{MESSAGE}: `role` and `from` both give the speaker",
     ),
     (
         {"messages": [ASK, {**TELL, "value": "B"}]},
-        f"{MESSAGE}: `content` and `value` both say what is said",
+        f"{MESSAGE}: `content` and `value` both give the text",
     ),
     (
         {"messages": [ASK, {"role": "model", "parts": [{"inline_data": "x"}]}]},
         r"`messages\[1\].parts\[0\]` must be a text",
     ),
     ({"messages": [ASK, {"role": 3, "content": "A"}]}, r"`messages\[1\].role` is a number"),
-    ({**WITH_SYSTEM, "system": "T"}, r"`system` and `messages\[0\]` are both what the system says"),
+    ({**WITH_SYSTEM, "system": "T"}, r"`system` and `messages\[0\]` are different system prompts"),
     (
         {**TALK, "prompt": "T"},
-        "`prompt` is not what the first user asks .*--columns system=prompt .*--ignore-keys prompt",
+        "`prompt` differs from the first user .*--columns system=prompt .*--ignore-keys prompt",
     ),
-    ({**TALK, "response": "B"}, "`response` is not the last answer"),
+    ({**TALK, "response": "B"}, "`response` differs from the last answer"),
     (
         {**TALK, "system_prompt": "T"},
-        "`system_prompt` may be a system prompt .*--columns system=system_prompt takes it",
+        "`system_prompt` may be a system prompt .*--columns system=system_prompt ",
     ),
     (
         {"text": "x", "system": "S"},
-        "`system` may be a system prompt and would be lost. A text has no place",
+        "`system` may be a system prompt and would be lost. A text cannot have",
     ),
     (
         {"prompt": json.dumps([ASK]), "completion": "A"},
-        "`prompt` is a string that holds messages as JSON",
+        "`prompt` is a string that contains messages as JSON",
     ),
-    ({**TALK, "text": "rendered"}, r"`text` and `messages`; --ignore-keys text leaves"),
+    ({**TALK, "text": "rendered"}, r"`text` and `messages`; use --ignore-keys text "),
     ({"prompt": "Q", "completion": "A", "label": False}, r"KTO.*select\(.label == true"),
     ({**TALK, "label": 0}, "KTO"),
     ({**TALK, "kto_tag": False}, "KTO.*del.*kto_tag"),
@@ -149,29 +147,29 @@ REFUSED: list[tuple[Any, str]] = [
     ({"text": "good film", "label": "positive"}, "--columns instruction=text,output=label"),
     (
         {"chosen": "Human: Q Assistant: A", "rejected": "Human: Q Assistant: B"},
-        "make `messages` of `chosen`",
+        "convert `chosen` to `messages`",
     ),
     (
         {"conversation": [{"human": "Q", "assistant": "A"}]},
         r"`conversation\[0\]` has no `role`: .*jq -c",
     ),
-    ({"content": "print(1)", "lang": "Python"}, "--text-key content learns it as a plain text"),
-    (json.dumps(TALK), "found a string that holds JSON; jq -c fromjson"),
-    ({**ASK, "content": [{"type": "text", "text": "Q"}]}, "This is one message of a list"),
-    (ASK, r"one message of a list.*jq -c '\{messages: .\}'"),
+    ({"content": "print(1)", "lang": "Python"}, "use --text-key content "),
+    (json.dumps(TALK), "found a string that contains JSON; .*jq -c fromjson"),
+    ({**ASK, "content": [{"type": "text", "text": "Q"}]}, "This is a single message"),
+    (ASK, r"a single message.*jq -c '\{messages: .\}'"),
     ({"data": [TALK, TALK]}, r"jq -c '.data\[\]' FILE"),
     (
         {"conversation_text": "Human: Q\n\nAssistant: A"},
-        "in which several speak: make `messages` of it",
+        "with several speakers; convert it to `messages`",
     ),
-    ({"body": "USER: Q ASSISTANT: A"}, "in which several speak"),
-    ({"text": "Q", "role": "prompter"}, "is what a 'prompter' says, .* one message"),
-    ({"prompt": [ASK], "reward": 1}, "`prompt` asks, and nothing in the record answers"),
+    ({"body": "USER: Q ASSISTANT: A"}, "with several speakers"),
+    ({"text": "Q", "role": "prompter"}, "`text` with `role` 'prompter' is a single message"),
+    ({"prompt": [ASK], "reward": 1}, "`prompt` is a prompt without an answer"),
     (
         {"problem": "Q", "solution": "A", "answer": "4"},
-        "output=ANSWER, where ANSWER is `answer` or `solution`, reads",
+        "output=ANSWER, where ANSWER is `answer` or `solution`, ",
     ),
-    ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "`input_ids` are tokens"),
+    ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "`input_ids` are the tokens"),
 ]
 
 
@@ -199,7 +197,7 @@ def test_no_advice_loses_a_system_prompt_or_learns_a_bad_answer(record: Any) -> 
         )
 
 
-# ---- names that --columns and --roles give
+# ---- names of --columns and --roles
 
 
 def pairs(text: str) -> tuple[tuple[str, str], ...]:
@@ -248,7 +246,7 @@ def pairs(text: str) -> tuple[tuple[str, str], ...]:
     ],
 )
 def test_advice_can_be_followed(record: dict[str, Any], plain: dict[str, Any]) -> None:
-    """The first flags of a message, as a user would copy them."""
+    """Parse the record again with the first flags of the message, as a user would copy them."""
     with pytest.raises(RecordError) as refused:
         parse_record(record)
     said = str(refused.value)
@@ -273,12 +271,10 @@ def test_columns_name_any_key_and_errors_have_the_name_of_the_file() -> None:
     with pytest.raises(RecordError, match="^`answer` is empty"):
         parse_record({"question": "Q", "answer": ""}, rules)
     with pytest.raises(
-        RecordError, match="missing key: .*--columns completion=answer: there is no such key"
+        RecordError, match="missing key: .*--columns completion=answer: the record has no such key"
     ):
         parse_record({"question": "Q", "reply": "A"}, rules)
-    with pytest.raises(
-        RecordError, match="`prompt` and `question` are both there, .*--ignore-keys prompt leaves"
-    ):
+    with pytest.raises(RecordError, match="both `prompt` and `question`, .*--ignore-keys prompt "):
         parse_record({"question": "Q", "answer": "A", "prompt": "P"}, rules)
     own_out = RecordRules(columns=rules.columns, ignore_keys=("prompt",))
     assert (
@@ -301,13 +297,12 @@ def test_an_unknown_role_is_refused_with_the_flags_for_all_it_may_be() -> None:
     record = {"messages": [ASK, {"role": "agent", "content": "A"}]}
     with pytest.raises(
         RecordError,
-        match="--roles assistant=agent if .*--roles user=agent if .*--context-roles agent",
+        match="--roles assistant=agent .*--roles user=agent .*--context-roles agent",
     ):
         parse_record(record)
     assert parse_record(record, RecordRules(roles=pairs("assistant=agent"))) == parse_record(TALK)
-    named = RecordRules(
-        roles=pairs("user=agent")
-    )  # a name that is known otherwise may be given another role
+    # --roles may assign a known name to another role
+    named = RecordRules(roles=pairs("user=agent"))
     assert sum(piece.weight for piece in parse_record(record, named).prefix) == 0
 
 
@@ -317,7 +312,7 @@ def test_an_unknown_role_is_refused_with_the_flags_for_all_it_may_be() -> None:
 def test_alpaca_is_a_conversation_by_a_template_and_its_own_prompt_without() -> None:
     record = {"instruction": "Q", "input": "X", "output": "A"}
     asked = {"messages": [{**ASK, "content": "Q\nX"}, TELL]}
-    assert talk_of(record).messages == asked["messages"]  # as LLaMA-Factory joins them
+    assert talk_of(record).messages == asked["messages"]  # joined as in LLaMA-Factory
     assert talk_of({**record, "input": ""}).messages == TALK["messages"]
     assert talk_of({**record, "system": "S", "history": [["a", "b"]]}).messages == [
         SYSTEM,
@@ -337,7 +332,7 @@ def test_alpaca_is_a_conversation_by_a_template_and_its_own_prompt_without() -> 
     assert parse_record(record, only) == own and not parse_record({"text": "x"}, only).forms
     for other in (TALK, {**record, "system": "S"}):
         with pytest.raises(
-            RecordError, match="--chat-template alpaca writes only records of `instruction`"
+            RecordError, match="--chat-template alpaca accepts only records of `instruction`"
         ):
             parse_record(other, only)
     assert parse_record(record, FOR_PROMPTS).forms == {ALPACA}
@@ -366,13 +361,12 @@ def test_a_record_that_is_asked_may_say_more_than_one_that_is_learned() -> None:
     ],
 )
 def test_jq_makes_what_the_advice_promises(tmp_path: Path, content: Any, plain: list[Any]) -> None:
-    """As a shell runs the command that the message prints."""
+    """Run the command of the message in a shell."""
     path = tmp_path / "FILE"
     path.write_text(json.dumps(content, indent=1))
     try:
-        parse_record(
-            content[0] if isinstance(content, list) else content
-        )  # a reader gives a list's elements
+        # a reader yields the elements of a list
+        parse_record(content[0] if isinstance(content, list) else content)
         said = "jq -c . FILE > NEW.jsonl"
     except RecordError as error:
         said = str(error)

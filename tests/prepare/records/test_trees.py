@@ -1,6 +1,4 @@
-"""Trees of a record: nested branches, and rollouts by what they share, against the obvious form of
-both.
-"""
+"""Compare nested branches and rollouts with records that contain each path separately."""
 
 from __future__ import annotations
 
@@ -47,11 +45,11 @@ ENDED, OPEN = (
 )
 Rollout = list[tuple[str, float]]
 Learned = Counter[tuple[tuple[int, ...], int]]
-"""Loss weight by what is seen, in order, and what is to be predicted."""
+"""Loss weight of each (visible tokens in order, predicted token)."""
 
 
 def learned(packs: Sequence[Pack]) -> Learned:
-    """Of all that is predicted in some packs, summed."""
+    """Return the sums of all loss weights in some packs."""
     found: Learned = Counter()
     for pack in packs:
         batch = collate([pack])
@@ -65,7 +63,7 @@ def learned(packs: Sequence[Pack]) -> Learned:
 
 
 def pack_of(document: Document) -> Pack:
-    """A document as the one of its pack."""
+    """Return a pack with a single document."""
     tokens, weights, starts, leaves, _, _ = document
     segment = np.zeros(1, SEGMENT_DTYPE)
     segment["true_length"] = segment["padded_length"] = len(tokens)
@@ -88,7 +86,7 @@ TOKEN = st.tuples(st.sampled_from("aab"), st.sampled_from([0.0, 0.0, 0.5, 1.0, 2
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> list[Rollout]:
-    """Some that begin as others do."""
+    """Generate rollouts with common prefixes."""
     found = [draw(st.lists(TOKEN, min_size=1, max_size=8))]
     for _ in range(draw(st.integers(0, 5))):
         of = draw(st.sampled_from(found))
@@ -120,7 +118,7 @@ def test_the_tree_of_rollouts_teaches_exactly_what_they_teach_apart(
     assert found == learned(apart)
     assert learned_tokens(*tree[:4]) == len(found), "each is learned once"
     prefixes = {begin for text in texts for begin in itertools.accumulate(text)}
-    # a token that moves to branches stands in each of them
+    # a token that moves to branches is part of each of them
     assert len(prefixes) <= len(tree.tokens) <= len(prefixes) + len(tree.branch_starts)
 
 
@@ -174,7 +172,7 @@ def test_an_image_is_shared_as_a_whole_and_only_with_itself() -> None:
 
 @st.composite
 def nested(draw: st.DrawFn, depth: int = 3) -> dict[str, Any]:
-    """A text, its weight and its branches."""
+    """Generate a text with a weight and branches."""
     record = {
         "text": draw(st.text("ab", min_size=1, max_size=3)),
         "weight": draw(st.sampled_from([0.0, 0.5, 1, 2])),
@@ -185,7 +183,7 @@ def nested(draw: st.DrawFn, depth: int = 3) -> dict[str, Any]:
 
 
 def taught(record: dict[str, Any], before: tuple[int, ...], weight: float) -> Learned:
-    """What each part adds to all that it continues."""
+    """Return the loss weights of a record and its branches, each after everything it continues."""
     weight, found = weight * record["weight"], Counter()
     for token in [*record["text"].encode(), *([] if "branches" in record else [256])]:
         if before and weight:
@@ -239,7 +237,7 @@ def test_branches_of_branches_are_a_conversation_along_each_path() -> None:
     )
     assert begins == [["<|user|>\n", "\n<|user|>\n"], ["x", "<|user|>\n", "\n<|user|>\n"]]
     value: Any = "c"
-    for _ in range(1500):  # deeper than Python calls itself
+    for _ in range(1500):  # deeper than Python's recursion limit
         value = {"text": "ab", "branches": [value]}
     sample = parse_record(value)
     assert made(ENDED, [sample.prefix, *sample.branches], sample.parents).branch_starts[-1] == 2999
@@ -259,18 +257,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "text": "x",
             "branches": [{"text": "a", "weight": 1e7, "branches": [{"text": "b", "weight": 1e7}]}],
         },
-        "`branches[0].branches[0].weight times those of all it continues` is 1",
+        "`branches[0].branches[0].weight (times the weights of the parts above)` is 1",
     ),
     ({"rollouts": "ab"}, "`rollouts` must be a list of rollouts"),
     ({"rollouts": [{"text": "a"}, {"text": ""}]}, "`rollouts[1]`: `text` is empty"),
     ({"rollouts": ["a"]}, "`rollouts[0]`: a record must be a JSON object"),
     (
         {"rollouts": [{"text": "a", "branches": ["b"]}]},
-        "`rollouts[0]`: a rollout is one text or conversation",
+        "`rollouts[0]`: a rollout must be one text or conversation",
     ),
     (
         {"rollouts": [{"rollouts": [{"text": "a"}] * 2}]},
-        "`rollouts[0]`: a rollout is one text or conversation",
+        "`rollouts[0]`: a rollout must be one text or conversation",
     ),
     ({"rollouts": [{"text": "a"}], "text": "b"}, "`text` is unknown and would be lost"),
     ({"rollouts": [{"text": "a"}], "branches": ["b"]}, "`rollouts` and `branches`"),
@@ -305,7 +303,7 @@ def test_rollouts_need_their_flag_and_other_keys_of_the_name_do_not(rules: Recor
 def test_a_branch_of_a_branch_is_not_asked() -> None:
     with pytest.raises(
         RecordError,
-        match=re.escape("`branches[0].branches[0]`: a branch of a branch cannot be asked"),
+        match=re.escape("`branches[0].branches[0]`: a prompt cannot be a branch of a branch"),
     ):
         parse_record({"text": "a", "branches": [{"text": "b", "branches": ["c"]}]}, FOR_PROMPTS)
 
@@ -354,7 +352,8 @@ def test_a_build_with_prefix_tree_teaches_what_its_rollouts_teach_apart(tmp_path
         main(["build", "--input", str(source), "--output", together, *flags, "--prefix-tree"]) == 0
     )
     with pytest.raises(
-        ValueError, match=re.escape(f"{source}:1: `completions` holds rollouts, and --prefix-tree")
+        ValueError,
+        match=re.escape(f"{source}:1: `completions` contains rollouts; build with --prefix-tree"),
     ):
         run([source], tmp_path / "no")
     with pytest.raises(ValueError, match="prefix_tree: true before, false now"):
@@ -373,9 +372,7 @@ def test_a_build_with_prefix_tree_teaches_what_its_rollouts_teach_apart(tmp_path
 
 def test_rollouts_without_a_common_beginning_are_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", {"rollouts": [{"text": "one"}, {"text": "two"}]})
-    with pytest.raises(
-        ValueError, match=":1: the rollouts begin with different tokens and share nothing"
-    ):
+    with pytest.raises(ValueError, match=":1: the rollouts begin with different tokens"):
         run([source], tmp_path / "d", prefix_tree=True)
 
 

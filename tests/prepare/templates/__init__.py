@@ -1,1 +1,1 @@
-"""Chat templates."""
+"""Tests of chat templates."""

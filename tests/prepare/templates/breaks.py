@@ -17,21 +17,21 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             'solid("".join(around)) == solid(alone)',
             "bool(around)",
-            "what begins every answer is never learned",
+            "the text at the beginning of every answer is never learned",
         ),
         ("if here is None:", "if False:", "a prompt that opens a thought refuses earlier answers"),
-        ("= here[len(os.path", "= prompt[len(os.path", "a model is asked after no empty thought"),
+        ("= here[len(os.path", "= prompt[len(os.path", "prompts end without the empty thought"),
     ],
     ("megacp/prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
         ("at - len(THOUGHT) if", "at if", "a thought in the content lacks its beginning"),
-        ('r" \\1 "', 'r"\\1"', "a thought that touches its marks is refused"),
+        ('r" \\1 "', 'r"\\1"', "a thought that touches its tags is refused"),
         (
             "elif self._is_taken_for_words(i):",
             "elif False:",
-            "marks of another template's thoughts are learned",
+            "thought tags of another template are learned",
         ),
-        ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
-        ("if takes else", "if True else", "an object stands where a string is meant"),
+        ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought is written twice"),
+        ("if takes else", "if True else", "an object is written instead of a string"),
     ],
     ("megacp/prepare/records/answers.py", "tests/prepare/templates/test_conversation.py"): [
         (
@@ -42,7 +42,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "== solid(alone) + THOUGHT",
             "== 0",
-            "a template whose prompt opens a thought that it never writes is refused",
+            "a template is refused if its prompt opens a thought that it never writes",
         ),
         (
             "return self._renderings.tried([*before, message]) or self._renderings.with_message(\n            i, message\n        )",
@@ -55,40 +55,40 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "if self._text_from(begin, pattern.head) != pattern.head_text:",
             "if False:",
-            "an answer begins as many characters after its turn as another one",
+            "an answer begins at the offset of another answer",
         ),
         (
             "if self._text_from(end, pattern.tail) != pattern.tail_text:",
             "if False:",
-            "an answer stops as many characters before the next turn as another one",
+            "an answer stops at the offset of another answer",
         ),
         ("_some_of(matched)):", "[]):", "no matched answer is also located by renderings"),
         (
             "matched.append(i)",
             "answer = self._rendered(i)",
-            "each answer costs renderings of its own",
+            "each answer costs additional renderings",
         ),
     ],
     ("megacp/prepare/records/renderings.py", "tests/prepare/templates/test_marks.py"): [
-        ("if text == self.text:", "if True:", "a template that sees the marks is believed"),
+        ("if text == self.text:", "if True:", "marks are used although the template sees them"),
         (
             "if silent and self._is_written_for(silent):",
             "if False:",
-            "each thought that is left out costs a rendering",
+            "each omitted thought costs a rendering",
         ),
     ],
     ("megacp/prepare/records/marks.py", "tests/prepare/templates/test_marks.py"): [
         (
             'place[1] == "" or place not in',
             "place not in",
-            "a turn begins where a template looks through all messages",
+            "a turn begins where a template loops over all messages",
         ),
     ],
     ("megacp/prepare/records/conversation.py", "tests/prepare/templates/test_marks.py"): [
         (
             "THOUGHT_WORDS if key in REASONING else key",
             "key",
-            "each thought that is written costs a rendering",
+            "each written thought costs a rendering",
         ),
         ("return self._places_at_once() or", "return", "each image costs a rendering"),
     ],
@@ -105,7 +105,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "of_turn or goes_on or",
             "of_turn or",
-            "a shared beginning ends with a token that no branch has",
+            "a shared prefix ends with a token that no branch has",
         ),
         (
             "if calls else self._after_answer",
@@ -124,7 +124,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "if alone and alone != self.tried(",
             "if True or (",
-            "what is never written next to a call is dropped silently",
+            "a content that is never written next to a call is dropped silently",
         ),
         (
             'written[i] = {**written[i], "content": ""}',
@@ -133,16 +133,20 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/prepare/tokenize/beside.py", "tests/prepare/templates/test_ends.py"): [
-        ('values.get("text_config")', "None", "the ends of a folder with a tower are not read"),
+        (
+            'values.get("text_config")',
+            "None",
+            "the end tokens of a model with a vision tower are not read",
+        ),
     ],
     ("megacp/prepare/packs/progress.py", "tests/prepare/templates/test_ends.py"): [
-        ("if no_end:", "if False:", "a build that learns no end is silent"),
+        ("if no_end:", "if False:", "a build without learned ends prints no warning"),
     ],
     ("megacp/prepare/records/sandbox.py", "tests/prepare/templates/test_sandbox.py"): [
         (
             "resource.setrlimit(resource.RLIMIT_AS, limits)",
             "pass",
-            "the limit of one rendering stays",
+            "the memory limit of one rendering remains",
         ),
         (
             '_Lazy(found) if hasattr(found, "__next__") else found',
@@ -150,28 +154,28 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a generator's address is learned",
         ),
         ("return _Function(value) if", "return value if", "a method's address is learned"),
-        ('made.filters["random"] = _by_chance', "pass", "a build cannot be repeated"),
+        ('made.filters["random"] = _by_chance', "pass", "a build is not reproducible"),
         (
             "if not all(address in there",
             "if not all(True",
-            "an address that nobody wrote is learned",
+            "the address of an object is learned",
         ),
     ],
     ("megacp/prepare/packs/run.py", "tests/prepare/templates/test_choice.py"): [
         (
             "if writers and writers !=",
             "if False and writers !=",
-            "a build goes on with another chat template",
+            "a build continues with a different chat template",
         ),
     ],
     ("megacp/prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
         (
             "key: without_nulls(value) for",
             "key: value for",
-            "nulls of columns are learned from lines alone",
+            "nulls are learned from JSONL, but not from tables",
         ),
     ],
     ("megacp/prepare/records/tables.py", "tests/prepare/templates/test_learned.py"): [
-        ('== "arrow.json"', '== ""', "a call is a string in a column of JSON"),
+        ('== "arrow.json"', '== ""', "a call in a JSON column stays a string"),
     ],
 }

@@ -1,5 +1,5 @@
-"""The chat templates of published models, of TRL or one file each, and a small tokenizer with their
-special tokens.
+"""Chat templates of published models and of TRL, with a small tokenizer that has their special
+tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF_TRL = (
 
 
 def of_trl(name: str) -> str:
-    """The text of a template that TRL ships; to import it would take seconds."""
+    """Return a template that TRL ships, without importing TRL, which takes seconds."""
     found = find_spec("trl")
     assert found is not None and found.origin is not None
     return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
@@ -30,11 +30,11 @@ def of_trl(name: str) -> str:
 TEMPLATES |= {name: of_trl(file) for name, file in zip(_OF_TRL[::2], _OF_TRL[1::2], strict=True)}
 TEMPLATES["ours_for_qwen3"] = OURS["qwen3"]
 DATED = ("llama_32", "smollm_3")
-"""Those that write today's date."""
+"""Templates that write the current date."""
 WITHOUT_SYSTEM = ("mistral", "gemma")
 WITH_TOOLS = ("llama_32", "qwen_25", "qwen_3", "granite", "ours_for_qwen3")
 GENERATING = ("smollm_3", "granite", "ours_for_qwen3")
-"""Those with generation blocks."""
+"""Templates with generation blocks."""
 SPECIAL = (
     *(
         "<s>",
@@ -75,10 +75,10 @@ _WORDS = [
 def write_tokenizer(
     folder: Path, metaspace: bool = False, trim_offsets: bool = False, **config: Any
 ) -> Path:
-    """A tokenizer.json in a folder, with the settings beside it; `metaspace`: as Llama 2, else as
-    GPT-2.
+    """Write a tokenizer.json and its settings to a folder.
 
-    `trim_offsets`: whether the place of a token is told without its blanks, as by Llama 3's.
+    `metaspace` builds it like Llama 2's, otherwise like GPT-2's. `trim_offsets` excludes white
+    space from the offsets of a token, as in Llama 3.
     """
     from tokenizers import (
         AddedToken,
@@ -113,7 +113,7 @@ def write_tokenizer(
     )
     made.train_from_iterator(_WORDS * 3, trainer)
     content = json.loads(made.to_str())
-    if metaspace:  # bytes are pieces of the vocabulary, found in no text
+    if metaspace:  # byte pieces are in the vocabulary, but no text contains them
         content["added_tokens"] = [
             token for token in content["added_tokens"] if token["content"] == "<unk>"
         ]
@@ -128,5 +128,5 @@ def write_tokenizer(
 
 
 def tokenizer_at(path: Path) -> Tokenizer:
-    """The tokenizer that a build would load."""
+    """Return the tokenizer that a build would load."""
     return load_tokenizer(str(path), engine="reference")

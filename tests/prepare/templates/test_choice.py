@@ -1,4 +1,4 @@
-"""Where --chat-template finds a template, and what a dataset keeps of it."""
+"""How --chat-template chooses a template, and how a dataset records it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "choice", "today", "named"),
     [
-        ({"chat_template": "{% if %}"}, "auto", None, "no Jinja"),
+        ({"chat_template": "{% if %}"}, "auto", None, "not a Jinja template"),
         ({"chat_template": TEMPLATES["smollm_3"]}, "auto", None, "--chat-template-date YYYY-MM-DD"),
         (
             {"chat_template": TEMPLATES["smollm_3"]},
@@ -148,8 +148,8 @@ def records(path: Path, count: int = 40) -> list[dict[str, Any]]:
 
 
 def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path: Path) -> None:
-    """It is looked at where there are messages alone, and a build that wrote some by it goes on
-    with no other.
+    """The template is read only if there are messages; a build that used one cannot continue with
+    another.
     """
 
     def built(name: str, *inputs: str, part: tuple[int, int] | None = None, **more: Any) -> Any:
@@ -179,10 +179,8 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
     assert ignored[:2] == ("", {"default": ""}) and ignored[2] != found
     built("both", "text", "talks", part=(0, 9))
     built("half", "text", "talks", part=(1, 2))
-    for broken in (
-        TEMPLATES["smollm_3"],
-        "{% if %}",
-    ):  # which writes today's date, and which is no template
+    # the first writes the current date; the second is not a template
+    for broken in (TEMPLATES["smollm_3"], "{% if %}"):
         write_tokenizer(tmp_path / "t", chat_template=broken)
         assert built("words", "text")[:2] == ("", None)
         with pytest.raises(
@@ -190,7 +188,7 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
             match=r"tokenizer_config.json has a chat template: .* or --chat-template ignore",
         ):
             built(f"broken{len(broken)}", "talks", on_error="skip")
-    for other, by in {"own": kept, "ignored": None}.items():  # texts agree with any
+    for other, by in {"own": kept, "ignored": None}.items():  # texts fit any template
         mixed = PackBlend(
             [PackedDataset(tmp_path / name) for name in ("words", other)], [Fraction(1)] * 2
         )
@@ -201,12 +199,10 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
             built(name, *inputs)
     with pytest.raises(ValueError, match="begun with other settings.*chat_template: "):
         built("asked", "talks", chat_template="auto")
-    assert (
-        built("both", "text", "talks")[1]["default"] == TEMPLATES["granite"]
-    )  # the part of it had no messages
-    (tmp_path / "t" / "chat_template.jinja").write_text(
-        "{#- megacp's messages. -#}"
-    )  # of what a build does
+    # the part that is already built had no messages
+    assert built("both", "text", "talks")[1]["default"] == TEMPLATES["granite"]
+    # the converter's template, which only repeats the format of a build without a template
+    (tmp_path / "t" / "chat_template.jinja").write_text("{#- megacp's messages. -#}")
     assert built("ours", "talks") == ignored
 
 
@@ -273,7 +269,7 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
 
 
 def with_images(ids: list[int], weights: list[float], place: int, layouts: list[np.ndarray]) -> Any:
-    """Ids and weights with the tokens of an image in each `place`."""
+    """Return ids and weights with the tokens of an image at each `place`."""
     found: list[int] = []
     learned: list[float] = []
     left = list(layouts)
@@ -317,16 +313,16 @@ def test_images_stand_in_the_places_of_the_template(tmp_path: Path, form: str) -
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("''", "`messages[0].content[1].path`: the chat template writes '' where it stands"),
+        ("''", "`messages[0].content[1].path`: the chat template writes '' for it"),
         (
             "'[IMG]'",
-            "the chat template writes '[IMG]' where it stands, and images need a place of special tokens alone",
+            "the chat template writes '[IMG]' for it, but image placeholders must consist of special tokens",
         ),
-        ("'Picture: <image>'", "writes 'Picture: <image>' where it stands"),
-        ("loop.index ~ '<image>'", "writes '2<image>' where it stands"),
+        ("'Picture: <image>'", "writes 'Picture: <image>' for it"),
+        ("loop.index ~ '<image>'", "writes '2<image>' for it"),
         (
             "'<image>'",
-            "`messages[0].content[1].path`: the chat template writes '' where it stands, and videos need",
+            "`messages[0].content[1].path`: the chat template writes '' for it, but video placeholders",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What ends an answer is learned: a token of the template, of the next turn, or of the model's
+"""The end of an answer is learned: a token of the template, of the next turn, or of the model's
 folder.
 """
 
@@ -46,7 +46,7 @@ ENDED = BLOCK.replace("{% endgeneration %}", "<|endoftext|>{% endgeneration %}")
 
 
 def write_folder(folder: Path, text: str, **config: Any) -> Path:
-    """A model's folder with a template and a tokenizer that has the special tokens of it."""
+    """Write a model's folder with a template and a tokenizer that has its special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -92,8 +92,8 @@ GLM = {
 def test_the_token_of_the_next_turn_is_learned_as_under_the_training_template(
     tmp_path: Path, kind: str
 ) -> None:
-    """GLM-4.5 ends an answer by the token of the next turn; TRL's template for training writes and
-    masks that token.
+    """GLM-4.5 ends an answer with the token of the next turn; TRL's training template writes and
+    masks it.
     """
     _, made = opened(tmp_path, of_trl("glm4moe"))
     messages, tools = GLM[kind], TOOLS if "tool" in str(GLM[kind]) else None
@@ -160,9 +160,8 @@ def test_branches_begin_with_the_token_that_ends_what_they_share(tmp_path: Path)
     assert sample.branches[0][0] == whole
     _, plain = opened(tmp_path / "plain", PLAIN)
     sample = parse_record(record, template=plain)
-    assert str(sample.prefix[0].text).endswith(
-        "Four."
-    )  # a branch does not begin with that of the folder
+    # branches do not begin with the end token of the folder
+    assert str(sample.prefix[0].text).endswith("Four.")
     assert sample.branches[0][0] == read(plain, ASK, TELL, ASK_2, TELL_2)[0]
 
 
@@ -193,7 +192,7 @@ def test_a_build_that_learns_no_end_says_so(
 THOUGHTS = [
     {**CALL, "reasoning_content": "Ask."},
     {**CALL, "thinking": "Ask.", "weight": 0},
-    {**CALL, "content": "Ask."},  # the template takes it for a thought
+    {**CALL, "content": "Ask."},  # the template treats it as a thought
     {**CALL, "content": "Ask.", "weight": 0},
 ]
 
@@ -202,7 +201,7 @@ THOUGHTS = [
 def test_a_call_whose_thought_is_left_out_is_context_of_the_answer(
     tmp_path: Path, call: dict[str, Any]
 ) -> None:
-    """gpt-oss' template writes the thought of a call until an answer follows; TRL's template masks
+    """gpt-oss' template drops the thought of a call once an answer follows; TRL's template masks
     the same answer.
     """
     _, made = opened(tmp_path, of_trl("gptoss"))
@@ -233,7 +232,7 @@ def test_what_a_template_never_writes_next_to_a_call_is_refused(tmp_path: Path) 
     )
     for call in ({**CALL, "content": "Ask."}, {**CALL, "content": "Ask.", "weight": 0}):
         with pytest.raises(
-            RecordError, match="would be lost: the chat template does not write it"
+            RecordError, match="would be lost, because the chat template does not write it"
         ) as error:
             read(made, ASK, call, RESULT, TELL)
         assert "--ignore-keys" not in str(error.value)

@@ -1,4 +1,4 @@
-"""What is learned under templates of 2026, as TRL ships them, by lists that were made by hand."""
+"""Compare the learned text under templates of 2026, as TRL ships them, with lists made by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LEARNED: dict[str, tuple[str, str, str, str]] = {
         "",
     ),
 }
-"""Of an answer, of one with a thought, of a call, and the empty thought that stands before an
+"""Learned text of an answer, an answer with a thought, and a call; then the empty thought before an
 answer.
 """
 ASK, TELL = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Four."}
@@ -70,9 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, name: str) -> None:
-    """Whether the prompt opens a thought or not; and a model is asked behind what stands before
-    it.
-    """
+    """This holds whether or not the prompt opens a thought. Prompts then end with the same text."""
     (answer, thinking, call, before), text = LEARNED[name], OURS.get(name) or of_trl(name)
     tokenizer = tokenizer_at(folder / "tokenizer.json")
     made = template_of(text, tokenizer, "2026-01-31")
@@ -85,9 +83,8 @@ def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, 
     assert written(ASK, TELL, ASK, TELL)[1:] == ([answer, answer], before)
     assert written(ASK, CALL, RESULT, TELL)[1:] == ([call, answer], before)
     assert written(ASK, {**TELL, "reasoning_content": "Hm."})[1:] == ([thinking], "")
-    assert written({**ASK, "role": "developer"}, ASK, TELL)[1] == [
-        answer
-    ]  # the system, where a template has no such
+    # a template without this role gets a system message
+    assert written({**ASK, "role": "developer"}, ASK, TELL)[1] == [answer]
     if name.startswith("qwen3_"):
         assert written({**TELL, "weight": 0}, ASK, TELL)[1] == [answer]
     else:
@@ -107,9 +104,7 @@ PADDED: list[dict[str, Any]] = [{"city": "Oslo", "days": None}, {"city": None, "
 
 
 def containers(folder: Path) -> Iterator[Path]:
-    """Two calls as people and `datasets` write them: objects, with nulls of columns, strings of
-    JSON, tables.
-    """
+    """Write two calls in common formats: objects, objects with nulls, JSON strings, and tables."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     plain = [{key: value for key, value in given.items() if value is not None} for given in PADDED]
 
@@ -137,7 +132,7 @@ def containers(folder: Path) -> Iterator[Path]:
     for name, records in lines.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
         yield folder / f"{name}.jsonl"
-    for name, rows in (("struct", padded), ("Json", texts)):  # which `datasets` gives this type
+    for name, rows in (("struct", padded), ("Json", texts)):  # column types of `datasets`
         table = pa.Table.from_pylist(rows)
         kind = pa.struct(
             {"role": pa.string(), "content": pa.string(), "tool_calls": pa.list_(pa.json_())}
@@ -148,8 +143,8 @@ def containers(folder: Path) -> Iterator[Path]:
 
 
 def test_calls_are_learned_alike_from_every_container(tmp_path: Path) -> None:
-    """What is null is absent, but in a string that somebody wrote; Qwen2.5's template would encode
-    a string again.
+    """Nulls count as absent, except inside strings. Qwen2.5's template would encode a string
+    twice.
     """
     made = template_of(TEMPLATES["qwen_25"], tokenizer_at(write_tokenizer(tmp_path)), None)
     said = [

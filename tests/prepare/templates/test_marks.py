@@ -1,5 +1,5 @@
-"""One rendering with marks tells all answers of a conversation: the cost, and what it tells beside
-the library.
+"""One rendering with marks locates all answers of a conversation, at low cost and like the
+library.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def result(n: int) -> dict[str, Any]:
     }
 
 
-# ---- what a long conversation costs
+# ---- cost of a long conversation
 
 
 def agent(turns: int, **more: Any) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def agent(turns: int, **more: Any) -> list[dict[str, Any]]:
 
 
 def thinker(turns: int) -> list[dict[str, Any]]:
-    """An agent whose thoughts stand in its contents."""
+    """Return an agent's conversation with its thoughts in the contents."""
     inside = "<think>\nhm\n</think>\n\nStep."
     return [{**m, "content": inside} if m["role"] == "assistant" else m for m in agent(turns)]
 
@@ -128,9 +128,7 @@ COSTLY = [
 def test_a_conversation_costs_no_more_renderings_when_it_is_longer(
     folder: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The characters that a template writes are at most 30 times the conversation, however long it
-    is.
-    """
+    """A template writes at most 30 times the length of the conversation, however long that is."""
     made, lengths, written = template(folder, name), list[int](), sandbox.rendered
 
     def counted(*given: Any) -> str:
@@ -147,12 +145,11 @@ def test_a_conversation_costs_no_more_renderings_when_it_is_longer(
         assert text is not None
         costs.append((len(lengths), sum(lengths) / len(text)))
     (few, _), (many, share) = costs
-    assert many <= few + 12 and share < 30, (
-        costs
-    )  # a few more where the first half, quarter, ... is looked at
+    # a few more renderings confirm answers in the first half, quarter, and so on
+    assert many <= few + 12 and share < 30, costs
 
 
-# ---- what is told by marks is what is told without
+# ---- marks give the same result as renderings
 
 
 OTHERWISE = {
@@ -170,7 +167,7 @@ def test_an_answer_that_is_written_otherwise_once_more_follows_is_refused(
     body = f"<|im_start|>{{{{ m.role }}}}\n{OTHERWISE[name]}<|im_end|>\n"
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     made = template(folder, f"{{% for m in messages %}}{body}{{% endfor %}}{prompt}")
-    with pytest.raises(RecordError, match=r"otherwise once more follows|'0.' would be lost"):
+    with pytest.raises(RecordError, match=r"once later messages follow|'0.' would be lost"):
         rendered(made, chat(12))
     assert rendered(made, chat(1)).learned
 
@@ -195,7 +192,7 @@ PECULIAR = {
 def test_marks_tell_what_is_told_without_them(
     folder: Path, name: str, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a template looks at what it is given, a mark would be seen, and is not used."""
+    """A template that inspects its inputs would see the marks, so they are not used."""
     macro = "{% macro told(m) %}({{ m.content }}){% endmacro %}"
     look = "{% for m in messages %}{% if m.role == 'tool' %}{{ m }}{% endif %}{% endfor %}"
     body = f"{{% set m = m or messages[i] %}}<|im_start|>{{{{ m.role }}}}\n{PECULIAR[name]}<|im_end|>\n"
@@ -230,7 +227,7 @@ SIXTH = {
 def test_one_answer_that_is_unlike_all_others_is_not_told_by_them(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of those that are also told from renderings is the sixth message."""
+    """The sixth message is not among the answers that are also located by renderings."""
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant{{ '#' if messages | length == 5 }}\n{% endif %}"
     if name == "another end":
         prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -285,14 +282,13 @@ CHATS = {
 
 
 LIKE_THE_LIBRARY = [(name, kind) for name in WITH_BLOCKS for kind in CHATS]
-LIKE_THE_LIBRARY.remove(
-    ("nemotron_3_nano_training", "an agent")
-)  # writes a blank after an empty thought
+# this template writes a space after an empty thought
+LIKE_THE_LIBRARY.remove(("nemotron_3_nano_training", "an agent"))
 
 
 @pytest.mark.parametrize(("name", "kind"), LIKE_THE_LIBRARY)
 def test_blocks_are_learned_as_the_library_masks_them(folder: Path, name: str, kind: str) -> None:
-    """All but an empty thought, which the library learns."""
+    """The only exception is an empty thought, which the library learns."""
     made, messages = template(folder, name), CHATS[kind]
     tools = TOOLS if kind == "an agent" else None
     if kind == "a system" and name == "gemma_training":

@@ -1,4 +1,4 @@
-"""Conversations by the templates of published models: the ids and the masks of the transformers
+"""Render conversations with published templates and compare ids and masks with the transformers
 library.
 """
 
@@ -73,7 +73,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def fixed_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The library asks the clock for the date."""
+    """Replace the clock from which the library takes the date."""
     from transformers.utils import chat_template_utils
 
     class Clock(datetime.datetime):
@@ -96,7 +96,7 @@ def template_of(folder: Path, name: str, tmp_path: Path) -> ChatTemplate:
 def made(
     record: dict[str, Any], template: ChatTemplate, folder: Path, **accepted: Any
 ) -> tuple[list[int], list[float]]:
-    """Ids and loss weights of a record in a build."""
+    """Return the ids and loss weights of a record in a build."""
     maker = DocumentMaker(tokenizer_at(folder / "tokenizer.json"), True, {}, template)
     sample = parse_record(record, RecordRules(**accepted), template=template)
     (document,) = maker.encode([[sample.prefix, *sample.branches]])
@@ -114,7 +114,7 @@ def _library_of(folder: Path, config: bytes) -> Any:
 
 
 def library(folder: Path, text: str) -> Any:
-    """The library's tokenizer of a folder, with a template."""
+    """Return the library's tokenizer of a folder, with a template."""
     found = _library_of(folder, (folder / "tokenizer_config.json").read_bytes())
     found.chat_template = text
     return found
@@ -123,7 +123,9 @@ def library(folder: Path, text: str) -> Any:
 def expected(
     theirs: Any, messages: list[dict[str, Any]], **given: Any
 ) -> tuple[list[int], list[float]]:
-    """Ids by the library; masks by it, or character by character from its renderings of all
+    """Return the library's ids and loss weights.
+
+    Without generation blocks, the weights are computed by character from renderings of all
     beginnings.
     """
     dicts = [
@@ -137,9 +139,8 @@ def expected(
     offsets = theirs(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     weights = [0.0] * len(offsets)
     if has_blocks:
-        for n, learned in enumerate(
-            out["assistant_masks"]
-        ):  # it has the first token alone of a block's last character
+        # the library masks only the first token of a block's last character
+        for n, learned in enumerate(out["assistant_masks"]):
             weights[n] = (
                 1.0 if learned or (n and weights[n - 1] and offsets[n] == offsets[n - 1]) else 0.0
             )
@@ -149,18 +150,18 @@ def expected(
                 dicts[:i], tokenize=False, add_generation_prompt=True, **given
             )
             told = theirs.apply_chat_template(dicts[: i + 1], tokenize=False, **given)
-            told = told if whole.startswith(told) else told.removesuffix("</s>")  # of Phi 3
-            if not whole.startswith(
-                told
-            ):  # Qwen 3's own writes an empty thought in the last answer alone
+            told = (
+                told if whole.startswith(told) else told.removesuffix("</s>")
+            )  # Phi 3 ends the conversation
+            # Qwen 3's own template writes an empty thought only in the last answer
+            if not whole.startswith(told):
                 told = asked + told.removeprefix(asked).removeprefix("<think>\n\n</think>\n\n")
             assert whole.startswith(asked) and whole.startswith(told)
             for n, (start, stop) in enumerate(offsets):
                 if start < len(told) and stop > len(asked):
                     weights[n] = float(message.get("weight", 1))
-    for empty in re.finditer(
-        r"\n*<think>\s*</think>\n*", whole
-    ):  # not learned, whatever the library says
+    # an empty thought is not learned, unlike in the library
+    for empty in re.finditer(r"\n*<think>\s*</think>\n*", whole):
         for n, (start, stop) in enumerate(offsets):
             if start >= empty.start() and stop <= empty.end():
                 weights[n] = 0.0
@@ -182,7 +183,9 @@ def test_a_build_has_the_ids_and_the_mask_of_the_library(
     for talk in talks:
         ids, weights = expected(theirs, talk)
         if name in GENERATING and talk is talks[2]:
-            weights = made({"messages": talk}, template, folder)[1]  # the library has no weights
+            weights = made({"messages": talk}, template, folder)[
+                1
+            ]  # the library does not support weights
             assert 0 < sum(weights) < sum(expected(theirs, talk)[1])
         assert made({"messages": talk}, template, folder) == (ids, weights), talk
         assert sum(weights) > 0
@@ -193,7 +196,8 @@ def test_tools_and_calls_are_those_of_the_library(folder: Path, name: str, tmp_p
     template, theirs = template_of(folder, name, tmp_path), library(folder, TEMPLATES[name])
     answer = {"role": "assistant", "content": "It is cold."}
     talk = [ASK, answer] if name == "granite" else [SYSTEM, ASK, CALL, RESULT, answer]
-    if name == "qwen_3":  # a call without thoughts is written otherwise once an answer follows
+    # a call without a thought is written differently once an answer follows
+    if name == "qwen_3":
         talk = [SYSTEM, ASK, {**CALL, "reasoning_content": "To be looked up."}, RESULT, answer]
     record = {"messages": talk, "tools": TOOLS}
     ids, weights = expected(theirs, talk, tools=TOOLS)
@@ -225,7 +229,7 @@ def test_any_text_has_the_ids_and_the_mask_of_the_library_or_is_refused(
 
 
 def test_a_block_that_begins_with_a_blank_is_learned_whole(tmp_path: Path) -> None:
-    """The library learns nothing of it where a tokenizer tells places without blanks."""
+    """The library learns nothing of it if the tokenizer's offsets exclude white space."""
     write_tokenizer(tmp_path, trim_offsets=True)
     template, theirs = (
         template_of(tmp_path, "granite", tmp_path),
@@ -265,7 +269,7 @@ EVERYTHING = """
 
 
 def test_the_environment_is_that_of_the_library(folder: Path, tmp_path: Path) -> None:
-    """Blanks around blocks, loop controls, JSON without escapes, names that are not there."""
+    """Cover white space around blocks, loop controls, JSON without escapes, and undefined names."""
     (tmp_path / "t.jinja").write_text(EVERYTHING)
     template = load_chat_template(
         str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None

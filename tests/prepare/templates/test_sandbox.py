@@ -1,4 +1,4 @@
-"""A template is a program: what it may compute, keep in memory and write."""
+"""Limit the computation, memory and output of templates, which are programs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_a_long_conversation_needs_is_within_the_bounds(folder: Path) -> No
 
 
 NESTED = "{% for a in b %}" * 30 + "{% endfor %}" * 30
-"""More loops within each other than Python compiles."""
+"""More nested loops than Python can compile."""
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_text_that_is_no_template_is_refused_before_any_record(
     folder: Path, text: str, tmp_path: Path
 ) -> None:
     (tmp_path / "t.jinja").write_text(text)
-    with pytest.raises(ValueError, match="--chat-template .*t.jinja: the template is no Jinja"):
+    with pytest.raises(ValueError, match="--chat-template .*t.jinja: this is not a Jinja template"):
         load_chat_template(str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None)
 
 
@@ -135,7 +135,7 @@ WITHOUT_TEXT = [
 @pytest.mark.parametrize("text", WITHOUT_TEXT)
 def test_an_address_or_chance_never_becomes_part_of_a_rendering(folder: Path, text: str) -> None:
     with pytest.raises(
-        RecordError, match="the chat template refuses it: it writes (a function|something random)"
+        RecordError, match="the chat template refuses it: it writes (a function|random text)"
     ):
         template(folder, text + "{{ messages[0].content }}").render([ASK, TELL], TOOLS)
 
@@ -166,5 +166,5 @@ def test_an_address_that_somebody_wrote_is_text(folder: Path) -> None:
     said = "<generator object <genexpr> at 0x7f3b2c1d5a40>"
     text = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert template(folder, text).render([{**ASK, "content": said}]).text == said
-    with pytest.raises(RecordError, match="whose text is an address"):
+    with pytest.raises(RecordError, match="whose text is a memory address"):
         sandbox.refuse_addresses(said, "{{ m }}", [{"content": said.replace("0x7f", "0x6f")}])
