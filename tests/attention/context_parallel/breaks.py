@@ -46,8 +46,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("home += gradient.wait()", "gradient.wait()", "gradients of other ranks never come home"),
         (
-            "(self.axis.rank - step) % self.axis",
-            "(self.axis.rank + step) % self.axis",
+            "(self.axis.rank - step) % size",
+            "(self.axis.rank + step) % size",
             "the ring turns the other way",
         ),
         ("if step < last else None", "if step < last - 1 else None", "the last hop is not made"),
@@ -56,14 +56,18 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "else 1",
             "a gradient goes to the next rank where the ring has stopped",
         ),
-        ("1 + max(seen, default=0)", "plan.cp", "the ring goes round though nobody looks so far"),
-        ("1 + max(seen, default=0)", "max(seen, default=1)", "the ring stops a step early"),
+        (
+            "            steps = 1 + step",
+            "            pass\n    steps = plan.cp",
+            "the ring makes a full round for short windows",
+        ),
+        ("steps = 1 + step", "steps = max(1, step)", "the ring stops a step early"),
     ],
     (
         "megacp/attention/context_parallel/all_gather.py",
         "tests/attention/context_parallel/test_attention.py tests/attention/context_parallel/test_layout.py",
     ): [
-        ("row[plan.cp_rank * len(mine)", "row[0 * len(mine)", "own gradients stand at rank 0"),
+        ("first = plan.cp_rank * len(mine)", "first = 0", "own gradients are stored for rank 0"),
         (
             "plan.order[~mine[plan.order]]",
             "plan.order[mine[plan.order]]",
@@ -75,9 +79,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/attention/context_parallel/test_attention.py tests/attention/context_parallel/test_layout.py",
     ): [
         (
-            "out.index_select(0, plan.departure(n, q.device))",
-            "out",
-            "the output goes back in the grouped order",
+            "exchange(out.index_select(0, departure), ",
+            "exchange(out, ",
+            "the output is sent back in the grouped order",
         ),
         (
             "sinks.chunk(n)[self.axis.rank]",
@@ -223,8 +227,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/attention/context_parallel/test_layout.py tests/attention/context_parallel/test_attention.py",
     ): [
         (
-            "_position[self.indices[first :",
-            "indices.reshape(-1)[self.indices[first :",
+            "np.argsort(self._position[gathered])",
+            "np.argsort(self.indices.reshape(-1)[gathered])",
             "arrival in another order",
         ),
         (
