@@ -217,8 +217,12 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("megacp/attention/ops/pointwise.py", "tests/attention/ops/test_pointwise.py"): [
-        (" * (gate <= _LIMIT)", "", "a clamped gate learns"),
-        ("(up.abs() <= _LIMIT)", "(up <= _LIMIT)", "a value clamped from below learns"),
+        ("d_gate * gate_inside", "d_gate", "a clamped gate learns"),
+        (
+            "up_inside = up.abs() <= _LIMIT",
+            "up_inside = up <= _LIMIT",
+            "a value clamped from below learns",
+        ),
         (
             "addcmul_(wide_x, inward, value=-1)",
             "addcmul_(wide_x, inward, value=1)",
