@@ -159,8 +159,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/training/test_vision_dataset.py",
     ): [
         (
-            "(False, True) if self.fused",
-            "() if self.fused",
+            "            segment_levels(whole, self.device, False)\n            segment_levels(whole, self.device, True)",
+            "            pass",
             "segments of states are planned in the step",
         ),
     ],

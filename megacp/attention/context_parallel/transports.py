@@ -48,7 +48,7 @@ class TransportRow:
 
     name: str
     build: Callable[[Axis, Kernel, GroupSizes], Transport]
-    """Return the transport over an axis of at least two ranks; collective if the row needs sizes."""
+    """Build the transport over an axis of at least two ranks; collective if the row needs sizes."""
     heads: Literal["kept", "all", "inner"] = "kept"
     """How heads are exchanged for tokens: not exchanged, over all ranks, or only over the inner
     ranks.

@@ -136,8 +136,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("| ends_here[tokens[:-1]]", "", "a branch begins where its sibling ends"),
         (
-            "& (owner[tokens] != rank)",
-            "& (owner[tokens] == rank)",
+            "& (owner[wanted] != rank)",
+            "& (owner[wanted] == rank)",
             "the tokens before a run are not sent",
         ),
     ],
@@ -146,7 +146,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/attention/context_parallel/test_states.py",
     ): [
         (
-            "turned(one[..., :of_turn], behind[crossing.entries[entry].other]) + ",
+            "turned(one[..., :of_turn], came) + ",
             "",
             "states of far ranks are lost",
         ),
@@ -162,9 +162,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "their gradients do not come home",
         ),
         (
-            "behind[exit_] += turned_back(",
-            "behind[exit_] += 0 * turned_back(",
-            "gradients pass one rank alone",
+            "after[exit_] += turned_back(",
+            "after[exit_] += 0 * turned_back(",
+            "gradients do not pass through a rank",
         ),
         (">= LARGE", "< 0", "all heads of long rows are in memory at once"),
         (
@@ -173,8 +173,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "A has no gradient",
         ),
         (
-            "past = (\n        rows.index_select(0, places).unflatten(0, (-1, taps - 1)).flip(1)",
-            "past = rows.index_select(0, places).unflatten(\n        0, (-1, taps - 1)",
+            "past = past.flip(1)",
+            "past = past.flip(2)",
             "the taps of a segment's first tokens are in the wrong order",
         ),
     ],
