@@ -248,7 +248,8 @@ FUSED: dict[tuple[Rule, str, torch.dtype], Callable[..., torch.Tensor]] = {
     (gated_delta_rule, "cuda", torch.bfloat16): fused_recur,
     (convolved_delta_rule, "cuda", torch.bfloat16): fused_convolved,
 }
-"""Functions `(kernel, plan, axis, *inputs)` that replace `recur`, by rule, device type and dtype."""
+"""Replacements of `recur` by rule, device type and dtype, called with the kernel as first argument.
+"""
 
 
 def fused_mover(
