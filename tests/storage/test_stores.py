@@ -292,7 +292,7 @@ def test_patterns_name_the_files_that_fit(place) -> None:
         write_content(place / name, b"{}")
     assert [place_of(name).name for name in expanded(f"{place}/*.jsonl")] == ["1.jsonl", "2.jsonl"]
     assert expanded(f"{place}/2.jsonl") == [f"{place}/2.jsonl"]
-    with pytest.raises(ValueError, match=r"no file fits .*\*\.zst"):
+    with pytest.raises(ValueError, match=r"no file matches .*\*\.zst"):
         expanded(f"{place}/*.zst")
 
 
