@@ -133,7 +133,7 @@ class Url:
         return self
 
     def info(self) -> dict[str, Any]:
-        """Return the store's description of the object. Raise FileNotFoundError if it is missing."""
+        """Return the description of the object. Raise FileNotFoundError if it is missing."""
         return self._do(lambda fs, path: dict(fs.info(path)), _ANSWER_SECONDS)
 
     def exists(self) -> bool:

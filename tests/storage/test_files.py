@@ -1,5 +1,5 @@
-"""Files that are none, links, sizes, JSON without an end, and locks: every one has an answer at
-once.
+"""Special files, links, sizes, truncated JSON and locks: each one is refused or handled
+immediately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def odd_file(kind: str, path: Path) -> None:
-    """Put something that is no regular file at `path`."""
+    """Create something other than a regular file at `path`."""
     if kind == "a named pipe":
         os.mkfifo(path)
     elif kind == "a directory":
@@ -71,7 +71,7 @@ def test_an_atomic_write_never_shows_or_leaves_a_part(
 ) -> None:
     path = tmp_path / "m.json"
     files.write_atomically(path, b"older")
-    with open(path, "rb") as reader:  # a file rewritten in place would change under a reader
+    with open(path, "rb") as reader:  # a reader would notice a file that is rewritten in place
         files.write_atomically(path, b"old")
         assert reader.read() == b"older"
 
