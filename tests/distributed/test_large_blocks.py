@@ -101,7 +101,7 @@ def test_values_dtypes_and_derivatives_are_those_of_torch(monkeypatch: pytest.Mo
     blocks.smallest = 1
     del (used := [empty((30, 7), x).fill_(torch.nan)])[
         :
-    ]  # what comes next finds other values in its block
+    ]  # the next tensor finds other values in its block
     assert torch.equal(zeros((30, 7), x), torch.zeros(30, 7, dtype=torch.float64)) and not used
     made = empty((2, 3, 4), x, torch.bfloat16)
     assert made.shape == (2, 3, 4) and made.dtype == torch.bfloat16 and made.is_contiguous()

@@ -1,4 +1,4 @@
-"""moto's S3 server on this machine, behind a proxy that refuses requests and truncates answers."""
+"""moto's S3 server on this machine, with a proxy that refuses requests and truncates answers."""
 
 from __future__ import annotations
 

@@ -143,5 +143,5 @@ def test_an_ipv6_address_is_a_url() -> None:
 
 @pytest.mark.parametrize("text", ["zip://a::http://[::1]/b.zip", "simplecache::http://[::1]/a"])
 def test_a_chain_of_urls_is_refused_also_with_an_ipv6_address(text: str) -> None:
-    with pytest.raises(ValueError, match="no plain URL"):
+    with pytest.raises(ValueError, match="not a plain URL"):
         Url(text).info()
