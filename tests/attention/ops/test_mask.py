@@ -193,8 +193,7 @@ def test_a_long_mixed_pack_is_planned_in_milliseconds_without_a_quadratic_mask()
 
 def test_a_part_is_made_once_for_a_function_and_its_arguments() -> None:
     table = plain(3).own_table
-    first, second = (
-        once(lambda table, number: [number]) for _ in range(2)
-    first, second = (once(lambda table, number: [number]) for _ in range(2))  # with the same name
+    # two functions with the same name
+    first, second = (once(lambda table, number: [number]) for _ in range(2))
     parts = [first(table, 1), first(table, 2), second(table, 1)]
     assert parts == [[1], [2], [1]] and first(table, 1) is parts[0] is not second(table, 1)
