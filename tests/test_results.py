@@ -105,7 +105,7 @@ def test_a_result_is_never_written_through_a_link(
     for more in ([], ["--overwrite"]):
         assert run(tmp_path, flag, path, more) == 2
         assert (
-            f"error: {flag} {path} is a {'directory' if target == 'folder' else 'link'}"
+            f"error: {flag} {path} is a {'directory' if target == 'folder' else 'symbolic link'}"
             in capsys.readouterr().err
         )
     assert other.exists() == (target == "file")

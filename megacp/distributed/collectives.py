@@ -49,6 +49,7 @@ class Pending:
 
     def wait(self) -> Any:
         """Block until the result is ready and return it."""
+        # the result doubles as the mark that the works are done
         if self._result is None:
             for work in self._works:
                 work.wait()
@@ -120,6 +121,7 @@ def gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
 
     `x` may be this rank's block of `out`.
     """
+    # each rank sends its block to all other ranks
     axis.traffic["all_gather"] += x.nbytes * (axis.size - 1)
     if (channel := local_channel(x, axis)) is not None:
         blocks = out.tensor_split(axis.size)
@@ -144,9 +146,11 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis, *, in_place: bool = False)
     x = x.contiguous()
     if axis.size == 1:
         return Pending([], lambda: x)
+    # each rank sends its blocks for all other ranks
     axis.traffic["reduce_scatter"] += x.nbytes // axis.size * (axis.size - 1)
     if axis.backend == "gloo":
         return _start_sum(x, axis)
+    # NCCL's in-place form: the output is this rank's block of the input
     own = x.tensor_split(axis.size)[axis.rank]
     out = own if in_place else torch.empty_like(own)
     return Pending([_reduce_scatter_single(out, x, group=axis.group, async_op=True)], lambda: out)
@@ -158,9 +162,11 @@ def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
     Ranks of one machine do not copy their own block.
     """
     if (channel := local_channel(x, axis)) is None:
+        # torch exchanges all blocks; block r of `out` arrives from rank r
         out = empty(x.shape, x)
         exchange: Any = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
         return Pending([exchange], lambda: _sum_blocks(out.tensor_split(axis.size)))
+    # from memory to memory, only the blocks of other ranks move
     blocks = list(x.tensor_split(axis.size))
     mine = blocks.pop(axis.rank)
     others = [rank for rank in axis.global_ranks if rank != axis.global_ranks[axis.rank]]
@@ -206,10 +212,13 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
             blocks = all_gather(flat, axis).tensor_split(axis.size)
             return _sum_blocks(blocks).view(x.shape).detach()
         if x.dtype in _HALVES or local_channel(x, axis) is not None:
+            # pad to equal blocks, reduce one block per rank, and gather the sums
             padded = torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size))
             total = all_gather(reduce_scatter(padded, axis), axis)
             return total[: flat.numel()].view(x.shape).detach()
+    # a ring all-reduce sends every element about twice
     axis.traffic["all_reduce"] += 2 * x.nbytes * (axis.size - 1) // axis.size
+    # torch reduces in place, so reduce a copy
     x = x.contiguous().clone()
     dist.all_reduce(x, op=_REDUCE[op], group=axis.group)
     return x
@@ -234,6 +243,7 @@ def start_all_to_all(
     # bytes per row times the rows for other ranks
     axis.traffic["all_to_all"] += x.nbytes // max(len(x), 1) * (len(x) - sent[axis.rank])
     out = empty((sum(arriving), *x.shape[1:]), x)
+    # ranks of one machine, even splits, or uneven splits
     if (channel := local_channel(x, axis)) is not None:
         work: Any = _among_neighbours(out.split(arriving), x.split(sent), axis, channel)
     elif in_splits is None:
@@ -267,6 +277,7 @@ def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
 
     Other ranks get None.
     """
+    # only the receiving rank passes a list
     values: list[Any] | None = [value] * axis.size if axis.rank == 0 else None
     if axis.size > 1:
         dist.gather_object(value, values, dst=axis.global_ranks[0], group=axis.group)
@@ -295,6 +306,7 @@ def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:
     x = x.detach().contiguous()
     axis.traffic["send"] += x.nbytes
     target = axis.global_ranks[peer]
+    # the closure keeps `sent` alive until the message has left
     sent = x.cpu() if through_host(x, axis) else x
     if (channel := local_channel(x, axis)) is not None:
         return Pending([channel.start([(target, sent)], [])], lambda: sent)
@@ -310,6 +322,7 @@ def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Pending:
     source = axis.global_ranks[peer]
     if (channel := local_channel(buffer, axis)) is not None:
         return Pending([channel.start([], [(source, buffer)])], lambda: buffer)
+    # gloo receives on the host; `wait` then copies to the device
     arrived = torch.empty_like(buffer, device="cpu") if through_host(buffer, axis) else buffer
     work = dist.irecv(arrived, src=source, group=axis.group)
     return Pending([work], lambda: buffer if arrived is buffer else buffer.copy_(arrived))
@@ -321,11 +334,13 @@ def start_shift(x: torch.Tensor, axis: Axis, by: int = 1) -> Pending:
     The result is the tensor that arrives from the rank `by` places before this one.
     """
     x = x.contiguous()
+    # the ranks at this distance after and before this rank
     after, before = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (by, -by))
     axis.traffic["ring"] += x.nbytes
     if (channel := local_channel(x, axis)) is not None:
         received = empty(x.shape, x)
         return Pending([channel.start([(after, x)], [(before, received)])], lambda: received)
+    # NCCL and gloo: post the send and the receive together
     sent = x.cpu() if through_host(x, axis) else x
     arrived = empty(sent.shape, sent)
     messages = [

@@ -58,6 +58,7 @@ class _Dual(torch.autograd.Function):
 
 def _dual(x: torch.Tensor, axis: Axis, forward: Move, backward: Move) -> torch.Tensor:
     """Apply a pair of duals; an axis of one rank changes nothing."""
+    # no autograd node either, so that a single process pays nothing
     return x if axis.size == 1 else _Dual.apply(x, axis, forward, backward)
 
 

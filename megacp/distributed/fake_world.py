@@ -68,6 +68,7 @@ def recorded(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Ca
     """Return the call that a torch operator makes, or None if it does not communicate."""
     if getattr(function, "namespace", "") != "c10d":
         return None
+    # arguments by name, whether they were passed by position or by name
     names = [argument.name for argument in function._schema.arguments]
     given = dict(zip(names, args, strict=False))
     given |= named
@@ -76,6 +77,7 @@ def recorded(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Ca
     group = dist.ProcessGroup.unbox(given["process_group"])
     ranks = tuple(dist.get_process_group_ranks(group))
     tensors = [x for x in tree_iter(list(given.values())) if isinstance(x, torch.Tensor)]
+    # only messages have one of these arguments
     peer = next((ranks[given[name]] for name in ("dst", "src") if name in given), -1)
     return Call(
         name=function._schema.name,
@@ -95,6 +97,7 @@ def differences(one: int, calls: Sequence[Call], other: int, others: Sequence[Ca
     calls = [call for call in calls if shared <= {*call.ranks}]
     others = [call for call in others if shared <= {*call.ranks}]
     found = []
+    # groups in the order in which either rank first calls them
     for group in dict.fromkeys(call.group for call in [*calls, *others]):
         mine = [call for call in calls if call.group == group]
         theirs = [call for call in others if call.group == group]

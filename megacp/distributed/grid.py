@@ -135,6 +135,7 @@ class ProcessGrid:
         Other axes are used late or never, and each communicator of NCCL takes 100 MiB or more.
         Channels are connected separately (`open_channels`).
         """
+        # all ranks connect the axes in this order
         axes = [self.tp, self.cp]
         if self.shape.ep:
             axes.append(self.ep)
@@ -154,6 +155,7 @@ def connect(axes: Sequence[Axis], device: torch.device) -> None:
     NCCL connects a group in its first collective and may wait for the device meanwhile. If messages
     are in flight at that time, it may wait forever.
     """
+    # any collective connects a group; this one is the smallest
     for axis in axes:
         if axis.group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
@@ -179,12 +181,14 @@ def build_grid(
             f"the grid tp {shape.tp} x cp {shape.cp} x dp {shape.dp} x pp {shape.pp} needs "
             f"{shape.world_size} ranks, the world has {have}; change --nproc or the parallel sizes"
         )
+    # a collective of the whole world, so it comes before groups that only some ranks create
     near = _near(rank)
 
     def axis(name: str, members: tuple[int, ...]) -> Axis:
         """Return the axis over some global ranks, with a new process group."""
         return _axis(name, members, rank, near, timeout)
 
+    # single directions, gradients (cp and dp), and fp8 statistics (tp and cp)
     combinations: list[tuple[str, ...]] = [
         ("tp",),
         ("cp",),
@@ -196,8 +200,10 @@ def build_grid(
     axes = {names: axis("_".join(names), shape.members(rank, names)) for names in combinations}
     stages = axes["pp",].global_ranks
     ends = (stages[0], stages[-1])
+    # four channels: by direction, and by parity of the sending stage
     kinds = itertools.product(("forward", "backward"), (0, 1))
     channels = {(direction, parity): axis(f"pp_{direction}", stages) for direction, parity in kinds}
+    # the first and the last stage share the embedding of tied models
     if len(stages) > 1 and rank in ends:
         embedding = axis("embedding", ends)
     else:
@@ -209,6 +215,7 @@ def build_grid(
     everyone = tuple(range(shape.world_size))
     world_group = dist.group.WORLD if shape.world_size > 1 else None
     all_ranks = _axis("world", everyone, rank, near, timeout, world_group)
+    # a separate group, because files may take longer than messages
     host = None
     if file_timeout is not None and all_ranks.size > 1:
         host = HostGroup(new_group(everyone, file_timeout, "gloo"), file_timeout.total_seconds())
@@ -221,6 +228,7 @@ def build_grid(
                 axes[name,] = axis(name, members)
             else:
                 axes[name,] = dataclasses.replace(lender, name=name, traffic=Counter())
+    # the same axis with the host group added
     world = WorldAxis(
         all_ranks.name,
         all_ranks.size,

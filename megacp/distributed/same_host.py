@@ -138,6 +138,7 @@ class SameHost:
         """
         if any(rank != self.rank and rank not in self.peers for rank in ranks):
             return None
+        # ranks with the same members and name create the same channels in the same order
         kind = f"{name} {tuple(ranks)}"
         # ranks create different channels in between, so the number counts only channels of this
         # kind
@@ -147,6 +148,7 @@ class SameHost:
 
     def send(self, peer: _Peer, *words: bytes) -> None:
         """Send words now, or later if the socket is full; ranks that have ended get nothing."""
+        # words keep their order: new ones follow the backlog
         peer.backlog.extend(words)
         try:
             while peer.backlog and not peer.gone:
@@ -175,6 +177,7 @@ class SameHost:
         end = time.monotonic() + seconds
         while True:
             with self.lock:
+                # messages of this operation, and words that still have to be sent
                 full = [peer for peer in self.peers.values() if peer.backlog and not peer.gone]
                 late = sorted({*operation.left, *(peer.rank for peer in full)})
                 if not late:
@@ -191,6 +194,7 @@ class SameHost:
                     )
                 # upper bounds of the time for which this thread blocks other threads, or a full
                 # socket delays further words
+                # at most this time per round, because other threads wait for the lock
                 for key, _ in self._selector.select(0.005 if full else 0.1):
                     self._listen(key.data)
                 for peer in full:
@@ -206,6 +210,7 @@ class SameHost:
                 else:
                     peer.told[channel].append((address, size, words[_HEADER.size :]))
                     self.match(peer, channel)
+            # an empty word means that the other side has closed the connection
             self._lose(peer)
         except BlockingIOError:
             pass
@@ -223,9 +228,11 @@ class SameHost:
                 raise RuntimeError(
                     f"rank {peer.rank} sends {size} bytes where {wanted} are expected"
                 )
+            # small messages arrived with the announcement; large ones are read from the sender
             if content:
                 ctypes.memmove(target, content, size)
             else:
+                # the sender may reuse its tensor only after this confirmation
                 self._read(peer, address, target, size)
                 self.send(peer, _HEADER.pack(_READ, channel, 0, 0))
             operation.left.remove(peer.rank)
@@ -267,12 +274,15 @@ class LocalChannel:
         number = self.number
         peers = self.host.peers
         with self.host.lock:
+            # expected messages first, so that announcements that have already arrived can be
+            # matched
             for rank, x in receives:
                 if x.nbytes:
                     operation.left.append(rank)
                     peers[rank].receiving[number].append((operation, x.data_ptr(), x.nbytes))
             for rank, x in sends:
                 if 0 < x.nbytes <= _SMALL:
+                    # a small message is copied into the announcement and complete for the sender
                     content = ctypes.string_at(x.data_ptr(), x.nbytes)
                     self.host.send(peers[rank], _HEADER.pack(_SENT, number, 0, x.nbytes) + content)
                 elif x.nbytes:
@@ -300,12 +310,14 @@ def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None
         # allow the launcher and its children to read this process; systems without the option need
         # no permission
         _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
+        # every rank of the world takes part in both gathers, also without neighbours
         places = gather((_machine(), os.getpid(), ctypes.addressof(probe)))
         here = [i for i, place in enumerate(places) if place[0] == _machine()]
         readable = gather(all(_is_read(*places[i][1:]) for i in here))
         if len(here) < 2 or not all(readable[i] for i in here):
             return None
         processes = {i: places[i][1] for i in here}
+        # only ranks that can all read each other get here
         found = SameHost(rank)
         # each rank calls the lower ranks and is called by the higher ranks
         for other in here[: here.index(rank)]:

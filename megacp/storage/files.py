@@ -62,6 +62,7 @@ def open_below(root: StrPath, path: StrPath) -> BufferedReader:
 
     Raise the errors of `open_regular`, and OSError for a link.
     """
+    # open folder by folder, each relative to the previous descriptor
     *folders, name = os.path.relpath(path, root).split(os.sep)
     if os.pardir in (*folders, name):
         raise ValueError(f"{os.fspath(path)} is not below {os.fspath(root)}")
@@ -84,6 +85,7 @@ def _regular(descriptor: int, path: StrPath, size: int | None) -> BufferedReader
 
     Errors are described at `open_regular`.
     """
+    # close the descriptor on any error, because no stream owns it yet
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -158,6 +160,7 @@ def sha256_of_all(*paths: StrPath) -> str:
 
     Raise the errors of `open_regular`.
     """
+    # hash the binary digests, so that the result does not depend on their text form
     digests = [bytes.fromhex(sha256_of(path)[1]) for path in paths]
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -175,6 +178,7 @@ def open_own(path: StrPath, flags: int) -> int:
     `flags` are for example os.O_RDWR or os.O_APPEND. Raise ValueError if the path is a link, a
     folder, a pipe or a device.
     """
+    # lstat does not follow links; O_NOFOLLOW below excludes a link that is created meanwhile
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
@@ -217,6 +221,7 @@ def write_result(flag: str, path: StrPath, data: bytes, overwrite: bool = False)
 
     Raise the errors of `require_free`, and OSError.
     """
+    # nothing is created before the path has been checked
     require_free(flag, path, overwrite)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if overwrite:
@@ -239,6 +244,7 @@ def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
     wait up to `seconds` for it.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    # the folder may have been created by another machine and become visible late
     with os.fdopen(seen(lambda: os.open(path, flags, 0o644), seconds), "wb") as stream:
         yield stream
         sync_file(stream)
@@ -260,6 +266,7 @@ def replacement(path: StrPath) -> Iterator[BufferedWriter]:
     The replacement is atomic, as in `write_atomically`.
     """
     path = Path(path)
+    # in the same folder, because a rename is atomic only within a file system
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
     try:
         with new_file(temporary) as stream:
@@ -267,6 +274,7 @@ def replacement(path: StrPath) -> Iterator[BufferedWriter]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    # the new name is durable only after its folder is on disk
     sync_folder(path.parent)
 
 
@@ -290,6 +298,7 @@ def sync_below(folder: StrPath) -> None:
 
     Needed for files that were not written with the functions of this module.
     """
+    # files first, then the entries of their folder
     for place, _, names in os.walk(folder):
         for name in names:
             with open(os.path.join(place, name), "rb") as stream:
@@ -299,6 +308,7 @@ def sync_below(folder: StrPath) -> None:
 
 def place_folder(folder: StrPath, target: StrPath) -> None:
     """Rename a folder whose files are on disk, and wait until its entries and new name are too."""
+    # both the entries and the new name must be on disk
     sync_folder(folder)
     os.replace(folder, target)
     sync_folder(Path(target).parent)
@@ -320,6 +330,7 @@ def replace_folder(folder: StrPath, target: StrPath) -> None:
     try:
         place_folder(folder, target)
     finally:
+        # the old target may have been a folder, a file or a link
         if aside.is_dir() and not aside.is_symlink():
             shutil.rmtree(aside, ignore_errors=True)
         else:
@@ -357,6 +368,7 @@ def lock(path: StrPath, shared: bool = False) -> int:
     """
     descriptor = open_own(path, os.O_RDWR)
     try:
+        # never wait for the lock
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as taken:  # depends on the system
@@ -370,6 +382,7 @@ def lock(path: StrPath, shared: bool = False) -> int:
 
 def _kind(mode: int) -> str:
     """Return the kind of a file that is not regular, for messages."""
+    # all other kinds that are not regular files are devices
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
@@ -379,5 +392,6 @@ def source_digest() -> str:
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
+        # zero bytes separate names and contents
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -60,6 +60,7 @@ def expanded(path: str) -> list[str]:
     if is_url(path):
         found = [str(url) for url in Url(path).matches()] if "*" in path else [path]
     else:
+        # an existing file is never treated as a pattern
         is_pattern = glob.has_magic(path) and not Path(path).exists()
         found = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
     if not found:
@@ -78,9 +79,11 @@ def open_stream(path: files.StrPath | Url, size: int | None = None) -> io.Buffer
     A URL is read in blocks, and only a few blocks are kept in memory. Raise ValueError if the path
     is not a regular file or does not have `size` bytes, and OSError if it does not exist.
     """
+    # local files are opened directly, which also rejects pipes and devices
     place = place_of(path)
     if isinstance(place, Path):
         return files.open_regular(place, size)
+    # one request for the size; contents are requested block by block
     found = place.size()
     if size is not None and found != size:
         raise ValueError(f"{place} has {found} bytes, expected {size}")
@@ -91,6 +94,7 @@ def open_input(path: str) -> io.BufferedReader:
     """Open an --input for reading bytes, with a large buffer; a path may also be a pipe."""
     if is_url(path):
         return open_stream(path)
+    # unbuffered below, so that the only buffer is the large one
     return io.BufferedReader(open(path, "rb", buffering=0), _BUFFER)
 
 
@@ -147,6 +151,7 @@ def folders_in(place: Place) -> list[Place]:
     """
     if isinstance(place, Url):
         return list(place.children())
+    # a path that is not a folder has no subfolders
     return [child for child in sorted(place.iterdir()) if child.is_dir()] if place.is_dir() else []
 
 
@@ -174,6 +179,7 @@ class _Ranges(io.RawIOBase):
     def __init__(self, url: Url, size: int) -> None:
         from fsspec.caching import BlockCache
 
+        # the wrapped cache takes absolute ranges; the last block may be short
         self._size = size
         self._at = 0
         self._blocks = BlockCache(

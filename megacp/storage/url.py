@@ -89,6 +89,7 @@ class Url:
     """
 
     def __post_init__(self) -> None:
+        # the dataclass is frozen, so assign through `object`
         object.__setattr__(self, "text", self.text.rstrip("/"))
 
     def __str__(self) -> str:
@@ -154,6 +155,7 @@ class Url:
     def size(self) -> int:
         """Return the bytes of an object. Raise ValueError for folders and unknown sizes."""
         info = self.info()
+        # some stores report folders as objects of type directory
         if info["type"] == "directory":
             raise ValueError(f"{self} is a directory")
         if info.get("size") is None:
@@ -167,6 +169,7 @@ class Url:
 
     def read(self, offset: int, count: int) -> bytes:
         """Return `count` bytes from byte `offset` on; all of them must exist."""
+        # large objects need several requests, because each one has a time limit
         parts = [
             self._read(at, min(_PART, offset + count - at))
             for at in range(offset, offset + count, _PART)
@@ -177,11 +180,13 @@ class Url:
         """Return a part of the object with a single request."""
 
         def attempt(fs: Any, path: str) -> bytes:
+            # a web server gets one request with limits on time and bytes
             if self.lists:
                 data: bytes = fs.cat_file(path, start=offset, end=offset + count)
                 found = len(data)
             else:
                 data, found = _from_web(fs, path, count, offset)
+            # a server may ignore the range, or close the connection early
             if found > count:
                 raise ValueError(
                     f"{self}: the server returned {found} bytes, {count} were requested"
@@ -195,6 +200,7 @@ class Url:
     def content(self, limit: int) -> bytes:
         """Return the content of an object. Raise TooLargeError above `limit` bytes."""
         if not self.lists:
+            # a web server may not report sizes, so read up to the limit
             data, found = self._do(lambda fs, path: _from_web(fs, path, limit))
         else:
             info = self.info()
@@ -226,6 +232,7 @@ class Url:
         A retry calls `fill` again.
         """
 
+        # the upload ends when the context exits without an error
         def attempt(fs: Any, path: str) -> tuple[int, str]:
             with _Written(fs.open(path, "wb", block_size=_PART)) as written:
                 fill(written)  # type: ignore[arg-type]  # `write` is all that is called
@@ -242,6 +249,7 @@ class Url:
             )
         except FileNotFoundError:
             return []
+        # some stores list a folder among its own children
         return sorted({self / Url(name).name for name in names} - {self})
 
     def sizes_below(self) -> dict[str, int]:
@@ -252,6 +260,7 @@ class Url:
 
         def attempt(fs: Any, path: str) -> dict[str, int]:
             found = fs.find(path, detail=True)
+            # remove the folder's name; the folder itself then has an empty name
             start = len(path.rstrip("/")) + 1
             return {name[start:]: int(info["size"]) for name, info in found.items() if name[start:]}
 
@@ -291,6 +300,7 @@ class Url:
         `seconds` limits one attempt at a store. The web client has its own time limits.
         """
         fs, path = _client(self)
+        # web clients have their own clock, and writes have no limit
         if seconds is None or not self.lists:
             return _retried(lambda: action(fs, path), self.text)
         return _retried(lambda: _in_time(lambda: action(fs, path), seconds, self.text), self.text)
@@ -311,9 +321,11 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
             # fsspec wraps the error of a guard in a FileNotFoundError
             refusal = error.__cause__ if isinstance(error, FileNotFoundError) else error
             if isinstance(refusal, ValueError) and not transient:
+                # a refusal by this program or the server is final
                 raise refusal from None
             if isinstance(error, FileNotFoundError) and not transient:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), what) from error
+            # one line, at most 300 characters
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             if failures == _ATTEMPTS or not transient or time.monotonic() - begin >= _SECONDS:
                 raise UnreachableError(f"{what}: {reason} (tried {failures} times)") from error
@@ -397,6 +409,7 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
         None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
     )
     if offset is not None:
+        # ranges include the last byte
         request["headers"] = {**request["headers"], "Range": f"bytes={offset}-{offset + most - 1}"}
 
     async def answer() -> tuple[bytes, int]:
@@ -404,10 +417,12 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
         content = io.BytesIO()
         begin = asyncio.get_running_loop().time()
         try:
+            # the deadline moves with every part that arrives
             async with asyncio.timeout(_ANSWER_SECONDS) as clock:
                 async with session.get(fs.encode_url(path), **request) as response:
                     fs._raise_not_found_for_status(response, path)
                     stated = response.content_length or 0
+                    # the stated size is above the limit, so nothing is read
                     if stated > most:
                         return b"", stated
                     async for part in response.content.iter_any():
@@ -434,6 +449,7 @@ def _bounded_response() -> type:
 
     class Response(aiohttp.ClientResponse):
         async def read(self) -> bytes:
+            # read at most the limit, whatever size the server states
             if self._body is None:
                 content = io.BytesIO()
                 async for part in self.content.iter_any():

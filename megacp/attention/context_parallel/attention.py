@@ -46,6 +46,7 @@ def context_parallel_attention(
             f"the plan is for {plan.cp} ranks, but the axis has {axis.size}; build the plan with "
             "the size of the axis"
         )
+    # the transport is built once per axis, name, kernel and device
     chosen = _transport_of(axis, transport, auto_kernel(q.device.type, q.dtype), q.device)
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -74,6 +75,7 @@ def select_transport(
         return DenseAttention(axis, cap)
     if name not in TRANSPORTS:
         raise ValueError(f"transport {name} is unknown; choose {', '.join(TRANSPORTS)}")
+    # a single rank has the whole row and needs no transport
     chosen = select_kernel(kernel, device, cap, tell)
     if axis.size == 1:
         return of_one_rank(chosen)

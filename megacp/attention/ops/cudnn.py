@@ -94,6 +94,7 @@ def selector_refusal(heads: Heads, **asked: Any) -> str | None:
     """
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
+    # the query describes one call completely; the selector's answer depends on all fields
     asked |= {"num_heads": heads.heads, "num_gqa_groups": heads.groups, "qkv_layout": "thd_thd_thd"}
     asked |= {"head_dim_qk": heads.dim, "head_dim_v": heads.dim, "bottom_right_diagonal": False}
     asked |= {"core_attention_bias_shape": None, "core_attention_bias_requires_grad": False}
@@ -163,6 +164,7 @@ class PackedCall:
         from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
         rows, keys, bounds = self.on(qkv[0].device)
+        # queries and keys are copied only if their rows are not contiguous
         q, k, v = (_take(x, where) for x, where in zip(qkv, (rows, keys, keys), strict=True))
         fixed = {
             "fused_attention_backend": FusedAttnBackend["F16_arbitrary_seqlen"],
@@ -175,6 +177,7 @@ class PackedCall:
         """Return `out[n, heads, d]` and `lse[n, heads]` of this call's queries."""
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_fwd
 
+        # the log-sum-exp comes first among the auxiliary tensors
         out, (lse, *_) = fused_attn_fwd(is_training=True, **self._options(qkv, scale))
         return out, lse.squeeze(-1)
 

@@ -33,6 +33,7 @@ class KernelChoice:
 
 
 KERNELS = {
+    # torch's CPU kernel and cuDNN do not support a cap on scores
     "flash": KernelChoice(lambda cap, tell: MathKernel(cap) if cap else FlashKernel(), "cpu"),
     "math": KernelChoice(lambda cap, tell: MathKernel(cap)),
     "flex": KernelChoice(lambda cap, tell: FlexKernel(cap=cap), "cuda", ("float32", "bfloat16")),
