@@ -48,6 +48,7 @@ def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
     and nothing is kept.
     """
     kept = _root() / "folders" / key
+    # the common case: an earlier run or another process has created the folder
     if _is_whole(kept):
         return kept / _FILES
     kept = cache_folder("folders") / key
@@ -55,6 +56,7 @@ def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
     try:
         (made / _FILES).mkdir()
         make(made / _FILES)
+        # the record is written last, so an incomplete folder never matches
         files.write_new(made / _RECORD, files.json_bytes(_hashes(made / _FILES)))
         files.sync_below(made)
         # another process may have been faster; its files are equal and may already be in use

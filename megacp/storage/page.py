@@ -12,6 +12,7 @@ h2 { font-size: 1.05em; margin: 2em 0 .3em; border-top: 1px solid #ccc; padding-
 h3 { font-size: .95em; margin: .6em 0 .2em; font-weight: 600; }
 .note, figcaption { color: #666; } figure { margin: 0; }
 """
+# no scripts and no requests; images are embedded
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 

@@ -384,6 +384,7 @@ def _in_time(action: Callable[[], _T], seconds: float, what: str) -> _T:
         except BaseException as error:
             outcome.set_exception(error)
 
+    # a daemon thread does not keep the process alive
     threading.Thread(target=run, name="megacp request", daemon=True).start()
     try:
         return outcome.result(seconds)

@@ -29,6 +29,7 @@ def for_terminal(text: str) -> str:
 
     Parts are words, lines and the whole message.
     """
+    # shorten before escaping, so that no escape sequence is cut
     text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _WORD), text)
     text = _LONG_LINE.sub(lambda found: _without_middle(found[0], _LINE), text)
     if len(text) > _MESSAGE:
@@ -67,6 +68,7 @@ def _scaled(count: float, base: int, units: Sequence[str]) -> str:
     """Return a number with three digits in the largest unit that keeps it at 1 or more."""
     value = float(count)
     place = 0
+    # 999.5 would be rounded to a fourth digit
     while abs(value) >= 999.5 and place < len(units) - 1:
         value /= base
         place += 1
