@@ -1,6 +1,6 @@
 """Lazy exports: public names of a package that are imported when they are first used.
 
-Some modules of a package such as `megacp.attention` need torch and others do not. If `__init__`
+Some modules of a package such as `megacp.attention` need torch, and some do not. If `__init__`
 imported all of them, programs that only count tokens would load torch as well.
 """
 
