@@ -1,7 +1,7 @@
-"""Public names of a package, imported from their modules when they are first used.
+"""Lazy exports: public names of a package that are imported when they are first used.
 
-A package such as `megacp.attention` has modules with and without torch. Importing all of them in
-its `__init__` would load torch for every module below it, also for those that only count tokens.
+Some modules of a package such as `megacp.attention` need torch, and some do not. If `__init__`
+imported all of them, programs that only count tokens would load torch as well.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 
 def exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package: `homes` maps each public name to its module below the
-    package.
+    """Return a `__getattr__` for `package` that imports public names on demand.
+
+    `homes` maps each public name to its module, relative to the package.
     """
 
     def find(name: str) -> Any:

@@ -81,7 +81,7 @@ def test_a_result_is_written_where_nothing_is(
     capsys.readouterr()
     assert run(tmp_path, flag, path, []) == 2
     assert (
-        f"error: {flag} {path} exists; nothing was overwritten, give --overwrite"
+        f"error: {flag} {path} exists; nothing was overwritten; use --overwrite"
         in capsys.readouterr().err
     )
     assert path.read_bytes() == b"mine"
@@ -105,7 +105,7 @@ def test_a_result_is_never_written_through_a_link(
     for more in ([], ["--overwrite"]):
         assert run(tmp_path, flag, path, more) == 2
         assert (
-            f"error: {flag} {path} is a {'directory' if target == 'folder' else 'link'}"
+            f"error: {flag} {path} is a {'directory' if target == 'folder' else 'symbolic link'}"
             in capsys.readouterr().err
         )
     assert other.exists() == (target == "file")
@@ -128,7 +128,7 @@ def test_answers_go_where_nothing_is(
     ]
     with pytest.raises(SystemExit):
         generate_command.main([*flags, "--output", str(tmp_path / "link.jsonl")])
-    assert "link.jsonl is a link, which is not written through" in capsys.readouterr().err
+    assert "link.jsonl is a symbolic link, and links are not followed" in capsys.readouterr().err
     if not more:
         with pytest.raises(SystemExit):
             generate_command.main([*flags, "--output", str(tmp_path / "kept.jsonl")])

@@ -1,11 +1,11 @@
 """Exact attention and recurrent states over context-parallel ranks, for any mask.
 
-A row of tokens is described by `Metadata`: documents, branches and spans. A layout of `LAYOUTS`
-deals its tokens to the ranks, and an `AttentionPlan` holds the result for one rank.
-`context_parallel_attention(q, k, v, plan, axis)` then attends as one process with the whole row
-would.
+`Metadata` describes a row of tokens: its documents, branches and spans. A layout from `LAYOUTS`
+distributes the tokens over the ranks, and an `AttentionPlan` stores the result for one rank.
+`context_parallel_attention(q, k, v, plan, axis)` then computes the same result as a single process
+with the whole row.
 
-The package imports torch, numpy and megacp.distributed. It knows no flag and no configuration.
+The package depends only on torch, numpy and megacp.distributed, and on no configuration or flags.
 """
 
 from megacp.public import exports

@@ -1,7 +1,8 @@
-"""Process groups: grids of ranks, the axes that layers communicate over, collectives and their
-duals, and fake worlds.
+"""Process groups: grids of ranks, the axes that layers communicate over, collectives with their
+gradients, and fake worlds for checks.
 
-A layer that communicates holds one `Axis`. It imports torch and nothing else of megacp.
+A layer that communicates has one `Axis`. Apart from `megacp.public`, the package depends only on
+torch and numpy.
 """
 
 from megacp.public import exports

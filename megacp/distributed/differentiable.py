@@ -1,15 +1,19 @@
-"""Collectives that autograd can walk: each one's backward is its dual, by name.
+"""Differentiable collectives; the backward of each one is its dual.
 
-| function | forward | backward | in -> out | gradient expected | |---|---|---|---|---| | `copy_to`
-| identity | all-reduce | replicated -> used differently per rank | partial | | `reduce_from` |
-all-reduce | identity | partial -> replicated | replicated | | `gather_from` | all-gather |
-reduce-scatter | sharded -> used differently per rank | partial | | `gather_uneven` | all-gather |
-reduce-scatter | sharded, any sizes -> used differently per rank | partial | | `reduce_scatter_to` |
-reduce-scatter | all-gather | partial -> sharded | sharded | | `exchange` | all-to-all | all-to-all
-back | sharded a -> sharded b | sharded |
+| function            | forward        | backward        | in -> out                      | grad   |
+|---------------------|----------------|-----------------|--------------------------------|--------|
+| `copy_to`           | identity       | all-reduce      | replicated -> used per rank    | partial|
+| `reduce_from`       | all-reduce     | identity        | partial -> replicated          | repl.  |
+| `gather_from`       | all-gather     | reduce-scatter  | sharded -> used per rank       | partial|
+| `gather_uneven`     | all-gather     | reduce-scatter  | sharded unevenly -> per rank   | partial|
+| `reduce_scatter_to` | reduce-scatter | all-gather      | partial -> sharded             | sharded|
+| `exchange`          | all-to-all     | all-to-all back | sharded a -> sharded b         | sharded|
 
-`<f x, v> = <x, f^T v>` summed over ranks. No function scales gradients: a factor hidden in a
-collective is where lost or doubled gradients come from.
+The last column is the form of the gradient that backward expects. "Used per rank" means that every
+rank uses the tensor differently, so its gradients are partial sums.
+
+Summed over ranks, `<f x, v> = <x, f^T v>`. No function scales gradients, because factors hidden in
+collectives are a common cause of lost or doubled gradients.
 """
 
 from __future__ import annotations
@@ -26,23 +30,25 @@ Move = Callable[[torch.Tensor, Axis], torch.Tensor]
 
 
 def _identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return a view of x, because autograd needs a new tensor."""
     return x.view_as(x)
 
 
 def slice_of(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's block of dim 0, without communication: `[size * n, ...] -> [n, ...]`."""
+    """Return this rank's block of dim 0, without communication: `[size * n, ...] -> [n, ...]`."""
     assert x.shape[0] % axis.size == 0, f"{tuple(x.shape)} does not split over {axis.size} ranks"
     return x.chunk(axis.size)[axis.rank].contiguous()
 
 
 class _Dual(torch.autograd.Function):
-    """Applies `forward` going up and its dual `backward` coming down."""
+    """Apply `forward`, and its dual `backward` to the gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, axis: Axis, forward: Move, backward: Move
     ) -> torch.Tensor:
-        ctx.axis, ctx.dual = axis, backward
+        ctx.axis = axis
+        ctx.dual = backward
         return forward(x, axis)
 
     @staticmethod
@@ -51,28 +57,31 @@ class _Dual(torch.autograd.Function):
 
 
 def _dual(x: torch.Tensor, axis: Axis, forward: Move, backward: Move) -> torch.Tensor:
+    """Apply a pair of duals; an axis of one rank changes nothing."""
+    # no autograd node either, so that a single process pays nothing
     return x if axis.size == 1 else _Dual.apply(x, axis, forward, backward)
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Replicated `x`, used differently per rank; its partial gradients are summed."""
+    """Return replicated `x` for different use on each rank; backward sums the partial gradients."""
     return _dual(x, axis, _identity, collectives.all_reduce)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum of the partial `x` over the axis, replicated."""
+    """Return the sum of the partial `x` over the axis, replicated."""
     return _dual(x, axis, collectives.all_reduce, _identity)
 
 
 def gather_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`[n, ...] -> [size * n, ...]`, used differently per rank; partial gradients are
-    reduce-scattered.
+    """Gather `[n, ...] -> [size * n, ...]` for different use on each rank.
+
+    Backward reduce-scatters the partial gradients.
     """
     return _dual(x, axis, collectives.all_gather, collectives.reduce_scatter)
 
 
 def reduce_scatter_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`[size * n, ...] -> [n, ...]`: this rank's block of the sum of the partial `x`."""
+    """Return this rank's block of the sum of the partial `x`: `[size * n, ...] -> [n, ...]`."""
     return _dual(x, axis, collectives.reduce_scatter, collectives.all_gather)
 
 
@@ -82,7 +91,7 @@ def exchange(
     in_splits: Sequence[int] | None = None,
     out_splits: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """All-to-all of dim-0 rows with even or uneven splits; the gradient travels the reverse way."""
+    """Exchange rows of dim 0 all-to-all, evenly or by splits; the gradient takes the way back."""
     return _dual(
         x,
         axis,
@@ -92,12 +101,11 @@ def exchange(
 
 
 def gather_uneven(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Tensor:
-    """`[counts[rank], ...] -> [sum(counts), ...]` in axis order, used differently per rank; some
-    ranks may have none.
+    """Gather `[counts[rank], ...] -> [sum(counts), ...]` in axis order, for different use per rank.
 
-    A rank sends its rows to each other rank, and gets the partial gradients of them back.
+    Counts may be 0. A rank sends its rows to every other rank and receives their partial gradients
+    in backward.
     """
-    copies = x.repeat(
-        axis.size, *[1] * (x.dim() - 1)
-    )  # its own gradient is the sum over the copies
+    # one copy for each rank; backward sums the gradients of the copies
+    copies = x.repeat(axis.size, *[1] * (x.dim() - 1))
     return exchange(copies, axis, [len(x)] * axis.size, counts)

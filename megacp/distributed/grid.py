@@ -1,6 +1,6 @@
 """The DP x TP x PP x CP grid of processes: a `GridShape` with process groups, as frozen axes.
 
-A layer that communicates sees one `Axis`.
+A layer that communicates only needs one `Axis`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacp.distributed.shape import AXES, GridShape
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the grid as seen by this rank: whom a communicating leaf talks to."""
+    """One direction of the grid from the view of this rank: the ranks that it communicates with."""
 
     name: str
     size: int
@@ -33,24 +33,24 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     backend: str = "none"
     traffic: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
-    """Payload bytes that this rank has sent over it, by collective."""
+    """Payload bytes that this rank has sent over the axis, by collective."""
     parts: dict[int, tuple[Axis, Axis]] = field(default_factory=dict, compare=False, repr=False)
-    """What `split_axis` has made of it, by the ranks of an inner part."""
+    """Results of `split_axis`, by the number of inner ranks."""
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
-    """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each
-    other.
+    """Channel for CPU tensors, if all ranks of a gloo axis are on one machine and can read each
+    other's memory.
     """
 
 
 @dataclass(frozen=True)
 class HostGroup:
-    """A gloo group of all ranks with a timeout of its own, for ranks that read or write files
+    """A gloo group of all ranks with a separate timeout, for ranks that read or write files
     (checkpoints).
     """
 
     group: dist.ProcessGroup
     seconds: float
-    """How long its ranks wait for one another."""
+    """Timeout of the group."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class WorldAxis(Axis):
     """The axis over all ranks of a grid."""
 
     host: HostGroup | None = field(default=None, compare=False, repr=False)
-    """None: ranks wait for a slow file as long as for any other message."""
+    """Host group of the grid; if None, waiting for slow files has the timeout of other messages."""
 
 
 def single_axis(name: str, global_rank: int = 0) -> Axis:
-    """An axis of one rank: every collective on it is the identity and needs no process group."""
+    """Return an axis of one rank; its collectives do nothing and need no process group."""
     return Axis(name, 1, 0, (global_rank,))
 
 
@@ -80,18 +80,22 @@ class ProcessGrid:
 
     @property
     def tp(self) -> Axis:
+        """The tensor-parallel axis."""
         return self.axes["tp",]
 
     @property
     def cp(self) -> Axis:
+        """The context-parallel axis."""
         return self.axes["cp",]
 
     @property
     def dp(self) -> Axis:
+        """The data-parallel axis."""
         return self.axes["dp",]
 
     @property
     def pp(self) -> Axis:
+        """The pipeline-parallel axis."""
         return self.axes["pp",]
 
     @property
@@ -101,47 +105,57 @@ class ProcessGrid:
 
     @property
     def edp(self) -> Axis:
-        """The ranks that hold the same experts."""
+        """The ranks that have the same experts."""
         return self._of_experts("edp")
 
     def _of_experts(self, name: str) -> Axis:
+        """Return an expert axis; a single rank needs none and uses the world."""
         assert self.shape.ep or self.world.size == 1, (
             "the grid was made for a model without experts"
         )
         return self.axes.get((name,), self.world)
 
     def over(self, *names: str) -> Axis:
-        """The axis spanning several directions, for example `over("dp", "cp")` for gradients."""
+        """Return the axis over several directions, for example `over("dp", "cp")` for gradients."""
         return self.axes[tuple(name for name in AXES if name in names)]
 
     def pipeline_channel(self, direction: str, source_stage: int) -> Axis:
-        """The pp ranks on a process group reserved for messages of one direction sent by
-        `source_stage`.
+        """Return the pp axis for messages that `source_stage` sends in one direction.
 
-        With two stages and virtual stages the next and the previous peer are one rank; a group per
-        direction and parity of the sender keeps every ordered pair of ranks to one kind of message,
-        first in first out.
+        `direction` is `forward` or `backward`. With two stages and virtual stages, the next and the
+        previous peer are the same rank. A separate process group per direction and parity of the
+        sender ensures that every ordered pair of ranks exchanges only one kind of message, first in
+        first out.
         """
         return self.channels[direction, source_stage % 2]
 
     def in_steps(self) -> list[Axis]:
-        """The axes with collectives in a step. Others meet late or never, and a communicator of
-        NCCL takes 100 MiB and more; channels have their own way to meet (`open_channels`).
+        """Return the axes that have collectives in a training step.
+
+        Other axes are used late or never, and each communicator of NCCL takes 100 MiB or more.
+        Channels are connected separately (`open_channels`).
         """
-        ep, edp = ([self.ep], [self.edp]) if self.shape.ep else ([], [])
-        return [self.tp, self.cp, *ep, self.over("dp", "cp"), *edp, self.embedding, self.world]
+        # all ranks connect the axes in this order
+        axes = [self.tp, self.cp]
+        if self.shape.ep:
+            axes.append(self.ep)
+        axes.append(self.over("dp", "cp"))
+        if self.shape.ep:
+            axes.append(self.edp)
+        return [*axes, self.embedding, self.world]
 
     def all_axes(self) -> list[Axis]:
-        """Every distinct axis, for reports of traffic."""
+        """Return every distinct axis, for reports of traffic."""
         return [*self.axes.values(), self.embedding, *self.channels.values(), self.world]
 
 
 def connect(axes: Sequence[Axis], device: torch.device) -> None:
-    """Let all ranks of every axis meet once; all ranks call it with axes in one order.
+    """Connect the ranks of every axis; all ranks must pass the axes in the same order.
 
-    NCCL makes a group's connections at its first collective and may wait for the device meanwhile,
-    beside messages under way for ever.
+    NCCL connects a group in its first collective and may wait for the device meanwhile. If messages
+    are in flight at that time, it may wait forever.
     """
+    # any collective connects a group; this one is the smallest
     for axis in axes:
         if axis.group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
@@ -154,24 +168,27 @@ def build_grid(
     timeout: datetime.timedelta = datetime.timedelta(minutes=10),
     file_timeout: datetime.timedelta | None = None,
 ) -> ProcessGrid:
-    """Create this rank's axes; every rank calls it once, in the same order.
+    """Create this rank's axes; every rank must call it once, in the same order.
 
-    `file_timeout`: how long ranks wait while one of them reads or writes files (checkpoints); None:
-    as for other messages. One rank needs no process group. ValueError if the world does not have
-    the grid's number of ranks.
+    `file_timeout` is the timeout while a rank reads or writes files (checkpoints); None means the
+    timeout of other messages. A single rank needs no process group.
+
+    Raise ValueError if the number of ranks differs from the size of the grid.
     """
     have = dist.get_world_size() if dist.is_initialized() else 1
     if shape.world_size > 1 and have != shape.world_size:
         raise ValueError(
             f"the grid tp {shape.tp} x cp {shape.cp} x dp {shape.dp} x pp {shape.pp} needs "
-            f"{shape.world_size} ranks, "
-            f"the world has {have}; change --nproc or the parallel sizes"
+            f"{shape.world_size} ranks, the world has {have}; change --nproc or the parallel sizes"
         )
+    # a collective of the whole world, so it comes before groups that only some ranks create
     near = _near(rank)
 
     def axis(name: str, members: tuple[int, ...]) -> Axis:
+        """Return the axis over some global ranks, with a new process group."""
         return _axis(name, members, rank, near, timeout)
 
+    # single directions, gradients (cp and dp), and fp8 statistics (tp and cp)
     combinations: list[tuple[str, ...]] = [
         ("tp",),
         ("cp",),
@@ -183,34 +200,35 @@ def build_grid(
     axes = {names: axis("_".join(names), shape.members(rank, names)) for names in combinations}
     stages = axes["pp",].global_ranks
     ends = (stages[0], stages[-1])
+    # four channels: by direction, and by parity of the sending stage
     kinds = itertools.product(("forward", "backward"), (0, 1))
     channels = {(direction, parity): axis(f"pp_{direction}", stages) for direction, parity in kinds}
-    if len(stages) > 1 and rank not in ends:
-        # torch names a locally synchronised group after how many this rank has made: all ranks must
-        # make equally many.
-        new_group((rank,), timeout)
-    embedding = (
-        axis("embedding", ends)
-        if rank in ends and len(stages) > 1
-        else single_axis("embedding", rank)
-    )
+    # the first and the last stage share the embedding of tied models
+    if len(stages) > 1 and rank in ends:
+        embedding = axis("embedding", ends)
+    else:
+        embedding = single_axis("embedding", rank)
+        if len(stages) > 1:
+            # torch names a locally synchronised group by the number of groups that this rank has
+            # created, so all ranks must create the same number
+            new_group((rank,), timeout)
     everyone = tuple(range(shape.world_size))
-    all_ranks = _axis(
-        "world", everyone, rank, near, timeout, dist.group.WORLD if shape.world_size > 1 else None
-    )
+    world_group = dist.group.WORLD if shape.world_size > 1 else None
+    all_ranks = _axis("world", everyone, rank, near, timeout, world_group)
+    # a separate group, because files may take longer than messages
     host = None
     if file_timeout is not None and all_ranks.size > 1:
         host = HostGroup(new_group(everyone, file_timeout, "gloo"), file_timeout.total_seconds())
     if shape.ep:
         for name, members in zip(("ep", "edp"), shape.experts(rank), strict=True):
-            # an axis of the same ranks lends its group, on all ranks or on none
-            lender = next(
-                (one for one in (*axes.values(), all_ranks) if one.global_ranks == members), None
-            )
+            # reuse the group of an axis with the same ranks; all ranks decide alike
+            existing = (*axes.values(), all_ranks)
+            lender = next((one for one in existing if one.global_ranks == members), None)
             if lender is None:
                 axes[name,] = axis(name, members)
             else:
                 axes[name,] = dataclasses.replace(lender, name=name, traffic=Counter())
+    # the same axis with the host group added
     world = WorldAxis(
         all_ranks.name,
         all_ranks.size,
@@ -233,47 +251,43 @@ def _axis(
     timeout: datetime.timedelta | None,
     group: dist.ProcessGroup | None = None,
 ) -> Axis:
-    """The axis over some global ranks, with a process group of its own where none is given."""
+    """Return the axis over some global ranks, with a new process group if none is given."""
     if len(members) == 1:
         return single_axis(name, rank)
     group = group or new_group(members, timeout)
-    local = (
-        near.channel(name, members, timeout or datetime.timedelta(minutes=10))
-        if near is not None
-        else None
-    )
-    return Axis(
-        name,
-        len(members),
-        members.index(rank),
-        members,
-        group,
-        dist.get_backend(group),
-        local=local,
-    )
+    local = None
+    if near is not None:
+        local = near.channel(name, members, timeout or datetime.timedelta(minutes=10))
+    place = members.index(rank)
+    backend = dist.get_backend(group)
+    return Axis(name, len(members), place, members, group, backend, local=local)
 
 
 def axis_of_mesh(mesh: DeviceMesh) -> Axis:
-    """The axis over one dimension of a torch DeviceMesh, such as `mesh["cp"]`, on the mesh's own
-    process group.
+    """Return the axis over a one-dimensional torch DeviceMesh, such as `mesh["cp"]`.
 
-    All ranks of the world must call it alike. Raises ValueError for a mesh of several dimensions.
+    The axis uses the process group of the mesh. All ranks of the world must make the same call.
+    Raise ValueError if the mesh has several dimensions.
     """
     if mesh.ndim != 1:
         raise ValueError(
-            f"an axis is one dimension of a mesh, this one has {mesh.mesh_dim_names}: give "
+            f"an axis is one dimension of a mesh, but this mesh has {mesh.mesh_dim_names}: pass "
             "mesh['cp']"
         )
-    name, rank = (mesh.mesh_dim_names or ("mesh",))[0], dist.get_rank()
-    near, group = (
-        _near(rank),
-        mesh.get_group(),
-    )  # the world meets before anything that not all ranks do
-    return _axis(name, tuple(dist.get_process_group_ranks(group)), rank, near, None, group)
+    name = (mesh.mesh_dim_names or ("mesh",))[0]
+    rank = dist.get_rank()
+    # first the collective of the whole world, then calls that only some ranks make
+    near = _near(rank)
+    group = mesh.get_group()
+    members = tuple(dist.get_process_group_ranks(group))
+    return _axis(name, members, rank, near, None, group)
 
 
 def _near(rank: int) -> SameHost | None:
-    """The ranks of this machine, once found; every rank of the world calls it alike."""
+    """Return the connections to ranks of this machine; every rank of the world must call it alike.
+
+    Return None if messages do not use gloo.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
         return None
     return _met(dist.group.WORLD, rank)
@@ -281,6 +295,8 @@ def _near(rank: int) -> SameHost | None:
 
 @functools.cache
 def _met(world: dist.ProcessGroup, rank: int) -> SameHost | None:
+    """Return `_near` for a world, connected at the first call."""
+
     def gather(value: object) -> list[object]:
         values: list[object] = [None] * dist.get_world_size(world)
         dist.all_gather_object(values, value, group=world)
@@ -290,27 +306,30 @@ def _met(world: dist.ProcessGroup, rank: int) -> SameHost | None:
 
 
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
-    """Two axes out of one: `inner` neighbouring ranks, and the ranks at the same place of each such
-    group.
+    """Split an axis in two: `inner` neighbouring ranks, and the ranks at the same place of each
+    such group.
 
-    `inner` divides the axis. Makes process groups once: all ranks of the world must call it alike.
+    `inner` must divide the size of the axis. The first call creates process groups, so all ranks of
+    the world must make the same call.
     """
     if inner in axis.parts:
         return axis.parts[inner]
-    first, rank = axis.rank // inner * inner, axis.global_ranks[axis.rank]
-    near = axis.local.host if axis.local is not None else None
-    timeout = datetime.timedelta(seconds=axis.local.seconds) if axis.local is not None else None
+    first = axis.rank // inner * inner
+    rank = axis.global_ranks[axis.rank]
+    near = None
+    timeout = None
+    if axis.local is not None:
+        near = axis.local.host
+        timeout = datetime.timedelta(seconds=axis.local.seconds)
 
     def part(name: str, members: tuple[int, ...]) -> Axis:
-        """A part of the axis, whose traffic counts as that of the whole."""
-        return dataclasses.replace(
-            _axis(f"{axis.name}_{name}", members, rank, near, timeout), traffic=axis.traffic
-        )
+        """Return a part of the axis; its traffic is counted with the whole axis."""
+        whole_name = f"{axis.name}_{name}"
+        new = _axis(whole_name, members, rank, near, timeout)
+        return dataclasses.replace(new, traffic=axis.traffic)
 
-    inside, across = (
-        axis.global_ranks[first : first + inner],
-        axis.global_ranks[axis.rank % inner :: inner],
-    )
+    inside = axis.global_ranks[first : first + inner]
+    across = axis.global_ranks[axis.rank % inner :: inner]
     axis.parts[inner] = (part("inner", inside), part("outer", across))
     return axis.parts[inner]
 
@@ -318,10 +337,9 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
 def new_group(
     members: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """The process group of an axis over some global ranks, and only they call it; None: torch's
-    timeout, its backend.
+    """Create the process group of an axis over some global ranks; only these ranks call it.
 
-    torch names such a group after how many its rank has made, so all ranks of a world must make
-    equally many.
+    If None, timeout and backend are torch's defaults. torch names such a group by the number of
+    groups that its rank has created, so all ranks of a world must create the same number.
     """
     return dist.new_group(list(members), timeout, backend, use_local_synchronization=True)

@@ -1,6 +1,4 @@
-"""Process settings: the C library's heap, and defaults of other libraries' environment
-variables.
-"""
+"""Process settings: the heap of the C library, and defaults for environment variables."""
 
 from __future__ import annotations
 
@@ -8,24 +6,24 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map
-of their own.
-"""
+# glibc's numbers of two options (malloc.h): free bytes at the end of the heap that are returned to
+# the system, and size from which on memory is mapped separately
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 def set_defaults(values: Mapping[str, str]) -> None:
-    """Give environment variables of guest packages these values where the user has set none."""
+    """Set environment variables of optional packages, unless the user has set them."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def keep_in_heap(largest: int) -> None:
-    """Let the C library use again what tensors below these bytes let go of; larger ones get memory
-    maps.
+    """Keep freed memory of tensors below `largest` bytes in the heap, to be reused.
 
-    What is free at the heap's end stays there too, up to sixteen of them: to set one of glibc's
-    options fixes the other one at 128 KiB, and most pages of a step would be cleared anew.
+    Larger tensors still get separate memory maps. Up to 16 times this size also stays free at the
+    end of the heap. Setting one of glibc's options fixes the other one at 128 KiB, so both must be
+    set; otherwise most pages of a step would be cleared again.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, largest)
@@ -33,8 +31,9 @@ def keep_in_heap(largest: int) -> None:
 
 
 def trim_heap() -> None:
-    """Give free pages of the C library's heap back; a training loop on CPU calls it now and
-    then.
+    """Return free pages of the C library's heap to the system.
+
+    CPU training loops call this from time to time.
     """
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)

@@ -1,13 +1,12 @@
-"""Messages between CPU ranks of one machine: the receiver copies them from the sender's memory,
-once.
+"""Messages between CPU ranks of one machine; the receiver copies them from the sender's memory.
 
-gloo sends through TCP, whose copies cost both ranks more time than a small model's products. Here a
-sender tells where its tensor lies and keeps it until the receiver has said that it was read; small
-messages travel in the telling. A rank that waits takes all messages that have come, so no order of
-waits can stop two ranks.
+gloo sends through TCP, whose copies take both ranks more time than the matrix products of a small
+model. Here a sender announces the address of its tensor and keeps the tensor until the receiver
+confirms that it has read it. Small messages are part of the announcement. A rank that waits takes
+all messages that have arrived, so no order of waits can deadlock two ranks.
 
-Only Linux has the copy (`process_vm_readv`). Every rank tries it with all others of its machine
-before the first message. Where one fails, and between machines, gloo is used.
+Only Linux provides the copy (`process_vm_readv`). Every rank tests it with all other ranks of its
+machine before the first message. gloo is used if a test fails, and between machines.
 """
 
 from __future__ import annotations
@@ -32,22 +31,21 @@ from typing import Any
 import torch
 
 _SMALL = 4096
-"""Bytes up to which a message travels in the telling, and its sender waits for nobody."""
+"""Size in bytes up to which a message is part of its announcement; its sender does not wait."""
 _HEADER = struct.Struct("<cQQQ")  # kind, channel, address, bytes
+# kinds of words: a tensor is at an address; a small tensor follows; the oldest announced tensor of
+# the channel has been read
 _TOLD, _SENT, _READ = b"t", b"s", b"r"
-"""Kinds: a tensor lies at an address; here it is; the oldest told one of the channel was read."""
 _CONNECT_SECONDS = 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
-"""How long a rank waits for another one to connect before it looks whether that one has ended."""
+"""Interval at which a rank that waits for a connection checks whether the other rank has ended."""
 _PR_SET_PTRACER = 0x59616D61
-"""Linux's name of an option of a process (prctl.h): which process may, with its children, read this
-one's memory.
+"""Linux's number of a process option (prctl.h): the process that may, together with its children,
+read this process's memory.
 """
 
 Message = tuple[int, torch.Tensor]
-"""Global rank of the other side, and a contiguous CPU tensor: what is sent, or where it is to
-arrive.
-"""
+"""Global rank of the other side, and the contiguous CPU tensor to send or to receive into."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _read_memory: Any = getattr(_libc, "process_vm_readv", None)
@@ -55,12 +53,14 @@ _Stretch = ctypes.c_size_t * 2  # `struct iovec`: address and bytes
 
 
 def _copy_from(process: int, source: int, target: int, size: int) -> None:
-    """Read memory of another process. OSError if that is refused, ProcessLookupError if the process
-    has ended.
+    """Copy memory of another process.
+
+    Raise OSError if this is refused, and ProcessLookupError if the process has ended.
     """
     done = 0
-    while done < size:  # one call copies 2 GiB at most
-        mine, theirs = _Stretch(target + done, size - done), _Stretch(source + done, size - done)
+    while done < size:  # a call copies at most 2 GiB
+        mine = _Stretch(target + done, size - done)
+        theirs = _Stretch(source + done, size - done)
         count = _read_memory(process, mine, 1, theirs, 1, 0)
         if count <= 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -68,19 +68,20 @@ def _copy_from(process: int, source: int, target: int, size: int) -> None:
 
 
 class Operation:
-    """Messages under way together; `wait` is that of torch's `Work`."""
+    """Messages that were started together; `wait` has the signature of torch's `Work.wait`."""
 
     __slots__ = ("_channel", "_held", "left")
 
     def __init__(self, channel: LocalChannel, held: object) -> None:
-        self._channel, self._held = channel, held
-        self.left: list[
-            int
-        ] = []  # ranks that have not sent or read what they are to, one entry a message
+        self._channel = channel
+        self._held = held
+        # ranks whose messages are not complete, with one entry per message
+        self.left: list[int] = []
 
     def wait(self, timeout: object = None) -> bool:
-        """Return once all is sent and received. RuntimeError names ranks that are gone or do not
-        come in time.
+        """Return once all messages are sent and received.
+
+        Raise RuntimeError with the names of ranks that have ended or are late.
         """
         self._channel.host.wait(self, self._channel.seconds)
         self._held = None
@@ -89,7 +90,7 @@ class Operation:
 
 @dataclass
 class _Peer:
-    """A connected rank. Of each channel messages meet in the order in which they are made."""
+    """A connected rank. The messages of a channel are matched in the order in which they start."""
 
     rank: int
     process: int
@@ -97,19 +98,22 @@ class _Peer:
     told: dict[int, deque[tuple[int, int, bytes]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    """Messages by channel that nobody has asked for yet: address, bytes and small content."""
+    """Announced messages by channel that are not expected yet: address, bytes and small content."""
     receiving: dict[int, deque[tuple[Operation, int, int]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
+    """Expected messages by channel that are not announced yet: operation, address and bytes."""
     sending: dict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
+    """Announced messages by channel that the rank has not read yet."""
     backlog: deque[bytes] = field(default_factory=deque)
-    """What its socket had no room for."""
+    """Words that did not fit into the socket's buffer."""
     gone: bool = False
 
 
 class SameHost:
-    """The connected ranks of this machine. All threads may use it; the ones that wait take
-    turns.
+    """The connected ranks of this machine.
+
+    All threads may use it; threads that wait take turns.
     """
 
     def __init__(self, rank: int) -> None:
@@ -120,7 +124,7 @@ class SameHost:
         self._made: Counter[str] = Counter()
 
     def add(self, rank: int, process: int, connection: socket.socket) -> None:
-        """Talk to a rank over a connected socket."""
+        """Register a rank with its connected socket."""
         connection.setblocking(False)
         self.peers[rank] = _Peer(rank, process, connection)
         self._selector.register(connection, selectors.EVENT_READ, self.peers[rank])
@@ -128,22 +132,23 @@ class SameHost:
     def channel(
         self, name: str, ranks: Sequence[int], timeout: datetime.timedelta
     ) -> LocalChannel | None:
-        """Messages apart from all others among these global ranks, which call it alike; None if one
-        is not here.
+        """Return a channel among some global ranks, separate from all other channels.
+
+        These ranks must make the same calls. Return None if one of them is not on this machine.
         """
         if any(rank != self.rank and rank not in self.peers for rank in ranks):
             return None
+        # ranks with the same members and name create the same channels in the same order
         kind = f"{name} {tuple(ranks)}"
-        self._made[kind] += (
-            1  # ranks make different channels in between, so the number depends only on the members
-        )
+        # ranks create different channels in between, so the number counts only channels of this
+        # kind
+        self._made[kind] += 1
         digest = hashlib.blake2b(f"{kind} {self._made[kind]}".encode(), digest_size=8).digest()
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
     def send(self, peer: _Peer, *words: bytes) -> None:
-        """Send now, or when the other side has read what is before it; a rank that is gone hears
-        nothing.
-        """
+        """Send words now, or later if the socket is full; ranks that have ended get nothing."""
+        # words keep their order: new ones follow the backlog
         peer.backlog.extend(words)
         try:
             while peer.backlog and not peer.gone:
@@ -155,21 +160,24 @@ class SameHost:
             self._lose(peer)
 
     def _lose(self, peer: _Peer) -> None:
+        """Stop listening to a rank whose connection is closed."""
         if not peer.gone:
             peer.gone = True
             self._selector.unregister(peer.connection)
 
     def ended(self) -> list[int]:
-        """The connected ranks whose processes have ended."""
+        """Return the connected ranks whose processes have ended."""
         return sorted(rank for rank, peer in self.peers.items() if _has_ended(peer.process))
 
     def wait(self, operation: Operation, seconds: float) -> None:
-        """Wait as `Operation.wait` says. Unsent bytes of this rank go first: it may not wait here
-        again for long.
+        """Wait for an operation; see `Operation.wait`.
+
+        Also sends the backlog of this rank, because it may not wait here again for a long time.
         """
         end = time.monotonic() + seconds
         while True:
             with self.lock:
+                # messages of this operation, and words that still have to be sent
                 full = [peer for peer in self.peers.values() if peer.backlog and not peer.gone]
                 late = sorted({*operation.left, *(peer.rank for peer in full)})
                 if not late:
@@ -184,15 +192,16 @@ class SameHost:
                         f"timed out: {seconds:g} s waiting for messages of rank {names} of this "
                         "machine"
                     )
-                # the longest that this thread keeps the others from their messages, and a full
-                # socket from more words
+                # upper bounds of the time for which this thread blocks other threads, or a full
+                # socket delays further words
+                # at most this time per round, because other threads wait for the lock
                 for key, _ in self._selector.select(0.005 if full else 0.1):
                     self._listen(key.data)
                 for peer in full:
                     self.send(peer)
 
     def _listen(self, peer: _Peer) -> None:
-        """Act on all words of a rank that have come."""
+        """Process all words of a rank that have arrived."""
         try:
             while words := peer.connection.recv(_HEADER.size + _SMALL):
                 kind, channel, address, size = _HEADER.unpack_from(words)
@@ -201,6 +210,7 @@ class SameHost:
                 else:
                     peer.told[channel].append((address, size, words[_HEADER.size :]))
                     self.match(peer, channel)
+            # an empty word means that the other side has closed the connection
             self._lose(peer)
         except BlockingIOError:
             pass
@@ -208,8 +218,9 @@ class SameHost:
             self._lose(peer)
 
     def match(self, peer: _Peer, channel: int) -> None:
-        """Bring what was told to the tensors that wait for it."""
-        told, receiving = peer.told[channel], peer.receiving[channel]
+        """Copy announced messages into the tensors that expect them."""
+        told = peer.told[channel]
+        receiving = peer.receiving[channel]
         while told and receiving:
             address, size, content = told.popleft()
             operation, target, wanted = receiving.popleft()
@@ -217,9 +228,11 @@ class SameHost:
                 raise RuntimeError(
                     f"rank {peer.rank} sends {size} bytes where {wanted} are expected"
                 )
+            # small messages arrived with the announcement; large ones are read from the sender
             if content:
                 ctypes.memmove(target, content, size)
             else:
+                # the sender may reuse its tensor only after this confirmation
                 self._read(peer, address, target, size)
                 self.send(peer, _HEADER.pack(_READ, channel, 0, 0))
             operation.left.remove(peer.rank)
@@ -227,8 +240,8 @@ class SameHost:
     def _read(self, peer: _Peer, address: int, target: int, size: int) -> None:
         """Copy a tensor from the memory of a rank.
 
-        A RuntimeError names that rank, as one does when its connection closes: this rank was only
-        hit by its end, and `report_failure` then waits for the reasons of the others.
+        Raise RuntimeError with the name of that rank, as for a closed connection. This rank is then
+        only a victim, and `report_failure` waits for the reasons of the other ranks.
         """
         try:
             _copy_from(peer.process, address, target, size)
@@ -243,8 +256,9 @@ class SameHost:
 
 @dataclass(frozen=True)
 class LocalChannel:
-    """Messages of one axis. Between two ranks they meet in the order in which each side starts
-    them.
+    """Messages of one axis.
+
+    Messages between two ranks are matched in the order in which each side starts them.
     """
 
     host: SameHost
@@ -252,17 +266,23 @@ class LocalChannel:
     seconds: float
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Send and receive together, empty tensors left out; nothing sent may change before the
-        operation has ended.
+        """Start to send and receive messages; empty tensors are skipped.
+
+        Tensors that are sent must not change before the operation has ended.
         """
-        operation, number, peers = Operation(self, (sends, receives)), self.number, self.host.peers
+        operation = Operation(self, (sends, receives))
+        number = self.number
+        peers = self.host.peers
         with self.host.lock:
+            # expected messages first, so that announcements that have already arrived can be
+            # matched
             for rank, x in receives:
                 if x.nbytes:
                     operation.left.append(rank)
                     peers[rank].receiving[number].append((operation, x.data_ptr(), x.nbytes))
             for rank, x in sends:
                 if 0 < x.nbytes <= _SMALL:
+                    # a small message is copied into the announcement and complete for the sender
                     content = ctypes.string_at(x.data_ptr(), x.nbytes)
                     self.host.send(peers[rank], _HEADER.pack(_SENT, number, 0, x.nbytes) + content)
                 elif x.nbytes:
@@ -275,27 +295,31 @@ class LocalChannel:
 
 
 def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None:
-    """The other ranks of this machine, or None where there are none, or one cannot read another.
+    """Return the other ranks of this machine.
 
-    All ranks of the world call it; `gather` brings a small object of every rank, in rank order.
+    Return None if there are none, or if one rank cannot read another's memory. All ranks of the
+    world must call this function. `gather` returns a small object of every rank, in rank order.
     """
     if _read_memory is None:
         return None
     probe = ctypes.create_string_buffer(8)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(f"\0megacp {os.getpid()}")  # in Linux's own name space, which needs no file
+        door.bind(f"\0megacp {os.getpid()}")  # Linux's abstract namespace, which needs no file
         door.listen(1024)
         door.settimeout(_SECONDS_BETWEEN_LOOKS)
-        _libc.prctl(
-            _PR_SET_PTRACER, os.getppid(), 0, 0, 0
-        )  # the launcher and its children; no such option: no need
+        # allow the launcher and its children to read this process; systems without the option need
+        # no permission
+        _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
+        # every rank of the world takes part in both gathers, also without neighbours
         places = gather((_machine(), os.getpid(), ctypes.addressof(probe)))
         here = [i for i, place in enumerate(places) if place[0] == _machine()]
         readable = gather(all(_is_read(*places[i][1:]) for i in here))
         if len(here) < 2 or not all(readable[i] for i in here):
             return None
         processes = {i: places[i][1] for i in here}
+        # only ranks that can all read each other get here
         found = SameHost(rank)
+        # each rank calls the lower ranks and is called by the higher ranks
         for other in here[: here.index(rank)]:
             found.add(other, processes[other], _call(other, processes[other], rank))
         awaited = here[here.index(rank) + 1 :]
@@ -306,8 +330,9 @@ def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None
 
 
 def _call(other: int, process: int, rank: int) -> socket.socket:
-    """Connect to another rank and say which rank this is. RuntimeError names the other one if it
-    cannot be reached.
+    """Connect to another rank and send it this rank's number.
+
+    Raise RuntimeError with the other rank's name if it cannot be reached.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(_CONNECT_SECONDS)
@@ -321,9 +346,10 @@ def _call(other: int, process: int, rank: int) -> socket.socket:
 
 
 def _answer(door: socket.socket, missing: Mapping[int, int]) -> tuple[int, socket.socket]:
-    """The next of the `missing` ranks (their processes by rank) that connects, and its connection.
+    """Return the next of the `missing` ranks that connects, and its connection.
 
-    RuntimeError names a rank that has ended, or all that are missing if none comes in time.
+    `missing` maps ranks to their processes. Raise RuntimeError with the name of a rank that has
+    ended, or with all missing ranks if none connects in time.
     """
     end = time.monotonic() + _CONNECT_SECONDS
     while time.monotonic() < end:
@@ -332,7 +358,7 @@ def _answer(door: socket.socket, missing: Mapping[int, int]) -> tuple[int, socke
             connection.settimeout(_CONNECT_SECONDS)
             if words := connection.recv(8):
                 return int.from_bytes(words, "little"), connection
-        # nobody called, or the caller ended before it said who it is
+        # no rank called, or the caller ended before it sent its number
         for rank, process in missing.items():
             if _has_ended(process):
                 raise RuntimeError(f"rank {rank} of this machine ended before it was connected")
@@ -343,15 +369,14 @@ def _answer(door: socket.socket, missing: Mapping[int, int]) -> tuple[int, socke
 
 
 def _machine() -> str:
-    """What processes that can read and reach each other have in common."""
+    """Return an identifier that is equal for processes that can read and reach each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join(
-        [boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user"))]
-    )
+    namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user")]
+    return " ".join([boot, *namespaces])
 
 
 def _is_read(process: int, probe: int) -> bool:
-    """Whether this process can read that one's memory."""
+    """Return whether this process can read the memory of another process."""
     target = ctypes.create_string_buffer(8)
     with contextlib.suppress(OSError):
         _copy_from(process, probe, ctypes.addressof(target), len(target))
@@ -360,8 +385,9 @@ def _is_read(process: int, probe: int) -> bool:
 
 
 def _has_ended(process: int) -> bool:
-    """Whether a process has no memory any more. One that its parent has not yet waited for still
-    has a number.
+    """Return whether a process has no memory any more.
+
+    A process that its parent has not waited for has ended but still has a number.
     """
     try:
         _copy_from(process, 0, 0, 1)

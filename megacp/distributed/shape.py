@@ -1,4 +1,4 @@
-"""The shape of a grid of ranks, as arithmetic: which rank has which place on which axis."""
+"""The shape of a grid of ranks: arithmetic between global ranks and places on the axes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ AXES = ("tp", "cp", "dp", "pp")
 
 @dataclass(frozen=True)
 class GridShape:
-    """Sizes of the four axes, and of one for experts inside a stage; all else about them follows.
+    """Sizes of the four axes, and of the expert axis inside a stage.
 
-    The ranks are an array `[pp, dp, cp, tp]`, counted through in its order: Megatron's default
-    `tp-cp-ep-dp-pp` without experts. For experts the ranks of a stage are another array `[edp,
-    ep]`: Megatron's folding with one expert-tp rank.
+    The ranks are numbered as an array `[pp, dp, cp, tp]`, which is Megatron's default order
+    `tp-cp-ep-dp-pp` without experts. For experts, the ranks of a stage form another array
+    `[edp, ep]`. This is Megatron's folding with one expert-tp rank.
     """
 
     tp: int = 1
@@ -25,7 +25,7 @@ class GridShape:
     dp: int = 1
     pp: int = 1
     ep: int = 0
-    """Ranks of a stage that share its experts; 0: there are none."""
+    """Ranks of a stage that share its experts; 0 for models without experts."""
 
     @property
     def world_size(self) -> int:
@@ -33,27 +33,31 @@ class GridShape:
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a global rank on each axis, by axis name."""
+        """Return the place of a global rank on each axis, by axis name."""
         place = {}
         for name in AXES:
             rank, place[name] = divmod(rank, getattr(self, name))
         return place
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies
-        first).
-        """
+        """Return the global ranks that differ from `rank` only on `axes`, in ascending order."""
         mine = self.coordinates(rank)
-        place = tuple(slice(None) if name in axes else mine[name] for name in reversed(AXES))
-        sizes = [getattr(self, name) for name in reversed(AXES)]
-        return tuple(np.arange(self.world_size).reshape(sizes)[place].flatten().tolist())
+        slowest_first = tuple(reversed(AXES))
+        place = tuple(slice(None) if name in axes else mine[name] for name in slowest_first)
+        sizes = [getattr(self, name) for name in slowest_first]
+        ranks = np.arange(self.world_size).reshape(sizes)  # [pp, dp, cp, tp]
+        return tuple(ranks[place].flatten().tolist())
 
     def experts(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Global ranks that share the experts of a layer with `rank` (ep), and those that hold the
-        same (edp).
+        """Return the expert groups of a rank, as global ranks.
+
+        The first group shares the experts of a layer with `rank` (ep). The second group has the
+        same experts as `rank` (edp).
         """
-        stage = self.tp * self.cp * self.dp
-        first, place = rank // stage * stage, rank % stage
-        neighbours = place // self.ep * self.ep
-        ep = range(first + neighbours, first + neighbours + self.ep)
-        return tuple(ep), tuple(range(first + place % self.ep, first + stage, self.ep))
+        stage = self.tp * self.cp * self.dp  # ranks per stage
+        first = rank // stage * stage
+        place = rank % stage
+        ep_start = first + place // self.ep * self.ep
+        ep = range(ep_start, ep_start + self.ep)
+        edp = range(first + place % self.ep, first + stage, self.ep)
+        return tuple(ep), tuple(edp)

@@ -1,6 +1,6 @@
-"""Files and object stores: durable writes, locks, hashes, and reading from URLs.
+"""Files and object stores: durable writes, locks, hashes, and access to URLs.
 
-It imports nothing else of megacp.
+Apart from `megacp.public`, the package imports nothing of megacp.
 """
 
 from megacp.public import exports

@@ -1,8 +1,8 @@
-"""Folders of small files that are made once and kept for all processes of a user.
+"""Folders of small files that are created once and shared by all processes of a user.
 
-Nothing in the cache is believed. The hash of each file is stored when a folder is made and compared
-whenever it is used; a folder that does not match is made again. If the cache cannot be written,
-each process makes its own copy.
+The cache is never trusted. The hash of each file is stored when a folder is created and compared
+whenever the folder is used; a folder that does not match is created again. If the cache is not
+writable, each process creates its own copy.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from pathlib import Path
 from megacp.storage import files
 
 CACHE = "~/.cache/megacp"
-"""Where this user's copies and conversions are kept."""
+"""Folder of this user's copies and conversions."""
 _FILES, _RECORD = "files", "sha256.json"
-"""Names in a kept folder: what was made, and size and hash of each of its files."""
+"""Names in a kept folder: the folder of files, and the record of their sizes and hashes."""
 
 
 def cache_folder(name: str) -> Path:
-    """Return a folder of the cache that new files can be written to.
+    """Return a folder of the cache in which new files can be written.
 
-    If a file is in its place or the disk is read-only, that is a temporary folder of this process.
+    If a file is in its place, or if the disk is read-only, return a temporary folder of this
+    process instead.
     """
     folder = _root() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # permissions do not tell what a mounted disk allows
+        # permissions do not show whether a mounted disk is writable, so try to write
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:
@@ -40,13 +41,14 @@ def cache_folder(name: str) -> Path:
 
 
 def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder with the files that `make` writes into an empty folder; `key` names all
-    they depend on.
+    """Return a folder with the files that `make` writes into an empty folder.
 
-    The folder is taken from the cache if each of its files still has the hash that it was made
-    with. What `make` raises is raised, and nothing is kept then.
+    `key` must identify everything that the files depend on. The folder is taken from the cache if
+    each of its files still has its original hash. If `make` raises an error, the error is raised
+    and nothing is kept.
     """
     kept = _root() / "folders" / key
+    # the common case: an earlier run or another process has created the folder
     if _is_whole(kept):
         return kept / _FILES
     kept = cache_folder("folders") / key
@@ -54,9 +56,10 @@ def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
     try:
         (made / _FILES).mkdir()
         make(made / _FILES)
+        # the record is written last, so an incomplete folder never matches
         files.write_new(made / _RECORD, files.json_bytes(_hashes(made / _FILES)))
         files.sync_below(made)
-        # another process may have been faster: its files are as good, and may be in use
+        # another process may have been faster; its files are equal and may already be in use
         if not _is_whole(kept):
             files.replace_folder(made, kept)
     finally:
@@ -65,14 +68,15 @@ def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
 
 
 def _root() -> Path:
+    """Return the folder of the cache; without a home folder, a folder of this process."""
     try:
         return Path(CACHE).expanduser()
-    except RuntimeError:  # this user has no home
+    except RuntimeError:  # this user has no home folder
         return _folder_of_process()
 
 
 def _is_whole(kept: Path) -> bool:
-    """Whether a kept folder holds exactly the files that it was made with."""
+    """Return whether a kept folder contains exactly its original files."""
     try:
         stated = files.read_json(kept / _RECORD)
         return bool(stated) and stated == _hashes(kept / _FILES)
@@ -81,7 +85,7 @@ def _is_whole(kept: Path) -> bool:
 
 
 def _hashes(folder: Path) -> dict[str, list[int | str]]:
-    """Size and sha256 of all files below a folder, by their paths in it."""
+    """Return size and sha256 of all files below a folder, by relative path."""
     found: dict[str, list[int | str]] = {}
     for path in sorted(folder.rglob("*")):
         if not path.is_dir():
@@ -92,7 +96,7 @@ def _hashes(folder: Path) -> dict[str, list[int | str]]:
 
 @functools.cache
 def _folder_of_process() -> Path:
-    """A folder that ends with this process."""
+    """Return a temporary folder that is removed when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="megacp_cache_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,8 +1,7 @@
-"""Files that other processes may have written, or may be writing: opened, parsed, made, replaced
-and locked here.
+"""Opening, parsing, writing, replacing and locking of files that other processes may also use.
 
-A pipe, a device or a folder under a file's name is refused before it is read. A size is compared
-before the content is read, and a new file never follows a link.
+A pipe, a device or a folder in place of a file is refused before it is read. Sizes are compared
+before contents are read, and new files never follow links.
 """
 
 from __future__ import annotations
@@ -26,42 +25,44 @@ from typing import IO, Any, TypeVar
 _T = TypeVar("_T")
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-"""A file or folder name that cannot lead anywhere else."""
+"""A file or folder name that stays in its folder."""
 
 StrPath = str | os.PathLike[str]
 TEXT_LIMIT = 64 << 20
 """Bytes of the largest JSON or YAML file that is read as a whole."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a Git LFS pointer begins: a clone without Git LFS has one in place of each large file."""
+"""Beginning of a Git LFS pointer, which a clone without Git LFS has instead of each large file."""
 _LATE = (errno.ENOENT, errno.ESTALE)
-"""What a network file system answers for a name that another machine has just made."""
+"""Errors of network file systems for a name that another machine has just created."""
 
 
 _FOR_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags that open any file without waiting for a writer."""
+"""Flags that open any file without waiting for a writer of a pipe."""
 
 
 class TooLargeError(ValueError):
-    """A file or an object has more bytes than its reader takes; the message names it."""
+    """A file or an object exceeds the limit of its reader; the message names it."""
 
 
 def open_regular(path: StrPath, size: int | None = None) -> BufferedReader:
-    """Open a regular file for reading bytes; links to regular files count.
+    """Open a regular file, or a link to one, for reading bytes. Never waits for a writer.
 
-    Raises ValueError naming the path when it is a folder, pipe, device or socket, or has not `size`
-    bytes; OSError when it cannot be opened. Never waits for a writer.
+    Raise ValueError with the path if it is a folder, pipe, device or socket, or does not have
+    `size` bytes. Raise OSError if it cannot be opened.
     """
     return _regular(os.open(path, _FOR_READING), path, size)
 
 
 def open_below(root: StrPath, path: StrPath) -> BufferedReader:
-    """Open a regular file below a folder for reading bytes; both paths are resolved
-    (`os.path.realpath`).
+    """Open a regular file below a folder for reading bytes.
 
-    Each part of the path is opened from the folder before it and must not be a link: one that
-    somebody puts there after the path was resolved leads nowhere. Raises as `open_regular`, and
-    OSError at such a link.
+    Both paths must be resolved (`os.path.realpath`). Each part of the path is opened relative to
+    its folder and must not be a link. A link that is created after the path was resolved therefore
+    leads nowhere.
+
+    Raise the errors of `open_regular`, and OSError for a link.
     """
+    # open folder by folder, each relative to the previous descriptor
     *folders, name = os.path.relpath(path, root).split(os.sep)
     if os.pardir in (*folders, name):
         raise ValueError(f"{os.fspath(path)} is not below {os.fspath(root)}")
@@ -80,13 +81,15 @@ def open_below(root: StrPath, path: StrPath) -> BufferedReader:
 
 
 def _regular(descriptor: int, path: StrPath, size: int | None) -> BufferedReader:
-    """Return the stream of a descriptor, which is closed when it is not a regular file of this
-    size.
+    """Return a stream of a descriptor. Close it and raise if it is not a regular file of this size.
+
+    Errors are described at `open_regular`.
     """
+    # close the descriptor on any error, because no stream owns it yet
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{os.fspath(path)} is {_kind(status.st_mode)}, no regular file")
+            raise ValueError(f"{os.fspath(path)} is {_kind(status.st_mode)}, not a regular file")
         if size is not None and status.st_size != size:
             raise ValueError(f"{os.fspath(path)} has {status.st_size} bytes, expected {size}")
         return os.fdopen(descriptor, "rb")
@@ -96,28 +99,27 @@ def _regular(descriptor: int, path: StrPath, size: int | None) -> BufferedReader
 
 
 def read_regular(path: StrPath, limit: int = TEXT_LIMIT) -> bytes:
-    """The whole content of a regular file. Raises like `open_regular`, and TooLargeError above
-    `limit` bytes.
+    """Return the content of a regular file.
+
+    Raise the errors of `open_regular`, and TooLargeError above `limit` bytes.
     """
     with open_regular(path) as stream:
         return read_within(stream, path, limit)
 
 
 def read_within(stream: BufferedReader, path: StrPath, limit: int) -> bytes:
-    """Read the rest of a file. Raises TooLargeError, which names `path`, above `limit` bytes."""
+    """Read the rest of a file. Raise TooLargeError with `path` above `limit` bytes."""
     if os.fstat(stream.fileno()).st_size <= limit:
-        content = stream.read(limit + 1)  # one more byte, as the file may be growing
+        content = stream.read(limit + 1)  # one more byte, because the file may be growing
         if len(content) <= limit:
             return content
     raise TooLargeError(
-        f"{os.fspath(path)} has more than {limit:,} bytes, the most that is read of such a file"
+        f"{os.fspath(path)} has more than {limit:,} bytes, the limit for such a file"
     )
 
 
 def refuse_pointer(path: StrPath) -> None:
-    """Raise ValueError for a regular file that holds a Git LFS pointer instead of its own
-    content.
-    """
+    """Raise ValueError if a regular file is a Git LFS pointer instead of the actual content."""
     with open_regular(path) as stream:
         begin = stream.read(len(_POINTER))
     if begin == _POINTER:
@@ -128,7 +130,7 @@ def refuse_pointer(path: StrPath) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, also for text nested too deeply."""
+    """Return the value of a JSON text. Raise ValueError, also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -136,60 +138,65 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: StrPath, limit: int = TEXT_LIMIT) -> Any:
-    """`parse_json` of a regular file; ValueError names the path. Raises OSError when it cannot be
-    opened.
+    """Return the value of a JSON file.
+
+    Raise ValueError with the path if it is not valid JSON, and OSError if it cannot be opened.
     """
     content = read_regular(path, limit)
     try:
         return parse_json(content)
     except ValueError as error:
         refuse_pointer(path)
-        raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from error
+        raise ValueError(f"{os.fspath(path)} is not valid JSON: {error}") from error
 
 
 def json_bytes(content: Any) -> bytes:
-    """The canonical JSON of a value."""
+    """Return the canonical JSON of a value."""
     return json.dumps(content, sort_keys=True).encode()
 
 
 def sha256_of_all(*paths: StrPath) -> str:
-    """sha256 (hexadecimal) over the hashes of some regular files, in order. Raises like
-    `open_regular`.
+    """Return the sha256 (hexadecimal) over the hashes of some regular files, in order.
+
+    Raise the errors of `open_regular`.
     """
+    # hash the binary digests, so that the result does not depend on their text form
     digests = [bytes.fromhex(sha256_of(path)[1]) for path in paths]
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def sha256_of(path: StrPath, size: int | None = None) -> tuple[int, str]:
-    """Size in bytes and sha256 (hexadecimal) of a regular file. Raises like `open_regular`."""
+    """Return size in bytes and sha256 (hexadecimal) of a regular file; see `open_regular`."""
     with open_regular(path, size) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return stream.tell(), digest
 
 
 def open_own(path: StrPath, flags: int) -> int:
-    """A descriptor of a file that is ours to write, made where there is none (`flags`: os.O_RDWR,
-    os.O_APPEND, ...).
+    """Open a file for writing, create it if it does not exist, and return its descriptor.
 
-    Raises ValueError where a link, a folder, a pipe or a device stands.
+    `flags` are for example os.O_RDWR or os.O_APPEND. Raise ValueError if the path is a link, a
+    folder, a pipe or a device.
     """
+    # lstat does not follow links; O_NOFOLLOW below excludes a link that is created meanwhile
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
             raise ValueError(
-                f"{os.fspath(path)} is a link, which is not written through: remove it"
+                f"{os.fspath(path)} is a symbolic link, and links are not followed for writing: "
+                "remove it"
             )
         if not stat.S_ISREG(mode):
             raise ValueError(
-                f"{os.fspath(path)} is {_kind(mode)}, no regular file: choose another path"
+                f"{os.fspath(path)} is {_kind(mode)}, not a regular file: choose another path"
             )
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
 
 def require_free(flag: str, path: StrPath, overwrite: bool = False) -> None:
-    """Raise ValueError, which names the flag, unless a command may write its result at this path.
+    """Raise ValueError with the flag unless a command may write its result to this path.
 
-    Nothing may be there, or, with `overwrite`, a regular file. A link is never written through.
+    The path must not exist; with `overwrite` it may be a regular file. Links are never followed.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -198,21 +205,23 @@ def require_free(flag: str, path: StrPath, overwrite: bool = False) -> None:
     name = os.fspath(path)
     if stat.S_ISLNK(mode):
         raise ValueError(
-            f"{flag} {name} is a link, which is not written through: remove it or choose another "
-            "path"
+            f"{flag} {name} is a symbolic link, and links are not followed for writing: remove it "
+            "or choose another path"
         )
     if not stat.S_ISREG(mode):
         raise ValueError(f"{flag} {name} is {_kind(mode)}, not a regular file: choose another path")
     if not overwrite:
         raise ValueError(
-            f"{flag} {name} exists; nothing was overwritten, give --overwrite to replace it"
+            f"{flag} {name} exists; nothing was overwritten; use --overwrite to replace it"
         )
 
 
 def write_result(flag: str, path: StrPath, data: bytes, overwrite: bool = False) -> None:
-    """Write the result of a command, and the folders above it. Raises as `require_free`, and
-    OSError.
+    """Write the result of a command, and create the folders above it.
+
+    Raise the errors of `require_free`, and OSError.
     """
+    # nothing is created before the path has been checked
     require_free(flag, path, overwrite)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if overwrite:
@@ -222,29 +231,29 @@ def write_result(flag: str, path: StrPath, data: bytes, overwrite: bool = False)
 
 
 def write_new(path: StrPath, data: bytes) -> None:
-    """Make a file that does not exist, with this content, and wait until it is on disk. Raises like
-    `new_file`.
-    """
+    """Create a file with this content, and wait until it is on disk. For errors see `new_file`."""
     with new_file(path) as stream:
         stream.write(data)
 
 
 @contextlib.contextmanager
 def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
-    """A stream into a file that does not exist; it is on disk when the body ends without an error.
+    """Yield a stream into a new file, which is on disk when the body ends without an error.
 
-    Raises FileExistsError, also where a link stands; a folder that does not exist is waited for
-    `seconds`.
+    Raise FileExistsError if the path exists, also if it is a link. If the folder does not exist,
+    wait up to `seconds` for it.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    # the folder may have been created by another machine and become visible late
     with os.fdopen(seen(lambda: os.open(path, flags, 0o644), seconds), "wb") as stream:
         yield stream
         sync_file(stream)
 
 
 def write_atomically(path: StrPath, data: bytes) -> None:
-    """Replace `path` by `data`: a reader, also after a crash, sees the old or the new content,
-    never a part.
+    """Replace the content of `path`.
+
+    Readers see either the old or the new content, even after a crash, and never a part of it.
     """
     with replacement(path) as stream:
         stream.write(data)
@@ -252,10 +261,12 @@ def write_atomically(path: StrPath, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacement(path: StrPath) -> Iterator[BufferedWriter]:
-    """A stream whose content replaces `path` when the body ends without an error, as by
-    `write_atomically`.
+    """Yield a stream whose content replaces `path` when the body ends without an error.
+
+    The replacement is atomic, as in `write_atomically`.
     """
     path = Path(path)
+    # in the same folder, because a rename is atomic only within a file system
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
     try:
         with new_file(temporary) as stream:
@@ -263,11 +274,12 @@ def replacement(path: StrPath) -> Iterator[BufferedWriter]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    # the new name is durable only after its folder is on disk
     sync_folder(path.parent)
 
 
 def sync_file(stream: IO[bytes]) -> None:
-    """Wait until what was written to the stream is on disk."""
+    """Wait until all data written to the stream is on disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
@@ -282,9 +294,11 @@ def sync_folder(folder: StrPath) -> None:
 
 
 def sync_below(folder: StrPath) -> None:
-    """Wait until all regular files and folders below a folder are on disk, for files that others
-    have written.
+    """Wait until all regular files and folders below a folder are on disk.
+
+    Needed for files that were not written with the functions of this module.
     """
+    # files first, then the entries of their folder
     for place, _, names in os.walk(folder):
         for name in names:
             with open(os.path.join(place, name), "rb") as stream:
@@ -293,31 +307,30 @@ def sync_below(folder: StrPath) -> None:
 
 
 def place_folder(folder: StrPath, target: StrPath) -> None:
-    """Rename a folder of files that are on disk; its entries and its new name are on disk
-    afterwards, too.
-    """
+    """Rename a folder whose files are on disk, and wait until its entries and new name are too."""
+    # both the entries and the new name must be on disk
     sync_folder(folder)
     os.replace(folder, target)
     sync_folder(Path(target).parent)
 
 
 def rename(path: StrPath, target: StrPath) -> None:
-    """Give a file or folder another name. After a crash it may have the old one."""
+    """Rename a file or folder. After a crash it may have the old name."""
     os.replace(path, target)
 
 
 def replace_folder(folder: StrPath, target: StrPath) -> None:
-    """Rename a folder as `place_folder` does; whatever is at `target`, a file or a link too, is
-    removed.
-    """
-    folder, target = Path(folder), Path(target)
+    """Rename a folder like `place_folder`, and remove a file, link or folder at `target` first."""
+    folder = Path(folder)
+    target = Path(target)
+    # a rename cannot replace a file or a non-empty folder, so move the old target aside
     aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.old")
-    # a rename replaces no file and no folder with content
     with contextlib.suppress(FileNotFoundError):
         os.replace(target, aside)
     try:
         place_folder(folder, target)
     finally:
+        # the old target may have been a folder, a file or a link
         if aside.is_dir() and not aside.is_symlink():
             shutil.rmtree(aside, ignore_errors=True)
         else:
@@ -325,8 +338,9 @@ def replace_folder(folder: StrPath, target: StrPath) -> None:
 
 
 def seen(action: Callable[[], _T], seconds: float = 10.0) -> _T:
-    """`action`, tried again for `seconds` while it finds no such file: another machine's file may
-    be seen late.
+    """Return the result of `action`, retried for `seconds` while a file is not found.
+
+    Files of another machine may become visible late.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -339,23 +353,25 @@ def seen(action: Callable[[], _T], seconds: float = 10.0) -> _T:
 
 
 class NoLocksError(OSError):
-    """The file system has no locks."""
+    """The file system does not support locks."""
 
 
 def lock(path: StrPath, shared: bool = False) -> int:
-    """Take the POSIX record lock of a file, made where there is none; the descriptor that holds it
-    until it is closed.
+    """Lock a file, created if necessary, and return the descriptor that owns the lock.
 
-    `shared`: beside others that share it.
+    The lock is a POSIX record lock and lasts until the descriptor is closed. `shared` locks exclude
+    only exclusive locks. The file is never removed, because a lock on an unlinked file excludes no
+    other process.
 
-    Raises BlockingIOError when another process holds it, NoLocksError where the file system has no
-    locks, ValueError where a link or no regular file stands. The file is never removed: a lock on a
-    file without a name keeps nobody out.
+    Raise BlockingIOError if another process has the lock, NoLocksError if the file system does not
+    support locks, and ValueError if the path is a link or not a regular file.
     """
     descriptor = open_own(path, os.O_RDWR)
     try:
-        fcntl.lockf(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as taken:  # systems differ in which
+        # never wait for the lock
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as taken:  # depends on the system
         os.close(descriptor)
         raise BlockingIOError(taken.errno, "another process holds the lock") from taken
     except OSError as error:
@@ -365,16 +381,17 @@ def lock(path: StrPath, shared: bool = False) -> int:
 
 
 def _kind(mode: int) -> str:
+    """Return the kind of a file that is not regular, for messages."""
+    # all other kinds that are not regular files are devices
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def source_digest() -> str:
-    """sha256 over the package's Python files: one machine with an older copy would compute
-    something else.
-    """
+    """Return a hash of the package's Python files, to detect machines with another version."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
+        # zero bytes separate names and contents
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -1,6 +1,4 @@
-"""A local path or a URL: one set of calls for what is read and written at either; fsspec is not
-imported for a path.
-"""
+"""One set of functions to read and write local paths and URLs; paths do not import fsspec."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ Place = Path | Url
 
 _BUFFER = 1 << 20
 _BLOCK = 4 << 20
-"""Bytes that a stream from a store asks for at a time."""
+"""Bytes that a stream requests from a store at a time."""
 _KEPT = 4
-"""Blocks that a stream keeps: containers are read at several places by turns."""
+"""Blocks that a stream keeps, because containers are read alternately at several positions."""
 
 
 def at_home(text: str) -> str:
-    """Return a path in which `~` and `~user` are the folders of users; a URL as it is.
+    """Return a path with `~` and `~user` replaced by home folders; return a URL unchanged.
 
-    Raises ValueError for a user that is not known: a folder of that name would be made.
+    Raise ValueError if the user is unknown. Otherwise a folder with that name would be created.
     """
     if is_url(text) or not text.startswith("~"):
         return text
@@ -42,45 +40,50 @@ def at_home(text: str) -> str:
 
 
 def place_of(text: files.StrPath | Url) -> Place:
-    """A URL as such, anything else as a path."""
+    """Return a URL as `Url`, anything else as `Path`."""
     if isinstance(text, Url):
         return text
     return Url(text) if isinstance(text, str) and is_url(text) else Path(text)
 
 
 def suffix_of(path: str) -> str:
-    """What follows the last dot of a name, with the dot; a query of a URL is no part of it."""
+    """Return the suffix of a name, including the dot and without the query of a URL."""
     return Path(Url(path).name if is_url(path) else path).suffix
 
 
 def expanded(path: str) -> list[str]:
-    """The files that a path or URL names: those that fit where it is a pattern and no file, else
-    itself.
+    """Return the files that a path or URL names.
+
+    A pattern returns all matching files. A URL without `*`, and a path that exists, return
+    themselves. Raise ValueError if no file matches.
     """
     if is_url(path):
         found = [str(url) for url in Url(path).matches()] if "*" in path else [path]
     else:
+        # an existing file is never treated as a pattern
         is_pattern = glob.has_magic(path) and not Path(path).exists()
         found = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
     if not found:
-        raise ValueError(f"no file fits {path}")
+        raise ValueError(f"no file matches {path}")
     return found
 
 
 def size_of(place: Place) -> int:
-    """Bytes of a file. Raises as its kind of place does."""
+    """Return the number of bytes of a file. Raise the errors of `Path.stat` or `Url.size`."""
     return place.size() if isinstance(place, Url) else place.stat().st_size
 
 
 def open_stream(path: files.StrPath | Url, size: int | None = None) -> io.BufferedReader:
-    """Open a file for reading bytes, from front to back or by seeking; of a URL some blocks are in
-    memory at a time.
+    """Open a file for reading bytes, sequentially or with seeks.
 
-    ValueError: it is no regular file, or has not `size` bytes. OSError when there is none.
+    A URL is read in blocks, and only a few blocks are kept in memory. Raise ValueError if the path
+    is not a regular file or does not have `size` bytes, and OSError if it does not exist.
     """
+    # local files are opened directly, which also rejects pipes and devices
     place = place_of(path)
     if isinstance(place, Path):
         return files.open_regular(place, size)
+    # one request for the size; contents are requested block by block
     found = place.size()
     if size is not None and found != size:
         raise ValueError(f"{place} has {found} bytes, expected {size}")
@@ -88,22 +91,27 @@ def open_stream(path: files.StrPath | Url, size: int | None = None) -> io.Buffer
 
 
 def open_input(path: str) -> io.BufferedReader:
-    """Open what --input names, for reading bytes: a path as it is, through a larger buffer."""
+    """Open an --input for reading bytes, with a large buffer; a path may also be a pipe."""
     if is_url(path):
         return open_stream(path)
+    # unbuffered below, so that the only buffer is the large one
     return io.BufferedReader(open(path, "rb", buffering=0), _BUFFER)
 
 
 def read_content(place: Place, limit: int = files.TEXT_LIMIT) -> bytes:
-    """All of a file. ValueError above `limit` bytes; else as `open_stream`."""
+    """Return the content of a file.
+
+    Raise ValueError if it has more than `limit` bytes; for other errors see `open_stream`.
+    """
     return place.content(limit) if isinstance(place, Url) else files.read_regular(place, limit)
 
 
 def digest_of(place: Place, size: int | None = None) -> tuple[int, str]:
-    """Size in bytes and sha256 (hexadecimal) of a file. Raises as `open_stream`."""
+    """Return size in bytes and sha256 (hexadecimal) of a file; for errors see `open_stream`."""
     if isinstance(place, Path):
         return files.sha256_of(place, size)
-    digest, count = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    count = 0
     with open_stream(place, size) as stream:
         while block := stream.read(_BLOCK):
             digest.update(block)
@@ -112,15 +120,22 @@ def digest_of(place: Place, size: int | None = None) -> tuple[int, str]:
 
 
 def write_content(place: Place, data: bytes) -> None:
-    """Make a file that does not exist; an object of the name is replaced."""
-    place.write(data) if isinstance(place, Url) else files.write_new(place, data)
+    """Write a new file, or create or replace an object.
+
+    Raise FileExistsError if a local file exists.
+    """
+    if isinstance(place, Url):
+        place.write(data)
+    else:
+        files.write_new(place, data)
 
 
 def write_stream(
     place: Place, fill: Callable[[BinaryIO], None], seconds: float = 0.0
 ) -> tuple[int, str]:
-    """Write what `fill` writes, as `write_content` does; size and sha256. A local folder is waited
-    for `seconds`.
+    """Write the output of `fill` like `write_content`, and return its size and sha256.
+
+    If the local folder does not exist, wait up to `seconds` for it.
     """
     if isinstance(place, Url):
         return place.stream(fill)
@@ -130,32 +145,43 @@ def write_stream(
 
 
 def folders_in(place: Place) -> list[Place]:
-    """What lies in a folder and may be one, sorted; empty where there is no folder."""
+    """Return the subfolders of a folder, sorted; empty if the folder does not exist.
+
+    For a URL, the result may also contain objects.
+    """
     if isinstance(place, Url):
         return list(place.children())
+    # a path that is not a folder has no subfolders
     return [child for child in sorted(place.iterdir()) if child.is_dir()] if place.is_dir() else []
 
 
 def fetched(folder: Url, key: str) -> Path:
-    """A local copy of a small folder, kept under `key`, which names its content, and its URL."""
+    """Return a local copy of a small remote folder.
+
+    The copy is kept in the cache under `key`, which must identify the content, and the URL.
+    """
 
     def download(local: Path) -> None:
         for child in folder.children():
             files.write_new(local / child.name, read_content(child))
 
+    # the same key may be used for folders of several URLs
     of_url = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
     return kept_folder(f"{key}-{of_url}", download)
 
 
 class _Ranges(io.RawIOBase):
-    """An object as a file that can seek; fsspec keeps a few blocks, as containers are read here and
-    there by turns.
+    """An object as a seekable raw file.
+
+    fsspec keeps a few blocks, because containers are read alternately at several positions.
     """
 
     def __init__(self, url: Url, size: int) -> None:
         from fsspec.caching import BlockCache
 
-        self._size, self._at = size, 0
+        # the wrapped cache takes absolute ranges; the last block may be short
+        self._size = size
+        self._at = 0
         self._blocks = BlockCache(
             _BLOCK, lambda start, stop: url.read(start, min(stop, size) - start), size, _KEPT
         )

@@ -1,10 +1,11 @@
-"""An object in a store, or a folder of them, by its URL: what fsspec can do with it, with retries.
+"""An object or a folder in a store, given by URL: the operations of fsspec, with retries.
 
-A `Url` is text, as a Path is. Each call asks the store anew, since other machines write there.
-Credentials and endpoints come from the files and variables that each library reads by itself.
+A `Url` is an immutable text, like a Path. Each call asks the store anew, because other machines
+write there. Credentials and endpoints come from the files and variables that each library reads
+itself.
 
-A store that is not reached ends as one ValueError that names the object. It is no OSError: a reader
-of records takes those for damage of the file, and would go on behind it.
+If a store cannot be reached, a ValueError names the object. It is not an OSError, because readers
+of records treat an OSError as a damaged file and would continue after it.
 """
 
 from __future__ import annotations
@@ -46,48 +47,49 @@ _VERSIONS = (
     "mtime",
     "created",
 )
-"""What stores say of an object's content, the surest first."""
+"""Fields of `info` that change with an object's content, most reliable first."""
 _PART = 64 << 20
-"""Bytes that are sent, or asked for, at a time."""
+"""Bytes that are sent or requested at a time."""
 _CONNECT_SECONDS, _SILENT_SECONDS = 10, 30
 _ANSWER_SECONDS = 30.0
-"""A whole answer may take this long, however often a byte of it arrives, ..."""
+"""Time limit of a whole answer, regardless of how often bytes arrive."""
 _LEAST_RATE = 256 << 10
-"""... and a second more for each of these bytes: a slow line still gets a large file."""
+"""The time limit grows by a second for this number of bytes, so slow lines can load large files.
+"""
 _LISTING_SECONDS = 1800.0
-"""A list of a store's objects may take this long; it is many requests."""
+"""Time limit of a listing of objects, which needs many requests."""
 _PAGE_BYTES = 64 << 20
-"""Bytes of the longest answer of a web server that is not a file, such as an index page."""
+"""Largest answer of a web server that is not a file, such as an index page, in bytes."""
 _ATTEMPTS, _SECONDS = 6, 15.0
-"""A request is not repeated once it was tried so often, or for so long."""
+"""A request is not repeated after this number of attempts or this time."""
 _TRANSIENT = (408, 425, 429)
-"""Refusals of a server that pass; its own errors, 500 and above, do too."""
+"""Client errors (4xx) that may pass; server errors (500 and above) may pass too."""
 
 
 class UnreachableError(ValueError):
-    """An object that cannot be read or written, however often it was tried; the message names
-    it.
-    """
+    """An object cannot be read or written even after retries; the message names it."""
 
 
 def is_url(text: object) -> bool:
-    """Whether a text names an object in a store, not a path."""
+    """Return whether a text is a URL of an object in a store, and not a path."""
     return isinstance(text, str) and _SCHEME.match(text) is not None
 
 
 @dataclass(frozen=True, order=True)
 class Url:
-    """A URL that fsspec knows, without a slash at its end. FileNotFoundError and UnreachableError
-    name it.
+    """A URL that fsspec supports, without a trailing slash.
+
+    FileNotFoundError and UnreachableError name it.
     """
 
     text: str
     guard: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """A middleware of aiohttp that sees each request to a web server, redirects too, and raises
-    ValueError.
+    """An aiohttp middleware that sees each request to a web server, including redirects, and may
+    raise ValueError.
     """
 
     def __post_init__(self) -> None:
+        # the dataclass is frozen, so assign through `object`
         object.__setattr__(self, "text", self.text.rstrip("/"))
 
     def __str__(self) -> str:
@@ -98,44 +100,45 @@ class Url:
 
     @property
     def scheme(self) -> str:
-        """`s3` of `s3://bucket/key`; ValueError for a chain of URLs and for paths of this
-        machine.
+        """The scheme, such as `s3` in `s3://bucket/key`.
+
+        Raise ValueError for chains of URLs and for local paths.
         """
         match = _SCHEME.match(self.text)
-        # fsspec chains URLs by `::`; at a web server that is part of an IPv6 address or of a name
+        # fsspec chains URLs with `::`; on a web server it is part of an IPv6 address or a name
         is_chain = "::" in self.text and (match is None or match[1] not in _WEB)
         if match is None or is_chain:
-            raise ValueError(f"{self.text} is no plain URL, such as s3://bucket/key")
+            raise ValueError(f"{self.text} is not a plain URL such as s3://bucket/key")
         if match[1] in ("file", "local"):
             raise ValueError(f"{self.text}: give the path itself, without {match[0]}")
         return match[1]
 
     @property
     def lists(self) -> bool:
-        """Whether the store can say what lies in a folder; a web server cannot."""
+        """Whether the store can list a folder; web servers cannot."""
         return self.scheme not in _WEB
 
     @property
     def name(self) -> str:
-        """What follows the last slash; without a query, where a server takes one."""
+        """The part after the last slash, without the query if it is on a web server."""
         last = self.text.rsplit("/", 1)[-1]
         return last.partition("?")[0] if self.text.startswith("http") else last
 
     @property
     def parent(self) -> Url:
-        """The folder that it is in."""
+        """The folder that contains it."""
         return Url(self.text.rsplit("/", 1)[0])
 
     def resolve(self) -> Url:
-        """Itself: there are no links."""
+        """Return the URL itself, because stores have no links."""
         return self
 
     def info(self) -> dict[str, Any]:
-        """What the store says of it; FileNotFoundError where nothing is."""
+        """Return the description of the object. Raise FileNotFoundError if it is missing."""
         return self._do(lambda fs, path: dict(fs.info(path)), _ANSWER_SECONDS)
 
     def exists(self) -> bool:
-        """Whether an object or a folder has this name."""
+        """Return whether an object or a folder has this name."""
         try:
             self.info()
         except FileNotFoundError:
@@ -143,15 +146,16 @@ class Url:
         return True
 
     def is_dir(self) -> bool:
-        """Whether objects have names that begin with it and a slash."""
+        """Return whether the names of some objects begin with this name and a slash."""
         try:
             return self.info()["type"] == "directory"
         except FileNotFoundError:
             return False
 
     def size(self) -> int:
-        """Bytes of an object. ValueError for a folder, and where the server does not say."""
+        """Return the bytes of an object. Raise ValueError for folders and unknown sizes."""
         info = self.info()
+        # some stores report folders as objects of type directory
         if info["type"] == "directory":
             raise ValueError(f"{self} is a directory")
         if info.get("size") is None:
@@ -159,14 +163,13 @@ class Url:
         return int(info["size"])
 
     def version(self) -> str:
-        """Some words that differ once the object's content does; empty where the store says nothing
-        of it.
-        """
+        """Return a text that changes with the object's content; empty if the store has none."""
         info = self.info()
         return next((f"{name} {info[name]}" for name in _VERSIONS if info.get(name)), "")
 
     def read(self, offset: int, count: int) -> bytes:
-        """`count` bytes from byte `offset` on, which must be there."""
+        """Return `count` bytes from byte `offset` on; all of them must exist."""
+        # large objects need several requests, because each one has a time limit
         parts = [
             self._read(at, min(_PART, offset + count - at))
             for at in range(offset, offset + count, _PART)
@@ -174,25 +177,30 @@ class Url:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read(self, offset: int, count: int) -> bytes:
+        """Return a part of the object with a single request."""
+
         def attempt(fs: Any, path: str) -> bytes:
+            # a web server gets one request with limits on time and bytes
             if self.lists:
                 data: bytes = fs.cat_file(path, start=offset, end=offset + count)
                 found = len(data)
             else:
                 data, found = _from_web(fs, path, count, offset)
+            # a server may ignore the range, or close the connection early
             if found > count:
                 raise ValueError(
-                    f"{self}: the server gives {found} bytes where {count} were asked for"
+                    f"{self}: the server returned {found} bytes, {count} were requested"
                 )
             if found < count:
-                raise ConnectionError(f"{found} of {count} bytes at {offset} came")
+                raise ConnectionError(f"{found} of {count} bytes at {offset} arrived")
             return data
 
         return self._do(attempt, _ANSWER_SECONDS + count / _LEAST_RATE)
 
     def content(self, limit: int) -> bytes:
-        """Return all of an object. Raises TooLargeError above `limit` bytes."""
+        """Return the content of an object. Raise TooLargeError above `limit` bytes."""
         if not self.lists:
+            # a web server may not report sizes, so read up to the limit
             data, found = self._do(lambda fs, path: _from_web(fs, path, limit))
         else:
             info = self.info()
@@ -201,31 +209,30 @@ class Url:
             stated = info.get("size") or 0
             if stated > limit:
                 raise TooLargeError(
-                    f"{self} has {stated:,} bytes, more than {limit:,}, the most that is read of it"
+                    f"{self} has {stated:,} bytes, more than the limit of {limit:,}"
                 )
-            data = self._do(
-                lambda fs, path: fs.cat_file(path), _ANSWER_SECONDS + stated / _LEAST_RATE
-            )
+            seconds = _ANSWER_SECONDS + stated / _LEAST_RATE
+            data = self._do(lambda fs, path: fs.cat_file(path), seconds)
             found = len(data)
         if found > limit:
-            raise TooLargeError(
-                f"{self} has more than {limit:,} bytes, the most that is read of it"
-            )
+            raise TooLargeError(f"{self} has more than {limit:,} bytes, the limit for such a file")
         return data
 
     def write(self, data: bytes) -> None:
-        """Make or replace the object: others see the old or the new content, never a part."""
+        """Create or replace the object; readers see the old or the new content, never a part."""
         self._do(lambda fs, path: fs.pipe_file(path, data))
 
     def upload(self, source: Path) -> None:
-        """Make or replace the object by the content of a file."""
+        """Create or replace the object with the content of a file."""
         self._do(lambda fs, path: fs.put_file(str(source), path))
 
     def stream(self, fill: Callable[[BinaryIO], None]) -> tuple[int, str]:
-        """Make or replace the object by what `fill` writes; its size and sha256. A second try calls
-        `fill` again.
+        """Create or replace the object with the output of `fill`; return its size and sha256.
+
+        A retry calls `fill` again.
         """
 
+        # the upload ends when the context exits without an error
         def attempt(fs: Any, path: str) -> tuple[int, str]:
             with _Written(fs.open(path, "wb", block_size=_PART)) as written:
                 fill(written)  # type: ignore[arg-type]  # `write` is all that is called
@@ -234,7 +241,7 @@ class Url:
         return self._do(attempt)
 
     def children(self) -> list[Url]:
-        """What lies directly in a folder, sorted; empty where there is no such folder."""
+        """Return the direct children of a folder, sorted; empty if the folder is missing."""
         try:
             names = self._do(
                 lambda fs, path: [fs.unstrip_protocol(name) for name in fs.ls(path, detail=False)],
@@ -242,15 +249,18 @@ class Url:
             )
         except FileNotFoundError:
             return []
+        # some stores list a folder among its own children
         return sorted({self / Url(name).name for name in names} - {self})
 
     def sizes_below(self) -> dict[str, int]:
-        """Bytes of all objects below a folder, by their names from there on; empty where there is
-        no such folder.
+        """Return the bytes of all objects below a folder, by relative name.
+
+        The result is empty if the folder is missing.
         """
 
         def attempt(fs: Any, path: str) -> dict[str, int]:
             found = fs.find(path, detail=True)
+            # remove the folder's name; the folder itself then has an empty name
             start = len(path.rstrip("/")) + 1
             return {name[start:]: int(info["size"]) for name, info in found.items() if name[start:]}
 
@@ -260,7 +270,7 @@ class Url:
             return {}
 
     def matches(self) -> list[Url]:
-        """The objects that fit a pattern with `*`, sorted."""
+        """Return the objects that match a pattern with `*`, sorted."""
 
         def attempt(fs: Any, path: str) -> list[Url]:
             found = fs.glob(path, detail=True)
@@ -276,27 +286,30 @@ class Url:
             return []
 
     def unlink(self, recursive: bool = False) -> None:
-        """Remove an object, if it is there; `recursive`: all objects of a folder."""
+        """Remove an object if it exists; with `recursive`, remove all objects of a folder."""
         with contextlib.suppress(FileNotFoundError):
             self._do(lambda fs, path: fs.rm(path, recursive=recursive))
 
     def remove_below(self) -> None:
-        """Remove all objects of a folder, if there are any."""
+        """Remove all objects of a folder if it exists."""
         self.unlink(recursive=True)
 
     def _do(self, action: Callable[[Any, str], _T], seconds: float | None = None) -> _T:
-        """Return what `action` returns, with retries. `seconds`: of one try at a store; a web
-        client has a clock.
+        """Return the result of `action`, with retries.
+
+        `seconds` limits one attempt at a store. The web client has its own time limits.
         """
         fs, path = _client(self)
+        # web clients have their own clock, and writes have no limit
         if seconds is None or not self.lists:
             return _retried(lambda: action(fs, path), self.text)
         return _retried(lambda: _in_time(lambda: action(fs, path), seconds, self.text), self.text)
 
 
 def _retried(action: Callable[[], _T], what: str) -> _T:
-    """`action`, again while it fails in a way that may pass; `what` names the object in the log and
-    in errors.
+    """Return the result of `action`, retried after transient errors.
+
+    `what` names the object in log lines and errors.
     """
     begin = time.monotonic()
     for failures in range(1, _ATTEMPTS + 1):
@@ -305,40 +318,41 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
         except Exception as raised:
             error = _uncovered(raised)
             transient = _is_transient(error)
-            refusal = (
-                error.__cause__ if isinstance(error, FileNotFoundError) else error
-            )  # fsspec covers a guard's
+            # fsspec wraps the error of a guard in a FileNotFoundError
+            refusal = error.__cause__ if isinstance(error, FileNotFoundError) else error
             if isinstance(refusal, ValueError) and not transient:
+                # a refusal by this program or the server is final
                 raise refusal from None
             if isinstance(error, FileNotFoundError) and not transient:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), what) from error
+            # one line, at most 300 characters
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             if failures == _ATTEMPTS or not transient or time.monotonic() - begin >= _SECONDS:
                 raise UnreachableError(f"{what}: {reason} (tried {failures} times)") from error
             _log.warning(
-                "%s: %s; again (%d of %d)",
+                "%s: %s; retrying (%d of %d)",
                 for_terminal(what),
                 for_terminal(reason),
                 failures,
                 _ATTEMPTS,
             )
-        time.sleep(
-            min(5.0, 0.2 * 2**failures) * random.uniform(0.5, 1.0)
-        )  # ranks do not come back together
+        # random delays keep ranks from retrying at the same time
+        delay = min(5.0, 0.2 * 2**failures)
+        time.sleep(delay * random.uniform(0.5, 1.0))
     raise AssertionError("the last attempt returns or raises")
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Whether a request may succeed later: not where the server or this program refuses it."""
+    """Return whether a request may succeed later, because no side has refused it."""
     cause = error.__cause__
-    answer = getattr(cause, "response", None)  # botocore keeps the status in a table
-    botos = (
-        answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        if isinstance(answer, dict)
-        else None
-    )
-    found = [getattr(one, "status", None) or getattr(one, "code", None) for one in (error, cause)]
-    status = next((one for one in [*found, botos] if isinstance(one, int)), 0)
+    # the HTTP status is in one of these places, depending on the library
+    candidates = [
+        getattr(one, "status", None) or getattr(one, "code", None) for one in (error, cause)
+    ]
+    answer = getattr(cause, "response", None)
+    if isinstance(answer, dict):  # botocore
+        candidates.append(answer.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    status = next((one for one in candidates if isinstance(one, int)), 0)
     if status:
         return status in _TRANSIENT or status >= 500
     return not isinstance(
@@ -347,23 +361,20 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _uncovered(error: Exception) -> Exception:
-    """The error of a connection where fsspec says instead that there is no such file; else the
-    error itself.
-    """
+    """Return the connection error that fsspec has wrapped in a FileNotFoundError, or the error."""
     cause = error.__cause__
-    is_covered = isinstance(error, FileNotFoundError) and isinstance(
-        cause, OSError
-    )  # a TimeoutError is one
+    # a TimeoutError is an OSError too
+    is_covered = isinstance(error, FileNotFoundError) and isinstance(cause, OSError)
     if is_covered and not isinstance(cause, FileNotFoundError):
         return cause  # type: ignore[return-value]  # an OSError
     return error
 
 
 def _in_time(action: Callable[[], _T], seconds: float, what: str) -> _T:
-    """Return what `action` returns; UnreachableError when it takes longer.
+    """Return the result of `action`. Raise UnreachableError if it takes longer than `seconds`.
 
-    A thread of its own does it, as not every store's client can be told when to stop. One that is
-    too late is left alone: it ends with its connection, or with the process.
+    The action runs in a separate thread, because some clients of stores cannot be stopped. A thread
+    that is late is abandoned and ends with its connection or with the process.
     """
     outcome: Future[_T] = Future()
 
@@ -373,31 +384,33 @@ def _in_time(action: Callable[[], _T], seconds: float, what: str) -> _T:
         except BaseException as error:
             outcome.set_exception(error)
 
+    # a daemon thread does not keep the process alive
     threading.Thread(target=run, name="megacp request", daemon=True).start()
     try:
         return outcome.result(seconds)
     except TimeoutError:
-        if outcome.done():  # its own error
+        if outcome.done():  # the TimeoutError comes from the action
             raise
         raise UnreachableError(f"{what}: the answer takes longer than {seconds:.0f} s") from None
 
 
 def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple[bytes, int]:
-    """Return an answer of a web server, and how many bytes it has, as far as that is known.
+    """Return the answer of a web server, and the number of its bytes as far as it is known.
 
-    `offset`: the `most` bytes from there on are asked for. Reading stops once there are more than
-    `most`, and does not begin where the server says so. Raises UnreachableError for an answer that
-    comes too slowly.
+    With `offset`, request `most` bytes from there on. Reading stops after more than `most` bytes,
+    and does not begin if the server states a larger size. Raise UnreachableError if the answer is
+    too slow.
     """
     import aiohttp
     from fsspec.asyn import sync
 
     request = dict(fs.kwargs)
-    # the clock below replaces the client's own, which does not know how much has come
+    # the clock below replaces the client's total timeout, which ignores how much has arrived
     request["timeout"] = aiohttp.ClientTimeout(
         None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
     )
     if offset is not None:
+        # ranges include the last byte
         request["headers"] = {**request["headers"], "Range": f"bytes={offset}-{offset + most - 1}"}
 
     async def answer() -> tuple[bytes, int]:
@@ -405,10 +418,12 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
         content = io.BytesIO()
         begin = asyncio.get_running_loop().time()
         try:
+            # the deadline moves with every part that arrives
             async with asyncio.timeout(_ANSWER_SECONDS) as clock:
                 async with session.get(fs.encode_url(path), **request) as response:
                     fs._raise_not_found_for_status(response, path)
                     stated = response.content_length or 0
+                    # the stated size is above the limit, so nothing is read
                     if stated > most:
                         return b"", stated
                     async for part in response.content.iter_any():
@@ -417,7 +432,7 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
                             break
                         clock.reschedule(begin + _ANSWER_SECONDS + content.tell() / _LEAST_RATE)
         except TimeoutError:
-            if not clock.expired():  # the connection's own, which may pass
+            if not clock.expired():  # a timeout of the connection, which may pass
                 raise
             seconds = asyncio.get_running_loop().time() - begin
             raise UnreachableError(
@@ -430,13 +445,12 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
 
 @functools.cache
 def _bounded_response() -> type:
-    """The class of the web client's answers, which reads no page of more than `_PAGE_BYTES` as a
-    whole.
-    """
+    """Return the response class of the web client, which limits whole pages to `_PAGE_BYTES`."""
     import aiohttp
 
     class Response(aiohttp.ClientResponse):
         async def read(self) -> bytes:
+            # read at most the limit, whatever size the server states
             if self._body is None:
                 content = io.BytesIO()
                 async for part in self.content.iter_any():
@@ -444,8 +458,8 @@ def _bounded_response() -> type:
                     if content.tell() > _PAGE_BYTES:
                         self.close()
                         raise TooLargeError(
-                            f"{self.url} has more than {_PAGE_BYTES:,} bytes, the most of such a "
-                            "page"
+                            f"{self.url} has more than {_PAGE_BYTES:,} bytes, the limit for such "
+                            "a page"
                         )
                 self._body = content.getvalue()
             return self._body
@@ -454,12 +468,12 @@ def _bounded_response() -> type:
 
 
 class _Written:
-    """A stream into an object, with the size and the hash of what went in; an error leaves no
-    object behind.
-    """
+    """A stream into an object that counts and hashes the data; after an error no object remains."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.hash, self.size = stream, hashlib.sha256(), 0
+        self._stream = stream
+        self.hash = hashlib.sha256()
+        self.size = 0
 
     def write(self, data: bytes | memoryview) -> int:
         self.hash.update(data)
@@ -475,14 +489,13 @@ class _Written:
             self._stream.close()
         else:
             self._stream.discard()
-            with contextlib.suppress(
-                AttributeError
-            ):  # else fsspec sends it when the stream is forgotten
+            # otherwise fsspec uploads the data when the stream is garbage-collected
+            with contextlib.suppress(AttributeError):
                 self._stream.closed = True
 
 
 def _client(url: Url) -> tuple[Any, str]:
-    """The file system of a URL and the path in it. ValueError says which package is missing."""
+    """Return the file system and the path of a URL. Raise ValueError if a package is missing."""
     scheme = url.scheme
     try:
         import fsspec
@@ -491,10 +504,8 @@ def _client(url: Url) -> tuple[Any, str]:
             f"{url}: URLs need the package fsspec: pip install 'megacp[store]'"
         ) from error
     options: dict[str, Any] = {}
-    if scheme in (
-        "s3",
-        "s3a",
-    ):  # s3fs has retries of its own above botocore's: one of both is enough
+    # s3fs retries in addition to botocore, and `_retried` retries both: turn botocore's retries off
+    if scheme in ("s3", "s3a"):
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS}
         options = {"config_kwargs": {**limits, "retries": {"total_max_attempts": 1}}}
     try:
@@ -506,12 +517,12 @@ def _client(url: Url) -> tuple[Any, str]:
             )
             web = {
                 "timeout": limit,
-                # what a server packs for the way comes as it is: a few bytes may unpack to many
+                # compressed answers stay compressed, because few bytes may expand to many
                 "auto_decompress": False,
                 "middlewares": [url.guard] if url.guard else [],
                 "response_class": _bounded_response(),
             }
-            # by name, as fsspec would take the `::` of an IPv6 address for a chain of URLs
+            # create the client by name: fsspec would treat the `::` of an IPv6 address as a chain
             headers = {"Accept-Encoding": "identity"}
             client = fsspec.filesystem(
                 scheme, use_listings_cache=False, client_kwargs=web, headers=headers

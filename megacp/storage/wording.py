@@ -1,5 +1,5 @@
-"""Words of messages: long lists are cut, counts agree with their nouns, and foreign text cannot
-steer a terminal.
+"""The wording of messages: long lists are cut, counts agree with nouns, and foreign text cannot
+control a terminal.
 """
 
 from __future__ import annotations
@@ -7,28 +7,29 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# All of C0 but tab and newline, DEL and C1; separators that some terminals take for a newline;
-# characters that turn the direction of what follows; halves of characters, which names of files may
-# hold and no stream can write.
+# C0 except tab and newline, DEL and C1; separators that some terminals treat as newlines; overrides
+# of the text direction; surrogates, which file names may contain but no stream can write
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _WORD, _LINE, _MESSAGE = 1_000, 8_000, 100_000
-"""Characters of the longest word, line and message that are shown whole."""
-_LONG_WORD, _LONG_LINE = re.compile(rf"\S{{{_WORD + 1},}}"), re.compile(rf"[^\n]{{{_LINE + 1},}}")
+"""Maximum number of characters of a word, a line and a message that are shown in full."""
+_LONG_WORD = re.compile(rf"\S{{{_WORD + 1},}}")
+_LONG_LINE = re.compile(rf"[^\n]{{{_LINE + 1},}}")
 
 
 def escaped(text: str) -> str:
-    r"""Return a text for a terminal: control characters and overrides of direction as `\x1b` and
-    `\u202e`.
+    r"""Return a text with control characters and direction overrides as `\x1b` and `\u202e`.
 
-    Newlines and tabs stay, and so does every other character of any language.
+    Newlines, tabs and all other characters of any language stay unchanged.
     """
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def for_terminal(text: str) -> str:
-    """Return a message for a terminal: escaped, with the middle of very long words, lines and texts
-    left out.
+    """Return a message for a terminal: escaped, and without the middle of very long parts.
+
+    Parts are words, lines and the whole message.
     """
+    # shorten before escaping, so that no escape sequence is cut
     text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _WORD), text)
     text = _LONG_LINE.sub(lambda found: _without_middle(found[0], _LINE), text)
     if len(text) > _MESSAGE:
@@ -37,40 +38,46 @@ def for_terminal(text: str) -> str:
 
 
 def _without_middle(text: str, most: int) -> str:
-    """The first half of `most` characters and the last quarter, with the number of all between."""
+    """Return the first half of `most` characters, the total count, and the last quarter."""
     return f"{text[: most // 2]}...({len(text):,} characters)...{text[-(most // 4) :]}"
 
 
 def listed(texts: Sequence[object], most: int, between: str = ", ") -> str:
-    """The first `most` texts in one, followed by `and N more` when there are others."""
+    """Return the first `most` texts, joined, followed by `and N more` if there are more."""
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return between.join([*map(str, texts[:most]), *more])
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun: "1 record", "1,200 records"."""
+    """Return a number with its noun: "1 record", "1,200 records"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def human_bytes(count: float) -> str:
-    """Bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
+    """Return bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def human_count(count: float, unit: str = "") -> str:
-    """A number with a decimal prefix and three digits: 7.24e9 -> "7.24 G"."""
-    return _scaled(
-        count, 1000, (unit, f"k{unit}", f"M{unit}", f"G{unit}", f"T{unit}", f"P{unit}", f"E{unit}")
-    )
+    """Return a number with a decimal prefix and three digits: 7.24e9 -> "7.24 G"."""
+    units = (unit, f"k{unit}", f"M{unit}", f"G{unit}", f"T{unit}", f"P{unit}", f"E{unit}")
+    return _scaled(count, 1000, units)
 
 
 def _scaled(count: float, base: int, units: Sequence[str]) -> str:
-    value, place = float(count), 0
+    """Return a number with three digits in the largest unit that keeps it at 1 or more."""
+    value = float(count)
+    place = 0
+    # 999.5 would be rounded to a fourth digit
     while abs(value) >= 999.5 and place < len(units) - 1:
-        value, place = value / base, place + 1
-    digits = (
-        0
-        if place == 0 and value == int(value)
-        else 2 - (abs(value) >= 9.995) - (abs(value) >= 99.95)
-    )
+        value /= base
+        place += 1
+    if place == 0 and value == int(value):  # a whole number without prefix
+        digits = 0
+    elif abs(value) >= 99.95:
+        digits = 0
+    elif abs(value) >= 9.995:
+        digits = 1
+    else:
+        digits = 2
     return f"{value:.{digits}f} {units[place]}".rstrip()

@@ -1,6 +1,4 @@
-"""Every plain collective and message on real ranks against its definition over the list of all
-ranks' inputs.
-"""
+"""Every collective and message on real ranks equals its definition over the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ from megacp.distributed.grid import Axis, single_axis
 from tests.ranks import grid, run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32)
-# Lengths on both sides of the sizes where gloo's own rings take over from one round of messages.
+# Lengths on both sides of the sizes at which gloo's rings replace a single round of messages.
 SIZES = (1, 7, 8_000)
 
 
 def inputs(
     world_size: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0
 ) -> list[torch.Tensor]:
-    """What each rank holds; every rank can draw the inputs of all."""
+    """Return the inputs of all ranks; every rank draws the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(*shape, generator=generator) * 100).to(dtype) for _ in range(world_size)]
 
@@ -36,7 +34,7 @@ def world(world_size: int) -> Axis:
 
 
 def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum in rank order; bf16 accumulated in fp32 and rounded once."""
+    """Return the sum in rank order; bf16 is accumulated in fp32 and rounded once."""
     wide = torch.float32 if parts[0].dtype == torch.bfloat16 else parts[0].dtype
     result = parts[0].to(wide)
     for part in parts[1:]:
@@ -45,8 +43,8 @@ def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def assert_sum(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """fp32/64 may be summed by gloo's ring in another order: a few units in the last place; the
-    rest is exact.
+    """Compare exactly, except for fp32 and fp64 sums: gloo's ring may add in another order, which
+    changes a few units in the last place.
     """
     assert found.dtype == expected.dtype
     tolerance = {torch.float64: 1e-14, torch.float32: 5e-6}.get(found.dtype, 0.0)
@@ -76,7 +74,7 @@ def check_reductions(rank: int, world_size: int) -> None:
 
 
 def as_on_nccl(axis: Axis, patch: pytest.MonkeyPatch) -> Axis:
-    """The axis with the calls that NCCL gets, of which a gloo group has no reduce-scatter."""
+    """An axis that takes the code path of NCCL; a gloo group has no reduce-scatter."""
 
     def scatter(
         out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, async_op: bool
@@ -121,7 +119,7 @@ def check_moves(rank: int, world_size: int) -> None:
 
 
 def check_strided_views(rank: int, world_size: int) -> None:
-    """gloo reduces strided views silently wrong and refuses to exchange them."""
+    """gloo reduces strided views incorrectly without an error, and refuses to exchange them."""
     axis = world(world_size)
     for n in (2 * world_size, 20_000):
         wide = inputs(world_size, (n, world_size, 6), torch.float64)
@@ -147,7 +145,7 @@ def check_strided_views(rank: int, world_size: int) -> None:
 
 
 def check_uneven_all_to_all(rank: int, world_size: int) -> None:
-    """Random splits with zeros, ranks that send nothing at all, and rows of several dims."""
+    """Random splits with zeros, ranks that send nothing, and rows with several dims."""
     axis = world(world_size)
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
@@ -169,7 +167,7 @@ def check_uneven_all_to_all(rank: int, world_size: int) -> None:
 
 
 def check_bf16_accumulates_in_fp32(rank: int, world_size: int) -> None:
-    """256 + 1 is 256 in bf16: a sum of one 256 and ones held in bf16 loses every one of them."""
+    """In bf16, 256 + 1 is 256, so a bf16 sum of one 256 and several ones would lose every one."""
     axis = world(world_size)
     for n in (4, 20_000):
         x = torch.full((world_size * n,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
@@ -179,7 +177,9 @@ def check_bf16_accumulates_in_fp32(rank: int, world_size: int) -> None:
 
 
 def check_async(rank: int, world_size: int) -> None:
-    """Several under way at once, waited for in another order, twice; inputs dropped in between."""
+    """Several operations in flight are awaited twice in another order; inputs are dropped in
+    between.
+    """
     axis = world(world_size)
     for n in (5, 90_000):
         parts = inputs(world_size, (world_size * n, 3), torch.float32)
@@ -199,7 +199,7 @@ def check_async(rank: int, world_size: int) -> None:
 
 
 def check_traffic(rank: int, world_size: int) -> None:
-    """The bytes of the textbook formulas."""
+    """Bytes by the textbook formulas."""
     axis, whole = world(world_size), world_size * 10 * 2 * 8
     axis.traffic.clear()
     x = torch.ones(world_size * 10, 2, dtype=torch.float64)
@@ -257,10 +257,10 @@ def test_size_one_is_the_identity_without_a_process_group() -> None:
 
 
 def pass_around(rank: int, world_size: int) -> list[list[float]]:
-    """`size` shifts bring every tensor home; each rank sees the tensors of the ranks before it,
-    nearest first.
+    """`size` shifts return every tensor to its rank. Each rank sees the tensors of the ranks before
+    it, nearest first.
 
-    Then a strided input and two shifts under way at once, the sent tensors dropped before the wait.
+    Also test a strided input, and two shifts in flight whose inputs are dropped before the wait.
     """
     axis = grid(cp=world_size).cp
     x = torch.full((3, 2), float(rank), dtype=torch.float64)
@@ -287,8 +287,8 @@ def test_shift_passes_to_the_next_rank_and_receives_from_the_previous(world_size
 
 
 def messages_in_order(rank: int, world_size: int) -> list[float]:
-    """Rank 0 sends three messages and forgets the tensors; rank 1 has its buffers posted in the
-    same order.
+    """Rank 0 sends three messages and drops the tensors; rank 1 has posted its buffers in the same
+    order.
     """
     axis = grid(pp=world_size).pp
     if rank == 0:
@@ -310,7 +310,7 @@ def test_messages_arrive_in_order_and_waits_may_be_repeated() -> None:
 
 
 def staged_messages(rank: int, world: int) -> tuple[list[float], list[float], bool]:
-    """A ring and single messages that go through the host, as if the tensors lay on a device."""
+    """A ring and single messages that go through the host, as if the tensors were on a device."""
     axis = grid(cp=world).cp
     x = torch.full((2, 3), float(rank))[:, :2]  # also a view that is not contiguous
     with pytest.MonkeyPatch.context() as patch:
@@ -342,8 +342,8 @@ def test_only_gloo_sends_a_device_tensor_through_the_host() -> None:
 
 Function = Callable[[torch.Tensor, Axis], torch.Tensor]
 
-# name -> (function, input is replicated, output is replicated, input rows are a multiple of the
-# axis)
+# name -> (function, input is replicated, output is replicated, multiple of the axis size in input
+# rows)
 TABLE: dict[str, tuple[Function, bool, bool, bool]] = {
     "copy_to": (d.copy_to, True, False, False),
     "reduce_from": (d.reduce_from, False, True, False),
@@ -354,9 +354,7 @@ TABLE: dict[str, tuple[Function, bool, bool, bool]] = {
 
 
 def draw(axis: Axis, shape: tuple[int, ...], replicated: bool, seed: int) -> torch.Tensor:
-    """Random float64; equal on the ranks of the axis when replicated, different on different
-    groups.
-    """
+    """Return random float64: equal on the ranks of an axis if replicated, different between groups."""
     key = 1000 * seed + 31 * axis.global_ranks[0] + (0 if replicated else 1 + axis.rank)
     return torch.randn(*shape, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
 
@@ -364,9 +362,7 @@ def draw(axis: Axis, shape: tuple[int, ...], replicated: bool, seed: int) -> tor
 def sides_of(
     function: Function, axis: Axis, x: torch.Tensor, replicated_out: bool, seed: int
 ) -> tuple[float, float]:
-    """This rank's share of `<f x, v>` and of `<x, f^T v>`: a replicated tensor is one vector,
-    counted once.
-    """
+    """Return this rank's share of `<f x, v>` and `<x, f^T v>`; replicated tensors are counted once."""
     x = x.requires_grad_()
     y = function(x, axis)
     v = draw(axis, tuple(y.shape), replicated_out, seed + 1)

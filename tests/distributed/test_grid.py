@@ -1,4 +1,4 @@
-"""Rank arithmetic as properties up to 4,096 ranks, and real groups on shapes that once hung."""
+"""Rank arithmetic as properties up to 4,096 ranks, and real groups of shapes that once hung."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.reference import grid as reference
 
 
 def groups_of(shape: GridShape, *axes: str) -> list[tuple[int, ...]]:
-    """A partition of the ranks, ordered by their first rank."""
+    """Return a partition of the ranks, ordered by first ranks."""
     places = ((rank, shape.coordinates(rank)) for rank in range(shape.world_size))
     return [
         shape.members(rank, axes) for rank, place in places if not any(place[name] for name in axes)
@@ -54,7 +54,7 @@ def groups_of(shape: GridShape, *axes: str) -> list[tuple[int, ...]]:
 
 @st.composite
 def shapes(draw: st.DrawFn, limit: int = 4096) -> GridShape:
-    """Any grid of at most `limit` ranks, its axes filled in a random order."""
+    """Draw a grid of at most `limit` ranks; its axes are filled in random order."""
     sizes, left = {}, limit
     for name in draw(st.permutations(AXES)):
         sizes[name] = draw(st.integers(1, min(left, 64) if left > 1 else 1))
@@ -139,8 +139,9 @@ def sum_ranks_over_every_axis(
 
 @pytest.mark.parametrize(
     "shape",
-    # With three stages or more only the first and the last have an embedding group: torch names
-    # groups after how many a rank has made, so a group that others lack makes every later one hang.
+    # With three or more stages, only the first and the last have an embedding group. torch names
+    # groups by the number of groups that a rank has created, so a group on only some ranks would
+    # make every later group hang.
     [{"pp": 4}, {"tp": 2, "cp": 2}, {"dp": 2, "pp": 2}, {"cp": 4}],
     ids=lambda shape: "x".join(f"{k}{v}" for k, v in shape.items()),
 )
@@ -163,7 +164,7 @@ def _connected(rank: int, world_size: int, shape: dict[str, int]) -> int:
 
 
 def test_all_ranks_of_every_axis_meet_once_and_nothing_is_counted() -> None:
-    """Middle stages have no embedding, for which others could wait for ever."""
+    """Middle stages have no embedding group, so other ranks must not wait for them."""
     assert run_ranks(_connected, 6, {"pp": 3, "cp": 2}) == [0] * 6
 
 
@@ -173,7 +174,7 @@ STORE_KEYS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment without torchrun."""
+    """Remove torchrun's variables from the environment."""
     for key in (*KEYS, *STORE_KEYS):
         monkeypatch.delenv(key, raising=False)
     return monkeypatch
@@ -227,7 +228,7 @@ def test_variables_that_cannot_be_meant_are_named(
 
 
 def together(ranks: Sequence[int], action: Callable[[int], Any]) -> dict[int, Any]:
-    """What `action` returns on each rank, as threads, or the words of its ValueError."""
+    """Return the result of `action` or the message of its ValueError, for each rank in a thread."""
     found: dict[int, Any] = {}
 
     def join(rank: int) -> None:
@@ -247,7 +248,9 @@ def together(ranks: Sequence[int], action: Callable[[int], Any]) -> dict[int, An
 def at_once(
     size: int, action: Callable[[Rendezvous], str], seconds: float = 5.0, absent: int = -1
 ) -> list[str]:
-    """What `action` returns or raises on every rank of a rendezvous, as threads over one store."""
+    """Return the result or error of `action` for every rank of a rendezvous, as threads over one
+    store.
+    """
     store, ranks = dist.HashStore(), [rank for rank in range(size) if rank != absent]
     found = together(ranks, lambda rank: action(Rendezvous(rank, size, store, seconds)))
     return [found.get(rank, "") for rank in range(size)]
@@ -277,7 +280,7 @@ def test_a_rank_that_gives_no_value_is_named() -> None:
 
 
 def _life(store: dist.Store, delays: Sequence[float], present: Sequence[int]) -> dict[int, Any]:
-    """What each present one of three ranks gets, started after its delay."""
+    """Return the result of each present rank of three, started after its delay."""
 
     def join(rank: int) -> dist.Store:
         time.sleep(delays[rank])
@@ -291,7 +294,7 @@ def _life(store: dist.Store, delays: Sequence[float], present: Sequence[int]) ->
 def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(
     monkeypatch: pytest.MonkeyPatch, delays: tuple[float, ...]
 ) -> None:
-    """Late ranks, a life that never came together, then whole ones."""
+    """Late ranks, an incomplete start, and complete starts."""
     monkeypatch.setattr("megacp.training.start.launch._READING_SECONDS", 0.1)
     store = dist.HashStore()
     for life in range(2):
@@ -310,7 +313,7 @@ def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(
 ) -> None:
     for gpus, ranks, launcher, expected in (
         (4, 4, "torchrun", "cuda"),
-        (4, 5, "torchrun", "LOCAL_WORLD_SIZE"),  # not a CPU beside idle GPUs
+        (4, 5, "torchrun", "LOCAL_WORLD_SIZE"),  # not one CPU rank next to idle GPUs
         (1, 8, "torchrun", "LOCAL_WORLD_SIZE"),
         (1, 8, "srun", "cuda"),  # --gpus-per-task=1
         (2, 8, "srun", "LOCAL_WORLD_SIZE"),
@@ -344,7 +347,7 @@ def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(
 
 
 def grown_by_collectives(rank: int, world_size: int) -> float:
-    """MiB that a hundred all-gathers of fresh 8 MiB outputs leave behind."""
+    """Return the MiB that remain after a hundred all-gathers with new 8 MiB outputs."""
     axis, x = grid(dp=world_size).dp, torch.zeros(1 << 20)
     sizes = []
     for _ in range(2):
@@ -365,7 +368,7 @@ def test_a_rank_does_not_grow_with_the_number_of_collectives() -> None:
 
 
 def _reported(rank: int, world_size: int, silent: int) -> tuple[str, float]:
-    """What a rank says, and after how many seconds; rank 1 fails by itself, the others in a
+    """Return a rank's error and the seconds until it; rank 1 fails, the other ranks are in a
     collective with it.
     """
     run_store().delete_key(f"megacp_failure/{rank}")  # other tests of this pool have used it
@@ -373,7 +376,7 @@ def _reported(rank: int, world_size: int, silent: int) -> tuple[str, float]:
     barrier(world)
     begun = time.monotonic()
     if rank == silent:
-        time.sleep(3.0)  # the store may go with it
+        time.sleep(3.0)  # the store may end together with its rank
         return "", 0.0
     error = ValueError("bad input") if rank == 1 else RuntimeError("connection closed by peer")
     text = report_failure(error, "step 1", world, 1.0)
@@ -395,8 +398,8 @@ def test_a_rank_that_says_nothing_is_named() -> None:
 
 
 def test_what_the_loss_of_a_rank_has_caused_is_told_from_an_own_mistake() -> None:
-    """A checkpoint that all ranks read or write fails with an error of its own type when one of
-    them is lost.
+    """If a rank is lost, reading or writing a checkpoint fails on the other ranks with a specific
+    error.
     """
     lost = ValueError("a rank was lost")
     lost.__cause__ = RuntimeError("connection closed by peer")
@@ -407,7 +410,7 @@ def test_what_the_loss_of_a_rank_has_caused_is_told_from_an_own_mistake() -> Non
 
 
 def _joins(rank: int, world_size: int, port: int) -> str:
-    """What a rank says of a process group that rank 1 does not come to make."""
+    """Return a rank's error for a process group that rank 1 does not create."""
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, wait_for_workers=False)
     if rank == 1:
         return ""

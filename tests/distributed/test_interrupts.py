@@ -1,4 +1,6 @@
-"""The store of --nproc is this machine's only, and Ctrl-C ends a start without a traceback."""
+"""The store of --nproc is visible only on this machine, and Ctrl-C stops a start without a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ FLAGS = ["--nproc", "2", *SIZES.split(), "--train-iters", "100000", "--log-file"
 
 
 def listening(port: int) -> set[str]:
-    """The local addresses, as the kernel writes them, at which this machine listens at a port."""
+    """Return the local addresses at which this machine listens on a port, in the kernel's notation."""
     found = set()
     for table in ("tcp", "tcp6"):
         path = Path("/proc/net", table)
@@ -55,7 +57,7 @@ def started(flags: list[str]) -> subprocess.Popen[str]:
         "CUDA_VISIBLE_DEVICES": "",
     }
     pipe = subprocess.PIPE
-    # a session of its own is the foreground job of a terminal: Ctrl-C reaches all its processes
+    # a separate session is like the foreground job of a terminal: Ctrl-C reaches all its processes
     return subprocess.Popen(
         command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
@@ -88,14 +90,16 @@ def test_ctrl_c_in_the_first_seconds_is_one_word(moment: str) -> None:
     while not MOMENTS[moment](run.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     if moment == "while Python starts":
-        time.sleep(0.2)  # Python has a handler of its own before ours
+        time.sleep(0.2)  # Python's own handler is active before ours
     ranks = children(run.pid)
     os.killpg(run.pid, signal.SIGINT)
     try:
         (ended,) = ends([run], 60)
     finally:
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, as it should
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # the process has already ended, as expected
                 os.kill(rank, signal.SIGKILL)
     assert (ended.status, ended.out) == (130, "")
     assert ended.err in ("interrupted\n", "interrupted before the first step\n")

@@ -1,5 +1,5 @@
-"""Large blocks: none is written while a tensor can be read, no more is held than was in use,
-results are the same.
+"""Large blocks: no block is reused while a tensor can be read, memory stays below the peak in use,
+and results are unchanged.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_what_autograd_saves_keeps_its_block_until_backward_is_done() -> None:
 
 
 def test_no_more_is_held_than_was_in_use_at_once_whatever_sizes_come() -> None:
-    """Also not where a size is an eighth too large; of free blocks the smallest that is enough goes
+    """This also holds for sizes an eighth too large; the smallest sufficient free block is returned
     first.
     """
     blocks = LargeBlocks()
@@ -88,7 +88,7 @@ def test_threads_take_and_let_go_at_once() -> None:
 
 
 def test_values_dtypes_and_derivatives_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where autocast, autograd or a compiler would have chosen others."""
+    """This also holds for dtypes that autocast, autograd or a compiler would change."""
     blocks = LargeBlocks()
     blocks.active = True
     monkeypatch.setattr(large_blocks, "BLOCKS", blocks)
@@ -101,7 +101,7 @@ def test_values_dtypes_and_derivatives_are_those_of_torch(monkeypatch: pytest.Mo
     blocks.smallest = 1
     del (used := [empty((30, 7), x).fill_(torch.nan)])[
         :
-    ]  # what comes next finds other values in its block
+    ]  # the next tensor finds other values in its block
     assert torch.equal(zeros((30, 7), x), torch.zeros(30, 7, dtype=torch.float64)) and not used
     made = empty((2, 3, 4), x, torch.bfloat16)
     assert made.shape == (2, 3, 4) and made.dtype == torch.bfloat16 and made.is_contiguous()
@@ -121,7 +121,7 @@ def test_values_dtypes_and_derivatives_are_those_of_torch(monkeypatch: pytest.Mo
 def trained(
     rank: int, world_size: int, smallest: int, values: dict
 ) -> tuple[list, list[torch.Tensor], list[int]]:
-    """Losses of four steps, the weights after them, and the bytes of blocks that each step left."""
+    """Return losses of four steps, the final weights, and the bytes of blocks after each step."""
     config = with_values(
         RunConfig(), {**QUICK_SIZES, "dtype": "float64", "seq_length": 64, **values}
     )
@@ -155,7 +155,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_with_all_its_results_in_blocks_has_the_same_bits(case: str) -> None:
-    """A block that is given away too early anywhere in a step is seen, and blocks that pile up."""
+    """Detects a block that is released too early anywhere in a step, and blocks that accumulate."""
     ranks, values = CASES[case]
     plain, reused = (run_ranks(trained, ranks, smallest, values) for smallest in (1 << 40, 512))
     for (losses, weights, none), (same, others, held) in zip(plain, reused, strict=True):
@@ -164,11 +164,11 @@ def test_a_run_with_all_its_results_in_blocks_has_the_same_bits(case: str) -> No
 
 
 def decayed(rank: int, world_size: int) -> float:
-    """A state that has lost almost all of itself, times one."""
+    """Return a state that has almost completely decayed, times one."""
     state = torch.full((8, 8), 1e-30) * 1e-10
     return (state @ torch.eye(8)).max().item()
 
 
 def test_what_has_decayed_below_the_normal_numbers_is_zero_on_a_cpu_rank() -> None:
-    """A processor takes up to a hundred times as long for a product with such numbers."""
+    """With denormal numbers, a product takes up to a hundred times as long."""
     assert run_ranks(decayed, 1) == [0.0]

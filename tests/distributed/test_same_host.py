@@ -1,6 +1,4 @@
-"""Messages from memory to memory: what gloo would bring, in any order of waits, and a reason when a
-rank is gone.
-"""
+"""Messages from memory to memory have gloo's results in any order of waits, and name a lost rank."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from megacp.training.start.launch import report_failure
 from tests.ranks import RankError, grid, run_ranks
 
 SIZES = (1, 7, 1024, 1025, 3000, 70_001)
-"""Elements of a block, on both sides of 4,096 bytes."""
+"""Elements of a block, below and above 4,096 bytes."""
 
 
 def world_of(world_size: int) -> Axis:
@@ -48,8 +46,8 @@ def world_of(world_size: int) -> Axis:
 
 
 def everything(axis: Axis) -> list[torch.Tensor]:
-    """One result of each collective and message, for each size and some dtypes; splits have empty
-    blocks.
+    """Return a result of each collective and message for each size and some dtypes; some splits are
+    empty.
     """
     found = []
     for seed, n in enumerate(SIZES):
@@ -85,15 +83,15 @@ def test_every_call_brings_the_bits_that_gloo_brings(world_size: int) -> None:
 
 
 def gather(value: object) -> list[object]:
-    """What `connect_host` is given: objects of all ranks, over gloo."""
+    """Gather objects of all ranks over gloo, as `connect_host` needs it."""
     values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def _sends_first(rank: int, world_size: int) -> bool:
-    """Both ranks wait for what they send before they look at what arrives; it arrives on two axes,
-    last one first.
+    """Both ranks wait for their sends before they receive; messages arrive on two axes in reverse
+    order.
     """
     one, two = grid(dp=2).world, grid(dp=2).dp
     buffers = [torch.empty(200_000), torch.empty(100_000)]
@@ -116,7 +114,7 @@ def _sends_and_goes_elsewhere(rank: int, world_size: int) -> bool:
     if rank == 0:
         for handle in [isend(torch.tensor([float(i)]), axis, 1) for i in range(count)]:
             handle.wait()
-        barrier(axis)  # gloo's, in which nobody looks at messages
+        barrier(axis)  # gloo's barrier, which does not process messages
         return True
     time.sleep(0.5)
     right = [irecv(torch.empty(1), axis, 0).wait().item() for _ in range(count)] == list(
@@ -146,9 +144,7 @@ def test_parts_of_an_axis_have_messages_of_their_own() -> None:
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    """What rank 1 says of a message of another size, and rank 0 of a rank that does not come in
-    time.
-    """
+    """Return the errors for a message of a wrong size on rank 1, and for a late rank on rank 0."""
     quick = build_grid(GridShape(dp=2), rank, timeout=datetime.timedelta(seconds=0.5)).world
     said = []
     for start in (
@@ -188,9 +184,7 @@ def test_a_rank_that_is_gone_ends_the_wait_at_once() -> None:
 
 
 def _ends_while_it_is_read(rank: int, world_size: int) -> None:
-    """Rank 1 says where a tensor is and ends; rank 0 asks for the tensor once that process has no
-    memory any more.
-    """
+    """Rank 1 announces a tensor and ends; rank 0 reads it after that process has lost its memory."""
     axis = grid(dp=2).world
     assert axis.local is not None
     if rank == 1:
@@ -213,7 +207,7 @@ def test_a_rank_that_ends_while_its_memory_is_read_is_named() -> None:
 
 
 def _not_readable(rank: int, world_size: int) -> str:
-    """What rank 0 says of a memory that it may not read."""
+    """Return rank 0's error for memory that it may not read."""
     axis = grid(dp=2).world
     x = torch.zeros(2000)
     if rank == 1:
@@ -238,8 +232,8 @@ def test_the_owner_of_a_memory_that_cannot_be_read_is_named() -> None:
 
 
 def is_answered(process: int) -> bool:
-    """Whether the door of a rank is open: its threads hold it for a moment after the process has
-    ended.
+    """Return whether the socket of a rank is open; its threads keep it briefly after the process
+    has ended.
     """
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller,
@@ -251,9 +245,7 @@ def is_answered(process: int) -> bool:
 
 
 def _ends_before_it_is_connected(rank: int, world_size: int, lost: int) -> None:
-    """All ranks have found each other readable, and one ends before it calls the others or answers
-    them.
-    """
+    """All ranks can read each other, but one ends before it connects to the others."""
     gathered = list[Any]()
 
     def gather_and_end(value: object) -> list[object]:
@@ -291,7 +283,7 @@ def test_where_one_rank_cannot_read_another_all_use_gloo(blind: int) -> None:
 
 
 def _elsewhere(rank: int, world_size: int) -> list[bool]:
-    """Ranks 0 and 1 on one machine, 2 and 3 on another."""
+    """Ranks 0 and 1 are on one machine, ranks 2 and 3 on another."""
     with mock.patch.object(same_host, "_machine", lambda: f"machine {rank // 2}"):
         found = connect_host(rank, gather)
     assert found is not None

@@ -1,1 +1,1 @@
-"""Slow, obvious twins of what the project computes cleverly."""
+"""Slow and obvious references for optimised code of the project."""

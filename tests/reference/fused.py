@@ -1,5 +1,5 @@
-"""flash-linear-attention's `chunk_gated_delta_rule` token by token: its parameters, its refusals,
-autograd.
+"""flash-linear-attention's `chunk_gated_delta_rule` token by token, with its parameters, its errors
+and autograd.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def chunk_gated_delta_rule(
     cp_context: object = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`q, k[1, t, groups, K]`, `v[1, t, heads, V]`, rates `[1, t, heads]`; as release 0.6.0
-    declares it.
+    """Shapes are `q, k[1, t, groups, K]`, `v[1, t, heads, V]` and rates `[1, t, heads]`; the
+    signature is that of release 0.6.0.
     """
     assert not any(
         [

@@ -1,4 +1,4 @@
-"""Random packs with everything a mask can hold: documents, branches, image spans, padding inside
+"""Random packs with all features of a mask: documents, branches, image spans, and padding inside
 and at the end.
 """
 
@@ -23,11 +23,12 @@ def random_batch(
     weights: str = "some",
     number: int = 0,
 ) -> PackedBatch:
-    """A pack of `tokens` tokens. Branches come after their prefix, later documents after earlier
-    ones.
+    """Return a pack of `tokens` tokens. Branches follow their prefix, and documents follow each
+    other.
 
-    No documents: padding alone. `depth`: branches above one another at the most. `weights`: `some`
-    (about two thirds are counted, with unequal weights) or `all` (1 everywhere).
+    Without documents, the pack is only padding. `depth` is the maximum number of nested branches.
+    `weights` is `some` (about two thirds of the tokens, with unequal weights) or `all` (1
+    everywhere).
     """
     cuts = np.sort(
         rng.choice(np.arange(1, tokens), max(1, min(documents, tokens)) - 1, replace=False)
@@ -56,7 +57,7 @@ def random_batch(
                 next_span += 0 if shared else 1
             if (
                 prefix < length and rng.random() < 0.7
-            ):  # images inside of branches, of the document's span or their own
+            ):  # images in branches, in the document's span or a separate one
                 low = int(rng.integers(prefix, length))
                 span[start + low : start + int(rng.integers(low + 1, length + 1))] = next_span
             next_span += 1
@@ -88,7 +89,7 @@ def random_batch(
 def _trees(
     rng: np.random.Generator, lengths: np.ndarray, real: np.ndarray, depth: int, images: bool
 ) -> tuple[Metadata, np.ndarray]:
-    """Random trees of these lengths side by side, and the position of each token on its path."""
+    """Return random trees of these lengths, concatenated, and each token's position on its path."""
     leave, span, position = (np.zeros(len(real), np.int64) for _ in range(3))
 
     def grow(start: int, stop: int, above: int, left: int) -> None:
@@ -108,8 +109,8 @@ def _trees(
 
 
 def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) -> PackedBatch:
-    """One document: frames that all see each other, `text` causal tokens in front of each, `after`
-    behind the last.
+    """Return one document: frames that all see each other, `text` causal tokens before each frame,
+    and `after` tokens at the end.
     """
     one = [0] * text + [1] * tokens_of_frame
     span = np.array(one * frames + [0] * after, np.int32)
@@ -122,12 +123,12 @@ def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) ->
 
 
 def metadata(batch: PackedBatch) -> Metadata:
-    """What the mask knows of a batch."""
+    """Return the mask metadata of a batch."""
     return Metadata.of_row(batch.leave, batch.span)
 
 
 def dense_mask(table: TileTable) -> np.ndarray:
-    """The mask of a small table as bool `[queries, keys]`."""
+    """Return the mask of a small table as bool `[queries, keys]`."""
     dense = np.zeros((table.queries, table.keys), dtype=bool)
     for row in table.rows:
         for tile in row.tiles:
@@ -138,6 +139,6 @@ def dense_mask(table: TileTable) -> np.ndarray:
 
 
 def branched(batch: PackedBatch) -> bool:
-    """Whether some document has branches."""
+    """Return whether any document has branches."""
     end = np.maximum.accumulate(batch.leave)
     return bool((batch.leave != end)[batch.leave > 0].any())

@@ -1,4 +1,4 @@
-"""Reading sharded tensors and parameters back into global ones, for tests that compare with one
+"""Assembling sharded tensors and parameters into global ones, for comparisons with a single
 process.
 """
 
@@ -17,7 +17,7 @@ Pieces = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
 
 
 def pieces_of(module: nn.Module, values: Mapping[nn.Parameter, torch.Tensor]) -> Pieces:
-    """What this rank holds of each global tensor, from values shaped like its local parameters."""
+    """Return this rank's part of each global tensor, from values shaped like its local parameters."""
     return {
         (piece.name, piece.offsets): (
             piece.global_shape,
@@ -29,8 +29,8 @@ def pieces_of(module: nn.Module, values: Mapping[nn.Parameter, torch.Tensor]) ->
 
 
 def assemble(parts: Iterable[Pieces]) -> dict[str, np.ndarray]:
-    """Global tensors by name. NaN marks elements that a rank does not hold; every element must be
-    held by some rank, and with the same bits by all that hold it (replicated weights, the two
+    """Return global tensors by name. NaN marks missing elements of a rank. Every element must be
+    present on some rank, with the same bits on all ranks that have it (replicated weights, the two
     copies of a tied embedding).
     """
     whole: dict[str, np.ndarray] = {}
@@ -48,8 +48,8 @@ def assemble(parts: Iterable[Pieces]) -> dict[str, np.ndarray]:
 
 
 def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's part of the global tensors into a module; rows of no piece get a value that
-    would show.
+    """Copy this rank's part of the global tensors into a module; rows outside all pieces get a
+    conspicuous value.
     """
     with torch.no_grad():
         for parameter in (*module.parameters(), *module.buffers()):

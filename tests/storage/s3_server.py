@@ -1,4 +1,4 @@
-"""moto's S3 server on this machine, and one before it that refuses requests and cuts answers."""
+"""moto's S3 server on this machine, with a proxy that refuses requests and truncates answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduc
 
 
 class QuietHandler(WSGIRequestHandler):
-    """No line for each request; connections are kept, as a store keeps them."""
+    """A handler that logs no requests and keeps connections open, like a real store."""
 
     protocol_version = "HTTP/1.1"
 
@@ -32,9 +32,7 @@ class QuietHandler(WSGIRequestHandler):
 
 @dataclass
 class FaultyServer:
-    """An application before which `share` of the requests are refused, cut, or left without an
-    answer.
-    """
+    """Wrap an application and refuse, truncate or drop `share` of its requests."""
 
     application: Callable[..., Iterable[bytes]]
     share: float = 0.0
@@ -70,9 +68,7 @@ class FaultyServer:
 
 @dataclass
 class S3Server:
-    """A running server: its faults, an empty bucket, and what a client of it has in its
-    environment.
-    """
+    """A running server: its faults, an empty bucket, and the environment of its clients."""
 
     faults: FaultyServer
     bucket: Url
@@ -81,8 +77,8 @@ class S3Server:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """A server with one bucket; this process's clients, and those it starts, find it by botocore's
-    own variables.
+    """Start a server with one bucket. Clients of this process and of its children find it through
+    botocore's environment variables.
     """
     faults = FaultyServer(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, faults, threaded=True, request_handler=QuietHandler)
@@ -112,5 +108,5 @@ def s3_server() -> Iterator[S3Server]:
 
 
 def use(environment: dict[str, str]) -> None:
-    """Have a rank that was forked before the server find it."""
+    """Let a rank that was forked before the server started find it."""
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Stores for tests: `memory://`, and one over it that refuses, cuts and counts requests."""
+"""Stores for tests: `memory://`, and a wrapper that refuses, truncates and counts requests."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from megacp.storage.url import Url
 
 
 def memory() -> Url:
-    """A folder of its own in this process's memory."""
+    """Return a new folder in the memory of this process."""
     return Url(f"memory://{uuid.uuid4().hex}")
 
 
 class Busy(OSError):
-    """What a store answers that has too much to do."""
+    """The answer of an overloaded store."""
 
     status = 503
 
 
 class FlakyStore(MemoryFileSystem):
-    """The same memory under `flaky://`: a share of requests fails, and a share of reads comes
-    short.
-    """
+    """The same memory under `flaky://`: some requests fail, and some reads return too few bytes."""
 
     protocol = "flaky"
     cachable = False
@@ -80,9 +78,7 @@ fsspec.register_implementation("flaky", FlakyStore, clobber=True)
 
 @contextmanager
 def flaky(share: float, seed: int = 0) -> Iterator[type[FlakyStore]]:
-    """`flaky://` fails that share of its requests meanwhile, and nobody waits before trying
-    again.
-    """
+    """Let this share of the requests of `flaky://` fail, without delays before retries."""
     FlakyStore.share, FlakyStore.rng = share, random.Random(seed)
     FlakyStore.asked.clear()
     FlakyStore.failed.clear()
@@ -94,5 +90,5 @@ def flaky(share: float, seed: int = 0) -> Iterator[type[FlakyStore]]:
 
 
 def under_flaky(url: Url) -> Url:
-    """The same folder of memory, over the store that fails."""
+    """Return the same folder of memory in the flaky store."""
     return Url(url.text.replace("memory://", "flaky://"))

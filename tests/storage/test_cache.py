@@ -1,4 +1,4 @@
-"""The cache of folders: a copy is used while each of its files has its hash, and made again
+"""The cache of folders: a copy is used while each of its files has its hash, and is made again
 otherwise.
 """
 
@@ -21,7 +21,7 @@ CONTENT = {"a.json": b'{"a": 1}', "b.bin": bytes(range(64)), "below/c.txt": b"c"
 
 
 class Made:
-    """Writes CONTENT, and counts how often."""
+    """Write CONTENT and count the calls."""
 
     def __init__(self) -> None:
         self.times = 0

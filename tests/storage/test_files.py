@@ -1,5 +1,5 @@
-"""Files that are none, links, sizes, JSON without an end, and locks: every one has an answer at
-once.
+"""Special files, links, sizes, truncated JSON and locks: each one is refused or handled
+immediately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def odd_file(kind: str, path: Path) -> None:
-    """Put something that is no regular file at `path`."""
+    """Create something other than a regular file at `path`."""
     if kind == "a named pipe":
         os.mkfifo(path)
     elif kind == "a directory":
@@ -32,14 +32,14 @@ def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(
 ) -> None:
     odd_file(kind, tmp_path / "x")
     for read in (files.open_regular, files.read_regular, files.read_json, files.sha256_of):
-        with pytest.raises(ValueError, match=f"x is {kind}, no regular file"):
+        with pytest.raises(ValueError, match=f"x is {kind}, not a regular file"):
             read(tmp_path / "x")
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "9" * 5000, "{", ""])
 def test_json_without_an_end_or_a_number_is_a_value_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=r"x\.json is no JSON: "):
+    with pytest.raises(ValueError, match=r"x\.json is not valid JSON: "):
         files.read_json(tmp_path / "x.json")
 
 
@@ -49,9 +49,9 @@ def test_a_new_file_and_a_lock_follow_no_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(outside)
     with pytest.raises(FileExistsError):
         files.write_new(tmp_path / "link", b"")
-    with pytest.raises(ValueError, match="link is a link, which is not written through"):
+    with pytest.raises(ValueError, match="link is a symbolic link, and links are not followed"):
         files.open_own(tmp_path / "link", os.O_RDWR)
-    with pytest.raises(ValueError, match="is a link"):
+    with pytest.raises(ValueError, match="is a symbolic link"):
         files.lock(tmp_path / "link")
     files.write_atomically(tmp_path / "link", b"new")  # replaces the link itself
     assert outside.read_text() == "precious" and (tmp_path / "link").read_bytes() == b"new"
@@ -71,7 +71,7 @@ def test_an_atomic_write_never_shows_or_leaves_a_part(
 ) -> None:
     path = tmp_path / "m.json"
     files.write_atomically(path, b"older")
-    with open(path, "rb") as reader:  # a file rewritten in place would change under a reader
+    with open(path, "rb") as reader:  # a reader would notice a file that is rewritten in place
         files.write_atomically(path, b"old")
         assert reader.read() == b"older"
 

@@ -1,4 +1,4 @@
-"""Answers of web servers and stores are bounded in time and in bytes."""
+"""Answers of web servers and stores are limited in time and size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(url_module, "_ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(url_module, "_SECONDS", 0.1)  # a try that is too late is the last
+    monkeypatch.setattr(url_module, "_SECONDS", 0.1)  # an attempt that is late is the last one
 
 
 @pytest.mark.parametrize("read", READS)
@@ -71,17 +71,19 @@ def test_a_fast_answer_may_take_longer_than_the_bound(
 def test_a_body_without_an_end_is_left_at_its_bound(server: Server, name: str, read: str) -> None:
     before = server.sent
     with pytest.raises(
-        ValueError, match=r"has more than 1,048,576 bytes|bytes where 1048576 were asked for"
+        ValueError, match=r"has more than 1,048,576 bytes|bytes, 1048576 were requested"
     ):
         READS[read](Url(f"{server.url}/{name}"))
-    assert server.sent - before < 64 << 20  # what the sockets hold, too
+    assert server.sent - before < 64 << 20  # includes the buffers of the sockets
 
 
 def test_an_index_page_without_an_end_is_left_at_its_bound(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(url_module, "_PAGE_BYTES", 1 << 20)
-    with pytest.raises(ValueError, match="has more than 1,048,576 bytes, the most of such a page"):
+    with pytest.raises(
+        ValueError, match="has more than 1,048,576 bytes, the limit for such a page"
+    ):
         expanded(f"{server.url}/index/*.jsonl")
 
 
@@ -100,7 +102,7 @@ def test_a_store_that_does_not_answer_is_left(
 
 
 def begin_waiting() -> bytes:
-    """Wait longer than any test; `time.sleep` does not while a flaky store is used."""
+    """Wait longer than any test; `time.sleep` returns immediately while a flaky store is used."""
     threading.Event().wait(10)
     return b""
 
@@ -141,5 +143,5 @@ def test_an_ipv6_address_is_a_url() -> None:
 
 @pytest.mark.parametrize("text", ["zip://a::http://[::1]/b.zip", "simplecache::http://[::1]/a"])
 def test_a_chain_of_urls_is_refused_also_with_an_ipv6_address(text: str) -> None:
-    with pytest.raises(ValueError, match="no plain URL"):
+    with pytest.raises(ValueError, match="not a plain URL"):
         Url(text).info()

@@ -1,4 +1,4 @@
-"""Foreign text in a message cannot steer a terminal, nor fill it."""
+"""Foreign text in a message can neither control a terminal nor flood it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEERING = "\x1b[2J\x07\x08\r\x9b31m\x7f\x00\u202e\u2066\u2028"
 
 
 def steers(text: str) -> bool:
-    """Whether a text holds a character that a terminal acts on, beyond newline and tab."""
+    """Return whether a text contains a character that terminals interpret, except newline and tab."""
     return any(
         ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2066\u2028"
         for c in text
@@ -71,7 +71,7 @@ def test_errors_lines_and_results_are_escaped(capsys: pytest.CaptureFixture[str]
 
 
 def tensors(folder: Path) -> list[str]:
-    """A folder of a model whose tensors have such names."""
+    """Create a model folder whose tensors have such names."""
     folder.mkdir()
     sizes = {
         "hidden_size": 8,

@@ -1,4 +1,4 @@
-"""A web server for tests that answers badly: a byte at a time, without an end, or not at all."""
+"""A web server for tests with bad answers: one byte at a time, endless, or none."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PLAIN = b'{"text": "a word"}\n'
-"""What `/plain` gives."""
+"""Content of `/plain`."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by the last part of the path: `plain`, `drip`, `slow_headers`, `index`; else without
-    an end.
+    """Select the answer by the last part of the path: `plain`, `drip`, `slow_headers` or `index`;
+    any other name is endless.
     """
 
     server: Server
@@ -24,7 +24,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(with_body=False)
 
     def do_GET(self) -> None:
-        with contextlib.suppress(OSError):  # the client has heard enough
+        with contextlib.suppress(OSError):  # the client may disconnect early
             self.answer(with_body=True)
 
     def answer(self, with_body: bool) -> None:
@@ -59,11 +59,11 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.02)
 
     def log_message(self, format: str, *words: object) -> None:
-        """Print nothing."""
+        """Do not log requests."""
 
 
 class Server(ThreadingHTTPServer):
-    """Counts what it sends, and stops sending once `stopped` is set."""
+    """A server that counts the bytes it sends and stops when `stopped` is set."""
 
     daemon_threads = True
 
@@ -78,7 +78,7 @@ class Server(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def bad_server(host: str = "127.0.0.1") -> Iterator[Server]:
-    """Run the server meanwhile. OSError where this machine has no such address."""
+    """Run the server. Raise OSError if this machine does not have the address."""
     with Server(host) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()

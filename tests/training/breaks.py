@@ -28,8 +28,12 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("counted=not tied)", "counted=True)", "a tied table counts twice in the norm"),
     ],
     ("megacp/distributed/grid.py", "tests/training/test_denominator.py"): [
-        ("([self.ep], [self.edp]) if", "([], []) if", "ranks with experts first meet in a step"),
-        ('self.over("dp", "cp"), *edp', "*edp", "ranks that sum gradients first meet in a step"),
+        ("axes.append(self.ep)", "pass", "ranks that share experts first meet in a step"),
+        (
+            'axes.append(self.over("dp", "cp"))',
+            "pass",
+            "ranks that sum gradients first meet in a step",
+        ),
         (
             "self.embedding, self.world]",
             "self.world]",
@@ -159,8 +163,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/training/test_vision_dataset.py",
     ): [
         (
-            "(False, True) if self.fused",
-            "() if self.fused",
+            "            segment_levels(whole, self.device, False)\n            segment_levels(whole, self.device, True)",
+            "            pass",
             "segments of states are planned in the step",
         ),
     ],

@@ -12,7 +12,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             ": tuple[int, ...] = ()",
             "sizes of a collective do not matter",
         ),
-        ("(c.dtype, c.elements) for c", "(c.dtype,) for c", "sizes of a message do not matter"),
+        ("(call.dtype, call.elements)\n", "(call.dtype,)\n", "sizes of a message do not matter"),
         (
             '(_messages(mine, "recv", other)',
             '(_messages(mine, "send", other)',

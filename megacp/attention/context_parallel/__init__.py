@@ -1,1 +1,1 @@
-"""Layouts, plans and transports: attention and states over ranks."""
+"""Layouts, plans and transports for attention and recurrent states over context-parallel ranks."""

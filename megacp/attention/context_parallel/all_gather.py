@@ -1,9 +1,9 @@
 """All-gather attention (Llama 3, 2024): every rank gathers all K/V and attends with its own
 queries.
 
-A rank attends to its own keys while the others' are under way. Gathered keys are put into the row's
-order, so neighbouring tiles join and a document costs few kernel calls. Backward gathers again and
-reduce-scatters the gradients.
+Each rank attends to its own keys while the other keys are in flight. Gathered keys are sorted into
+the row's order, so that adjacent tiles join and a document needs few kernel calls. Backward gathers
+again and reduce-scatters the gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megacp.distributed.large_blocks import empty
 
 
 def _others(plan: AttentionPlan) -> np.ndarray:
-    """Indices `[T - t]` into the row of the tokens that other ranks hold, in the row's order."""
+    """Return the tokens of other ranks, in the row's order: indices `[T - t]` into the row."""
     mine = np.zeros(len(plan.metadata), bool)
     mine[plan.local] = True
     return plan.order[~mine[plan.order]]
@@ -29,36 +29,38 @@ def _others(plan: AttentionPlan) -> np.ndarray:
 
 @once
 def _table_of_others(plan: AttentionPlan) -> TileTable:
+    """Return the tiles between this rank's queries and the keys of other ranks."""
     return plan.tiles(plan.local, _others(plan))
 
 
 @once
 def _places_of_others(plan: AttentionPlan, device: torch.device) -> torch.Tensor:
-    in_rank_order = np.argsort(
-        plan.indices.reshape(-1)
-    )  # [T]: where a token stands once all are gathered
-    return to_device(in_rank_order[_others(plan)], device)
+    """Return the places of `_others` in the gathered tensor, `[T - t]`."""
+    place = np.argsort(plan.indices.reshape(-1))  # [T], place of each token after the gather
+    return to_device(place[_others(plan)], device)
 
 
 class AllGatherAttention(KeysToQueries):
     """Transport `all_gather`."""
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """Return the tiles of this rank's keys and of all other keys."""
         return [plan.table(plan.cp_rank), _table_of_others(plan)]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        gathered = start_all_gather(
-            torch.stack([k, v], 1), self.axis
-        )  # [T, 2, groups, d], in rank order
+        """Yield this rank's own block, then the keys of all other ranks; see `KVBlocks`."""
+        # [t, groups, d] twice -> [T, 2, groups, d], in rank order
+        gathered = start_all_gather(torch.stack([k, v], 1), self.axis)
         own, others = self.tables(plan)
         mine = yield k, v, own
         places = _places_of_others(plan, k.device)
+        # not kept in variables, so that the gathered keys are freed before the reduce-scatter
         theirs = yield *(x.index_select(0, places) for x in gathered.take().unbind(1)), others
         if mine is None or theirs is None:
             return None
-        row = empty(
-            (len(plan.metadata), *theirs.shape[1:]), theirs
-        )  # gradients of all keys, in rank order
+        # gradients of all keys in rank order, this rank's own keys included
+        row = empty((len(plan.metadata), *theirs.shape[1:]), theirs)
         row[places] = theirs
-        row[plan.cp_rank * len(mine) : (plan.cp_rank + 1) * len(mine)] = mine
+        first = plan.cp_rank * len(mine)
+        row[first : first + len(mine)] = mine
         return reduce_scatter(row, self.axis)  # [T, 2, groups, d] -> [t, 2, groups, d]

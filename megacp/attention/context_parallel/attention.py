@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks: the function to call, and the transport that it calls."""
+"""The public attention function over context-parallel ranks, and the selection of its transport."""
 
 from __future__ import annotations
 
@@ -23,27 +23,34 @@ def context_parallel_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend exactly over the rows that the ranks of `axis` share; differentiable.
+    """Compute exact attention over rows that are sharded over the ranks of `axis`; differentiable.
 
-    Every rank of the axis calls it with its own tokens, in the order of `plan.local`:
+    Every rank of the axis calls this function with its own tokens, in the order of `plan.local`:
 
-    * `q` is `[t, heads, d]`, `k` and `v` are `[t, groups, d]` with `heads % groups == 0` (grouped
+    * `q` is `[t, heads, d]`; `k` and `v` are `[t, groups, d]` with `heads % groups == 0` (grouped
       queries).
-    * The result is `[t, heads, d]` in the dtype of `q`. A token that sees nothing (padding) gets
-      zeros.
-    * `plan.within(Reach(window=128))` is the plan of a layer with a sliding window.
-    * `scale` multiplies the scores; 1 / sqrt(d) if None. `sinks` `[heads]` are learned logits of an
-      extra key whose value is 0 (as in gpt-oss).
+    * The result is `[t, heads, d]` in the dtype of `q`. Tokens that see no key (padding) get zeros.
+    * For a layer with a sliding window, pass `plan.within(Reach(window=128))`.
+    * `scale` multiplies the scores; None means 1 / sqrt(d). `sinks` `[heads]` are learned logits of
+      an extra key whose value is 0 (as in gpt-oss).
 
-    `transport` is a name in `TRANSPORTS`; `a2a+p2p` needs two sizes, so build it with
+    `transport` is a name from `TRANSPORTS`. `a2a+p2p` needs two group sizes and must be built with
     `select_transport`. The first call on an axis chooses the fastest kernel for the device and
-    dtype; later calls reuse it. ValueError if the plan and the axis differ in size, or if the
-    transport does not support the number of heads.
+    dtype; later calls reuse it.
+
+    Raise ValueError if the plan and the axis differ in size, or if the transport does not support
+    the number of heads.
     """
     if plan.cp != axis.size:
-        raise ValueError(f"the plan deals the row to {plan.cp} ranks, the axis has {axis.size}")
+        raise ValueError(
+            f"the plan is for {plan.cp} ranks, but the axis has {axis.size}; build the plan with "
+            "the size of the axis"
+        )
+    # the transport is built once per axis, name, kernel and device
     chosen = _transport_of(axis, transport, auto_kernel(q.device.type, q.dtype), q.device)
-    return chosen.attend(q, k, v, plan, q.shape[-1] ** -0.5 if scale is None else scale, sinks)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    return chosen.attend(q, k, v, plan, scale, sinks)
 
 
 def select_transport(
@@ -55,23 +62,27 @@ def select_transport(
     cap: float = 0.0,
     tell: Tell = lambda line: None,
 ) -> Transport:
-    """Build the transport of a name with the kernel of a name; ValueError if either is unknown.
+    """Build a transport with a kernel, both by name.
 
-    `hierarchy`: ranks of the inner all-to-all and of the outer ring of `a2a+p2p`. The kernel
-    `dense` is the reference for one process and ignores the transport. `cap`: see `MathKernel`.
-    `a2a+p2p` makes process groups, so all ranks of the world must call this alike.
+    `hierarchy` contains the sizes of the inner all-to-all and of the outer ring of `a2a+p2p`. The
+    kernel `dense` is a reference for one process and ignores the transport. `cap` is described at
+    `MathKernel`. `tell` receives log lines about the chosen kernel.
+
+    `a2a+p2p` creates process groups, so all ranks of the world must make the same call. Raise
+    ValueError if the transport or the kernel is unknown.
     """
     if kernel == "dense":
         return DenseAttention(axis, cap)
     if name not in TRANSPORTS:
         raise ValueError(f"transport {name} is unknown; choose {', '.join(TRANSPORTS)}")
+    # a single rank has the whole row and needs no transport
     chosen = select_kernel(kernel, device, cap, tell)
-    return (
-        of_one_rank(chosen) if axis.size == 1 else TRANSPORTS[name].build(axis, chosen, hierarchy)
-    )
+    if axis.size == 1:
+        return of_one_rank(chosen)
+    return TRANSPORTS[name].build(axis, chosen, hierarchy)
 
 
 @once
 def _transport_of(axis: Axis, name: str, kernel: str, device: torch.device) -> Transport:
-    """Keep the transport with its axis, because a compiled kernel belongs to its object."""
+    """Return a transport that is kept with its axis, so that compiled kernels are reused."""
     return select_transport(name, kernel, axis, device)

@@ -1,20 +1,19 @@
-"""The balanced layout: equal tokens and equal attention area on every rank, while documents stay on
-few ranks.
+"""The balanced layout: equal tokens and equal attention area on every rank, few ranks per document.
 
-Documents are sorted by mean cost per token (allowed keys per query). Rank r takes a stretch from
-the light end and one from the heavy end: T / cp tokens together, with 1 / (cp - r) of the remaining
-area. Prefix sums give the area of every possible cut. One causal document comes out as zigzag, one
-bidirectional document as contiguous. A cut near the best one is taken where it costs clearly fewer
-exchanged keys and little balance.
+Documents are sorted by their mean cost per token (allowed keys per query). Rank r takes one stretch
+from the light end and one from the heavy end. Together they contain T / cp tokens and 1 / (cp - r)
+of the remaining area. Prefix sums give the area of every possible cut. A single causal document is
+dealt as in the zigzag layout, a single bidirectional document as in the contiguous layout. A cut
+close to the best one is preferred if it exchanges clearly fewer keys and costs little balance.
 
-Eight causal tokens over two ranks see 1 to 8 keys, 36 together. Rank 0 is to have four of them with
-an area of 18:
+Example: eight causal tokens over two ranks see 1 to 8 keys, 36 in total. Rank 0 needs four tokens
+with an area of 18, so it takes two from each end:
 
     light from the low end    4            3            2            1            0
     tokens of rank 0          0 1 2 3      0 1 2 7      0 1 6 7      0 5 6 7      4 5 6 7
     area                      10           14           18           22           26
 
-Letters: `T` tokens of the row; a cut at index p stands in front of that token.
+Letters in shapes: `T` tokens of the row. A cut at index p is placed before token p.
 """
 
 from __future__ import annotations
@@ -26,101 +25,109 @@ import numpy as np
 from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach
 
 AREA_SLACK = 0.01
-"""Most error of a rank's area, as a share of its target, for a cheaper cut."""
+"""Largest error of a rank's area that a cheaper cut may have, as a share of the target area."""
 WORTHWHILE = 0.75
-"""A cut besides the one of best balance must cost at most this share of its exchanged keys."""
+"""A cut other than the best balanced one may exchange at most this share of the best cut's keys."""
 
 
 Mix = Mapping[Reach, int]
-"""Layers by how far they look."""
+"""Number of layers for each reach."""
 ALIKE: Mix = {UNLIMITED: 1}
+"""A model whose layers all look back without limit."""
 
 
 def row_area(metadata: Metadata, mix: Mix = ALIKE) -> np.ndarray:
-    """int64 `[T]`: how many tokens of the row each one sees, summed over the layers."""
-    return sum(
-        (metadata.cost_within(reach) * layers for reach, layers in mix.items()),
-        np.zeros(len(metadata), int),
-    )
+    """Return the number of keys that each token of the row sees, summed over all layers.
+
+    int64 `[T]`.
+    """
+    area = np.zeros(len(metadata), int)
+    for reach, layers in mix.items():
+        area = area + metadata.cost_within(reach) * layers
+    return area
 
 
 def deal_balanced(metadata: Metadata, cp: int, mix: Mix = ALIKE) -> np.ndarray:
-    """Indices `[cp, T / cp]` into the row, ascending on each rank: a stretch from either end of
-    what is left.
+    """Return the tokens of each rank, `[cp, T / cp]`, as ascending indices into the row.
+
+    Each rank takes one stretch from either end of the remaining tokens.
     """
     cost = row_area(metadata, mix)
     order = density_order(metadata, cost)
     keys_cut = keys_crossing(metadata.take(order))  # [T + 1]
-    area = np.concatenate(
-        [[0], np.cumsum(cost[order])]
-    )  # [T + 1], of the first 0, 1, ..., T tokens
-    low = 0  # what is left is order[low:high]
+    area = np.append(0, np.cumsum(cost[order]))  # [T + 1], of the first 0, 1, ..., T tokens
+    low = 0  # the remaining tokens are order[low:high]
     high = len(order)
-    share = len(order) // cp  # tokens of a rank
+    share = len(order) // cp  # tokens per rank
     ranks = []
-    for left in range(
-        cp, 0, -1
-    ):  # each aims at its part of what is left, so errors do not pile up on the last rank
-        light = _light_tokens(area, keys_cut, (low, high), share, (area[high] - area[low]) / left)
+    # each rank aims at its part of the remaining area, so errors do not accumulate on the last one
+    for left in range(cp, 0, -1):
+        target = (area[high] - area[low]) / left
+        light = _light_tokens(area, keys_cut, (low, high), share, target)
         heavy = high - (share - light)
-        ranks.append(np.sort(np.concatenate([order[low : low + light], order[heavy:high]])))
+        tokens = np.concatenate([order[low : low + light], order[heavy:high]])
+        ranks.append(np.sort(tokens))
         low += light
         high = heavy
     return np.stack(ranks)
 
 
 def density_order(metadata: Metadata, cost: np.ndarray) -> np.ndarray:
-    """Indices `[T]`: padding, then documents by ascending mean of `cost[T]`, each in its own
-    order.
+    """Return the indices `[T]` of padding, then of documents by ascending mean of `cost[T]`.
+
+    Tokens of a document keep their order.
     """
-    number = metadata.document + 1  # padding is 0
-    mean = np.bincount(number, weights=cost) / np.maximum(np.bincount(number), 1)
-    # the last key counts most; `number` parts documents of one mean
+    number = metadata.document + 1  # 0 for padding
+    tokens = np.maximum(np.bincount(number), 1)
+    mean = np.bincount(number, weights=cost) / tokens
+    # lexsort uses the last key first; `number` separates documents with equal means
     return np.lexsort((metadata.order, number, mean[number], number > 0))
 
 
 def keys_crossing(metadata: Metadata) -> np.ndarray:
-    """int64 `[T + 1]`: K/V rows that would travel if the tokens were cut in front of each token,
-    for two ranks.
+    """Return the number of K/V rows that two ranks would exchange for a cut before each token.
 
-    Documents must be stretches of `metadata[T]`, in the row's order. A key travels if a query
-    across the cut sees it.
+    int64 `[T + 1]`. A key is exchanged if a query on the other side of the cut sees it. Documents
+    must be contiguous in `metadata[T]`, and their tokens in the order of the row.
     """
     n = len(metadata)
-    here = np.arange(n)  # [T], as are all arrays but `steps`
-    # the last and the first token that see the key; itself for padding
-    stretch = np.cumsum(np.diff(metadata.document, prepend=metadata.document[:1]) != 0) * (n + 1)
+    here = np.arange(n)  # [T], like all arrays except `steps`
+    # last token that sees the key; padding sees only itself
+    document = metadata.document
+    stretch = np.cumsum(np.diff(document, prepend=document[:1]) != 0) * (n + 1)
     last = np.searchsorted(stretch + metadata.order, stretch + metadata.leave) - 1
     last = np.where(metadata.leave > 0, last, here)
+    # first token that sees the key: the beginning of its span, or the key itself
     _, begin, span = np.unique(metadata.span, return_index=True, return_inverse=True)
     first = np.where(metadata.span != 0, begin[span.reshape(-1)], here)
-    # [T + 2]: +1 where a key begins to cross cuts, -1 behind its last one; the running sum counts
-    # crossing keys
-    steps = np.bincount(here + 1, minlength=n + 2) - np.bincount(
-        last + 1, minlength=n + 2
-    )  # cuts in (here, last]
-    steps += np.bincount(first + 1, minlength=n + 2) - np.bincount(
-        here + 1, minlength=n + 2
-    )  # cuts in (first, here]
+    # [T + 2]: +1 at the first cut that a key crosses, -1 after the last one; the running sum counts
+    # the keys that cross each cut
+    steps = np.bincount(here + 1, minlength=n + 2)  # cuts in (here, last]
+    steps -= np.bincount(last + 1, minlength=n + 2)
+    steps += np.bincount(first + 1, minlength=n + 2)  # cuts in (first, here]
+    steps -= np.bincount(here + 1, minlength=n + 2)
     return np.cumsum(steps)[: n + 1]
 
 
 def _light_tokens(
     area: np.ndarray, keys_cut: np.ndarray, ends: tuple[int, int], share: int, target: float
 ) -> int:
-    """How many of a rank's `share` tokens come from the light end of the stretch `ends` for an area
-    of `target`.
+    """Return how many of a rank's `share` tokens come from the light end.
+
+    The rank takes tokens from both ends of the stretch `ends`, with a total area near `target`.
     """
     low, high = ends
-    light = np.arange(share + 1)  # every choice; arrays below are [share + 1]
-    cut_low = low + light  # it takes order[low:cut_low] and order[cut_high:high]
+    # [share + 1]: all possible choices; a choice takes order[low:cut_low] and order[cut_high:high]
+    light = np.arange(share + 1)
+    cut_low = low + light
     cut_high = high - (share - light)
-    error = np.abs(area[cut_low] - area[low] + area[high] - area[cut_high] - target)
-    best = (
-        share if error[share] <= error.min() else int(np.argmin(error))
-    )  # a tie takes one stretch, not two
+    light_area = area[cut_low] - area[low]
+    heavy_area = area[high] - area[cut_high]
+    error = np.abs(light_area + heavy_area - target)
+    # on a tie, prefer one stretch over two
+    best = share if error[share] <= error.min() else int(np.argmin(error))
     keys = keys_cut[cut_low] + keys_cut[cut_high]
-    # one stretch: the other end stays where it was cut before
+    # a rank with a single stretch adds one cut; the other end was cut by an earlier rank
     keys[0] = keys_cut[high - share]
     keys[share] = keys_cut[low + share]
     near = np.flatnonzero(error <= max(AREA_SLACK * target, error.min()))

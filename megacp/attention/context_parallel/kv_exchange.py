@@ -1,8 +1,9 @@
-"""K/V exchange: one uneven all-to-all of just the rows that some rank needs.
+"""K/V exchange: one uneven all-to-all with only the K/V rows that some rank needs.
 
-The plan knows for each pair of ranks which keys are seen across it. Documents that live on few
-ranks cost the others no byte, and a rank attends to its own keys while the others' are under way.
-Gradients of K/V go back by the reverse of the same plan and are added in rank order.
+The plan knows, for each pair of ranks, which keys of one the other sees. A document whose tokens
+are on few ranks costs the other ranks no communication. Each rank attends to its own keys while the
+other keys are in flight. Gradients of K/V return by the reverse exchange and are added in rank
+order.
 """
 
 from __future__ import annotations
@@ -23,36 +24,35 @@ from megacp.distributed.large_blocks import empty
 
 @dataclass(frozen=True)
 class Exchange:
-    """What moves in the all-to-all, as one rank sees it."""
+    """The contents of the all-to-all from the view of one rank."""
 
     send: np.ndarray
-    """int64 `[sum of out]`: local numbers of the rows this rank sends, destination after
-    destination.
-    """
+    """int64 `[sum of out]`: local row numbers that this rank sends, sorted by destination."""
     out_splits: tuple[int, ...]
-    """Rows sent to each rank; 0 to itself."""
+    """Number of rows sent to each rank; 0 for this rank."""
     in_splits: tuple[int, ...]
-    """Rows that arrive from each rank."""
+    """Number of rows received from each rank."""
     order: np.ndarray
-    """int64 `[sum of in]`: puts rows as they arrive into the row's order."""
+    """int64 `[sum of in]`: indices that sort received rows into the row's order."""
     table: TileTable
-    """Tiles between this rank's queries and the arrived keys in that order."""
+    """Tiles between this rank's queries and the received keys in that order."""
 
     @once
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`send` and `order` on the device."""
+        """Return `send` and `order` on the device."""
         return to_device(self.send, device), to_device(self.order, device)
 
 
 def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
-    """Keys that some query of each rank sees: bool `[T]` over the row's tokens a rank, equal on all
-    ranks.
+    """Return for each rank which tokens of the row are keys of its queries.
+
+    A list of bool `[T]`, equal on all ranks.
     """
     row = plan.metadata.take(plan.order)
     needed = []
     for tokens in plan.indices:
         seen = np.zeros(len(row), bool)
-        # tiles are made with keys in `plan.order`; `seen` is in the row's own
+        # the table has keys in `plan.order`, `seen` has them in natural order
         seen[plan.order] = tile_table(plan.metadata.take(tokens), row, plan.reach).needed_keys
         needed.append(seen)
     return needed
@@ -60,27 +60,39 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
 
 @once
 def exchange_of(plan: AttentionPlan) -> Exchange | None:
-    """The exchange of this rank; None where no rank needs anything of another, on all ranks
-    alike.
+    """Return the exchange of this rank, or None if no rank needs keys of another rank.
+
+    All ranks agree on whether the result is None.
     """
     needed = needed_rows(plan)
-    ranks = range(plan.cp)
     mine = plan.cp_rank
-    if not any(
-        needed[r][plan.indices[source]].any() for r in ranks for source in ranks if source != r
-    ):
+    crosses = False
+    for source, tokens in enumerate(plan.indices):
+        readers = (needed[rank] for rank in range(plan.cp) if rank != source)
+        if any(seen[tokens].any() for seen in readers):
+            crosses = True
+            break
+    if not crosses:
         return None
-    position = np.argsort(plan.order)  # [T]: where each token stands in that order, its inverse
-    nothing = np.zeros(0, np.int64)
-    sent = [nothing if r == mine else np.flatnonzero(needed[r][plan.local]) for r in ranks]
-    came = [
-        nothing if r == mine else plan.indices[r][needed[mine][plan.indices[r]]] for r in ranks
-    ]  # of the row
-    keys = np.concatenate(came)
+
+    sent = []  # for each rank, local row numbers
+    received = []  # for each rank, tokens of the row
+    for rank, tokens in enumerate(plan.indices):
+        if rank == mine:
+            sent.append(np.zeros(0, np.int64))
+            received.append(np.zeros(0, np.int64))
+        else:
+            sent.append(np.flatnonzero(needed[rank][plan.local]))
+            received.append(tokens[needed[mine][tokens]])
+    keys = np.concatenate(received)
+    position = np.argsort(plan.order)  # [T], place of each token in `plan.order`
     order = np.argsort(position[keys])
-    table = plan.tiles(plan.local, keys[order])
     return Exchange(
-        np.concatenate(sent), tuple(map(len, sent)), tuple(map(len, came)), order, table
+        send=np.concatenate(sent),
+        out_splits=tuple(map(len, sent)),
+        in_splits=tuple(map(len, received)),
+        order=order,
+        table=plan.tiles(plan.local, keys[order]),
     )
 
 
@@ -88,10 +100,13 @@ class KVExchange(KeysToQueries):
     """Transport `kv_exchange`."""
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """Return the tiles of the rank's own keys, and of received keys if there are any."""
+        own = plan.table(plan.cp_rank)
         exchange = exchange_of(plan)
-        return [plan.table(plan.cp_rank), *([exchange.table] if exchange else [])]
+        return [own, exchange.table] if exchange else [own]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
+        """Yield this rank's own block, then all received keys as one block; see `KVBlocks`."""
         exchange = exchange_of(plan)
         if exchange is None:
             return (yield k, v, plan.table(plan.cp_rank))
@@ -100,16 +115,16 @@ class KVExchange(KeysToQueries):
         out_splits = exchange.out_splits
         in_splits = exchange.in_splits
         coming = start_all_to_all(kv.index_select(0, send), self.axis, out_splits, in_splits)
-        dkv = yield k, v, plan.table(plan.cp_rank)  # of own keys, while the others are under way
+        dkv = yield k, v, plan.table(plan.cp_rank)  # own keys, while the other keys are in flight
+        # not kept in variables, so that the received keys are freed before the reverse exchange
         theirs = yield *(x.index_select(0, order) for x in coming.take().unbind(1)), exchange.table
         if dkv is None or theirs is None:
             return None
         leaving = empty(theirs.shape, theirs)
         leaving[order] = theirs  # back to the order of arrival
-        # the same message the other way: what came goes, what went comes
+        # the reverse exchange: gradients of received rows go back to the ranks that sent them
         arrived = start_all_to_all(leaving, self.axis, in_splits, out_splits).take()
+        # add rank by rank: a row may have been sent to several ranks, but only once to each
         for rows, values in zip(send.split(out_splits), arrived.split(out_splits), strict=True):
-            dkv.index_add_(
-                0, rows, values
-            )  # rank by rank: a row goes to a rank at most once, and to several
+            dkv.index_add_(0, rows, values)
         return dkv

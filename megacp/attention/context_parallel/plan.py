@@ -1,24 +1,27 @@
-"""The plan of one microbatch: the layout's indices and the tile tables, computed once and used by
-every layer.
+"""The attention plan of one microbatch: the layout's indices and the tile tables.
 
-A plan is a function of metadata that every rank of the group holds: integers on the host, equal on
-all ranks without a message. Its permutations index a row of `T` tokens, of which a rank holds `t`:
+A plan is computed once and used by every layer. It depends only on metadata that every rank of the
+group has, so all ranks compute equal host integers without communication. Its permutations index a
+row of `T` tokens, `t` of which are local to a rank:
 
-    name          shape     what x[name] is, of a row x                    used by indices
-    [cp, t]   what each rank holds                           kv_exchange, states, vision: who has
-    what local         [t]       what this rank holds, `indices[cp_rank]`       shard: tokens,
-    labels, positions order         [T]       the row as its keys stand side by side         one
-    rank, all_gather, kv_exchange _position     [T]       (the inverse of `order`: a token's place)
-    here, to stand a rank's tokens in `order`
-                            what x[name] is, of x gathered over n ranks
-    arrival(n)    [n * t]   as `grouped(n).local`                          a2a, states by heads:
-    after the first message departure(n)  [n * t]   (its inverse: rank by rank again)
-    and before the second
+    name          shape     x[name], for a row x                     used by
+    indices       [cp, t]   tokens of every rank                     kv_exchange, states, vision
+    local         [t]       tokens of this rank                      sharding of tokens and labels
+    order         [T]       the row, sorted as its keys are stored   one rank, all_gather,
+                                                                     kv_exchange
+    _position     [T]       (inverse of `order`)                     sorting tokens by `order`
 
-Text at 0, 2, 4, 6 and a video at 1, 3, 5, 7, zigzag on two ranks: `order` is 0 2 4 6 1 3 5 7 and
-`_position` 0 4 1 5 2 6 3 7. Rank 0 holds 0 6 1 7, rank 1 holds 2 4 3 5. With n = 2 these eight come
-as 0 6 1 7 2 4 3 5; `arrival` 0 4 5 1 2 6 7 3 makes `order` of them again, and `departure` 0 3 4 7 1
-2 5 6 undoes it.
+                            x[name], for x gathered over n ranks
+    arrival(n)    [n * t]   tokens in the order of                   a2a and states by heads, after
+                            `grouped(n).local`                       the first message
+    departure(n)  [n * t]   tokens rank by rank again (inverse)      and before the second message
+
+Example: text at 0, 2, 4, 6 and a video at 1, 3, 5, 7, zigzag on two ranks.
+
+* `order` is 0 2 4 6 1 3 5 7 and `_position` is 0 4 1 5 2 6 3 7.
+* Rank 0 gets tokens 0 6 1 7, rank 1 gets tokens 2 4 3 5.
+* With n = 2 the tokens arrive as 0 6 1 7 2 4 3 5. `arrival` 0 4 5 1 2 6 7 3 sorts them by `order`
+  again, and `departure` 0 3 4 7 1 2 5 6 is its inverse.
 """
 
 from __future__ import annotations
@@ -41,44 +44,44 @@ from megacp.attention.ops.once import once
 
 
 def key_order(metadata: Metadata) -> np.ndarray:
-    """The order `[T]` in which tokens of a row stand side by side: as they are, or sorted by type
-    inside documents.
+    """Return the order `[T]` in which keys are stored: natural, or sorted by type in each document.
 
-    Sorted when that makes fewer tiles. Images that see each other across text, such as frames of a
-    video, then are one stretch of keys instead of many.
+    Tokens are sorted if that reduces the number of tiles. Images that see each other across text,
+    such as frames of a video, then form one stretch of keys instead of many.
     """
     natural = np.arange(len(metadata))
     if not metadata.span.any():
         return natural
     order = text_before_images(metadata)
     tiles = metadata.by_type.own_table.num_tiles
-    # the bound costs a few counts, the table of the natural order many tiles where it is the worse
+    # try the cheap lower bound first: the natural order's own table is large when it is worse
     fewer = tiles < _least_tiles(metadata) or tiles < metadata.own_table.num_tiles
     return order if fewer else natural
 
 
 def _least_tiles(metadata: Metadata) -> int:
-    """Tiles that the natural order has at the least: the stretches of a span see each other pair by
-    pair.
+    """Return a lower bound for the number of tiles in natural order.
+
+    The bound counts only pairs of different stretches of the same span.
     """
     span = metadata.span
-    # a stretch sees each later one of its span by a tile; earlier ones may join with the text
-    # between them
-    opens = (span != 0) & (np.diff(span, prepend=0) != 0)
-    stretches = (
-        np.bincount(np.unique(span[opens], return_inverse=True)[1])
-        if opens.any()
-        else np.zeros(1, np.int64)
-    )
+    opens = (span != 0) & (np.diff(span, prepend=0) != 0)  # [T], first token of each stretch
+    if not opens.any():
+        return 0
+    # each stretch needs a tile for every later stretch of its span; tiles for earlier stretches may
+    # be joined with the text in between
+    stretches = np.bincount(np.unique(span[opens], return_inverse=True)[1])  # [spans]
     return int((stretches * (stretches - 1) // 2).sum())
 
 
 class AttentionPlan:
-    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens,
-    how far the layers look, lazy tile tables.
+    """Everything that one cp rank needs to attend: token indices, metadata, reach and tile tables.
 
-    `order[T]` is how a whole row stands once it is gathered; each rank's tokens follow the same
-    order unless the layout's own is kept because `order` is the natural one.
+    `indices[cp, t]` index the row, `metadata` describes all its tokens, and `reach` says how far
+    the layers look back. Tile tables are built when they are first used.
+
+    `order[T]` is the storage order of a gathered row. The tokens of each rank are sorted by it too,
+    except if `order` is natural: then each rank keeps the order of the layout.
     """
 
     def __init__(
@@ -95,14 +98,14 @@ class AttentionPlan:
         self.order = key_order(metadata) if order is None else order
         self._by_type = bool((np.diff(self.order) < 0).any())
         self._position = np.argsort(self.order)
-        # a rank's own keys are to be few stretches too; a natural `order` leaves a layout's own,
-        # such as zigzag's
-        self.indices = (
-            np.stack([self._arranged(tokens) for tokens in indices]) if self._by_type else indices
-        )
+        # few stretches of keys per rank mean few tiles; a natural `order` leaves the order of a
+        # layout such as zigzag unchanged
+        if self._by_type:
+            indices = np.stack([self._arranged(tokens) for tokens in indices])
+        self.indices = indices
 
     def _arranged(self, tokens: np.ndarray) -> np.ndarray:
-        """The same tokens as they stand in `order`."""
+        """Return the same tokens sorted by `order`."""
         return tokens[np.argsort(self._position[tokens])]
 
     @property
@@ -112,17 +115,18 @@ class AttentionPlan:
 
     @property
     def local(self) -> np.ndarray:
-        """Indices `[t]` into the row of the tokens this rank holds."""
+        """Indices `[t]` into the row of this rank's tokens."""
         return self.indices[self.cp_rank]
 
     def tiles(self, queries: np.ndarray, keys: np.ndarray) -> TileTable:
-        """Tiles between tokens of the row, by their indices."""
+        """Return the tiles between two sets of tokens, given as indices into the row."""
         return tile_table(self.metadata.take(queries), self.metadata.take(keys), self.reach)
 
     @once
     def table(self, source: int) -> TileTable:
-        """Tiles between this rank's queries and the keys of cp rank `source`, both in local
-        order.
+        """Return the tiles between this rank's queries and the keys of cp rank `source`.
+
+        Both sides are in local order.
         """
         return self.tiles(self.local, self.indices[source])
 
@@ -130,12 +134,13 @@ class AttentionPlan:
     def table_of_row(self) -> TileTable:
         """Tiles between this rank's queries and the whole row in the order `order`."""
         if np.array_equal(self.local, self.order) and self.reach == UNLIMITED:
-            # one rank holds the row: the table by which `order` was chosen
-            return (self.metadata.by_type if self._by_type else self.metadata).own_table
+            # a single rank has the whole row: reuse the table that `key_order` has built
+            metadata = self.metadata.by_type if self._by_type else self.metadata
+            return metadata.own_table
         return self.tiles(self.local, self.order)
 
     def within(self, reach: Reach) -> AttentionPlan:
-        """The plan of layers that look so far: the same tokens on every rank, in the same order."""
+        """Return the plan of layers with this reach: same tokens on every rank, same order."""
         return self if reach == self.reach else self._within(reach)
 
     @once
@@ -144,24 +149,26 @@ class AttentionPlan:
 
     @once
     def grouped(self, size: int) -> AttentionPlan:
-        """The plan of groups of `size` neighbouring ranks that hold their tokens together."""
+        """Return the plan of groups of `size` neighbouring ranks that pool their tokens."""
         together = self.indices.reshape(self.cp // size, -1)  # [cp, t] -> [cp / size, size * t]
         arranged = np.stack([self._arranged(tokens) for tokens in together])
         return AttentionPlan(arranged, self.metadata, self.cp_rank // size, self.order, self.reach)
 
     @once
     def arrival(self, size: int, device: torch.device) -> torch.Tensor:
-        """int64 `[size * t]`: puts tokens gathered over this rank's group in rank order into
-        `grouped(size)`'s.
+        """Return the indices that sort gathered tokens into the order of `grouped(size).local`.
+
+        int64 `[size * t]`; the tokens are gathered over this rank's group, rank by rank.
         """
         return to_device(self._arrival(size), device)
 
     @once
     def departure(self, size: int, device: torch.device) -> torch.Tensor:
-        """The inverse of `arrival`."""
+        """Return the inverse of `arrival`, int64 `[size * t]`."""
         return to_device(np.argsort(self._arrival(size)), device)
 
     def _arrival(self, size: int) -> np.ndarray:
-        first = self.cp_rank // size * size  # rank of the group
-        # as `_arranged` sorts tokens, but the places that they have in the message
-        return np.argsort(self._position[self.indices[first : first + size].reshape(-1)])
+        first = self.cp_rank // size * size  # first rank of the group
+        # like `_arranged`, but returns positions in the message instead of tokens
+        gathered = self.indices[first : first + size].reshape(-1)
+        return np.argsort(self._position[gathered])

@@ -1,11 +1,11 @@
-"""Ring attention (Liu et al., 2023): K/V travel around the cp axis, each rank attends to what
-passes by.
+"""Ring attention (Liu et al., 2023): K/V blocks travel around the cp axis past all queries.
 
-The next K/V is under way while the present one is used. Backward sends K/V round again. The first
-rank that they come to starts their gradient, which follows one step behind them. What a rank adds
-to its own never leaves home, so gradients take n - 1 steps too. Where no rank sees anything of what
-would still come by, as in windows of a contiguous row, the ring stops, and gradients go home at
-once. Grouped K/V heads are never expanded on the wire.
+The next block is in flight while the current block is used. Backward sends the blocks around the
+ring again. The first rank that receives a block starts its gradient, which follows the block one
+step later. The gradient from a rank's own queries is never sent, so gradients also take n - 1
+steps. The ring stops early if no rank sees any key of the remaining blocks, as with windows in a
+contiguous layout; gradients then return to their owners in one step. Grouped K/V heads are never
+expanded for a message.
 """
 
 from __future__ import annotations
@@ -22,44 +22,52 @@ from megacp.distributed.collectives import Pending, start_shift
 
 @once
 def _steps(plan: AttentionPlan) -> int:
-    """Blocks of keys that a rank is shown, its own the first, until no rank sees anything of the
-    rest.
+    """Return the number of ring steps, the rank's own block included.
+
+    Later blocks contain no key that any rank sees.
     """
     needed = needed_rows(plan)
     ranks = range(plan.cp)
-    # in step s rank r is shown the keys of rank r - s; indices below 0 count from the last rank
-    seen = [step for step in ranks if any(needed[r][plan.indices[r - step]].any() for r in ranks)]
-    return 1 + max(seen, default=0)
+    steps = 1
+    for step in ranks:
+        # in step s, rank r has the keys of rank r - s; negative indices count from the last rank
+        if any(needed[rank][plan.indices[rank - step]].any() for rank in ranks):
+            steps = 1 + step
+    return steps
 
 
 class RingAttention(KeysToQueries):
     """Transport `p2p`."""
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        return [
-            plan.table((self.axis.rank - step) % self.axis.size) for step in range(_steps(plan))
-        ]
+        """Return the tiles of each ring step."""
+        size = self.axis.size
+        return [plan.table((self.axis.rank - step) % size) for step in range(_steps(plan))]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
+        """Yield this rank's block, then the blocks of the previous ranks; see `KVBlocks`."""
         tables = self.tables(plan)
         last = len(tables) - 1
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
-        home: torch.Tensor | None = None  # of this rank's K/V, by its own queries
-        gradient: Pending | None = (
-            None  # of the K/V block at hand, as summed by the ranks it came by before
-        )
+        # gradient of this rank's K/V from its own queries
+        home: torch.Tensor | None = None
+        # gradient of the current block, summed over the ranks that have already used it
+        gradient: Pending | None = None
         for step in range(last + 1):
             shift = start_shift(kv, self.axis) if step < last else None
             dkv = yield kv[:, 0], kv[:, 1], tables[step]
-            # gradients of own keys stay here; those of another rank's move on with what this rank
-            # adds
+            # the own block's gradient stays here; gradients of other blocks move on after this
+            # rank's contribution is added
             if step == 0:
                 home = dkv
             elif dkv is not None:
                 if gradient:
                     dkv += gradient.wait()
-                gradient = start_shift(dkv, self.axis, 1 if step < last else self.axis.size - last)
-            kv = shift.wait() if shift else kv
+                # after the last step, the gradient returns to the owner of the block
+                distance = 1 if step < last else self.axis.size - last
+                gradient = start_shift(dkv, self.axis, distance)
+            if shift:
+                kv = shift.wait()
         if home is not None and gradient:
-            home += gradient.wait()  # of this rank's K/V, by the queries of all others
+            home += gradient.wait()  # from the queries of all other ranks
         return home

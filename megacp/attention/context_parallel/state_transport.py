@@ -1,5 +1,5 @@
-"""How the states of layers move over the ranks of a row: chosen once a layer, as `transport.py` is
-for attention.
+"""The transport of recurrent states over the ranks of a row; layers choose it once, like an
+attention transport.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from megacp.distributed.grid import Axis
 
 
 def move_states(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
-    """`recur`, by the fused kernel of the rule where there is one for the device and dtype of the
-    first input.
+    """Return `recur(rule, plan, axis, *inputs)`.
+
+    The fused kernel of the rule computes it, if one exists for the device and dtype of the first
+    input.
     """
     fused = fused_mover(rule, inputs[0].device.type, inputs[0].dtype)
     return fused(plan, axis, *inputs) if fused else recur(rule, plan, axis, *inputs)
@@ -28,38 +30,38 @@ def move_states(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tens
 
 @dataclass(frozen=True)
 class StateTransport:
-    """Moves the states of one rule over the ranks of a row, and makes the convolution before
-    them.
-    """
+    """Moves the states of one rule over the ranks of a row, and computes its convolution."""
 
     rule: Rule
     axis: Axis
     by_heads: bool
-    """Whether a rank takes all tokens of some heads, by all-to-alls, instead of all heads of its
+    """Whether all-to-alls give each rank all tokens of some heads, instead of all heads of its own
     tokens.
     """
     taps: int
-    """Tokens of the convolution."""
+    """Length of the convolution, in tokens."""
     device: torch.device = torch.device("cpu")
     fused: Callable[..., torch.Tensor] | None = None
-    """`fused_mover` of the rule."""
+    """`fused_mover` of the rule, if there is a kernel."""
 
     def prepare(self, plan: AttentionPlan) -> None:
-        """Make on the host what the layers will ask of a plan; called from the loader's threads."""
+        """Build on the host the data that the layers need for a plan; runs in loader threads."""
         taps_plan(plan, self.taps)
         whole = plan.grouped(self.axis.size) if self.by_heads else plan
-        for to_exits in (False, True) if self.fused else ():
-            segment_levels(whole, self.device, to_exits)
-        if not self.fused:
+        if self.fused:  # outputs, then maps to exits
+            segment_levels(whole, self.device, False)
+            segment_levels(whole, self.device, True)
+        else:
             chunks_of(whole)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """`short_convolution` of the rank's channels."""
+        """Return the `short_convolution` of this rank's channels."""
         return short_convolution(x, weight, plan, self.axis)
 
     def move(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:
-        """What the rule reads, `[t, heads/tp, V]`, of inputs `[t, ...]` of this rank's tokens; 0
-        for padding.
+        """Return the output of the rule, `[t, heads/tp, V]`, with 0 for padding.
+
+        The inputs are `[t, ...]` of this rank's tokens.
         """
         move = self.fused or functools.partial(recur, self.rule)
         if self.by_heads:

@@ -1,9 +1,10 @@
-"""What a transport of context parallelism is, and the loop of those that bring keys to queries.
+"""The transport interface of context parallelism, and the shared loop that brings keys to queries.
 
-A transport is an object with one differentiable call, `attend`, over the tokens that its rank
-holds. Those in which queries stay and K/V travel (ring, all-gather, K/V exchange, and one rank
-alone) share a forward and a backward: they differ only in `kv_blocks`, the order in which keys come
-by. `a2a.py` moves heads instead and attends with one of these.
+A transport is an object with one differentiable call, `attend`, over the tokens of its rank. In the
+ring, the all-gather, the K/V exchange and on a single rank, queries stay and K/V travel. These
+transports share one forward and one backward, and differ only in `kv_blocks`, which yields keys in
+their order of arrival. `a2a.py` exchanges heads instead and then attends with one of these
+transports.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from megacp.distributed.large_blocks import zeros
 KVBlock = tuple[torch.Tensor, torch.Tensor, TileTable]
 """Keys and values `[m, groups, d]`, and the tiles between this rank's queries and them."""
 KVBlocks = Generator[KVBlock, torch.Tensor | None, torch.Tensor | None]
-"""Yields every `KVBlock`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each block,
-and returns the gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are
-None."""
+"""Generator of all `KVBlock`s. In backward, the caller sends it the gradient `dkv[m, 2, groups, d]`
+of each block, and it returns the gradient of this rank's keys and values, `[t, 2, groups, d]`. In
+forward, both are None.
+"""
 
 
 class Transport(Protocol):
-    """Attention over the tokens of a cp axis; tensors are sharded over it by the plan."""
+    """Attention over the tokens of a cp axis; the plan shards all tensors over the axis."""
 
     def attend(
         self,
@@ -55,22 +57,22 @@ class Transport(Protocol):
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's
-        dtype.
+        """Attend with `q[t, heads, d]`, `k, v[t, groups, d]`; differentiable.
 
-        `sinks[heads]`: see `merge_sinks`; of each its gradient from this rank's queries.
+        Return `out[t, heads, d]` in q's dtype. `sinks[heads]` are described at `merge_sinks`; they
+        get only the gradient from this rank's queries. `call` runs the attention function.
         """
         ...
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
-        """Make on the host what the layers of a plan need; called from the loader's threads."""
+        """Build on the host all tables that the layers of a plan need; runs in loader threads."""
         ...
 
 
 class KeysToQueries(ABC):
-    """Queries stay on their rank, blocks of keys and values come to it.
+    """Base of the transports in which queries stay on their rank and K/V blocks come to them.
 
-    Forward saves `q, k, v, out, lse` of this rank's tokens; keys of other ranks travel again in
+    Forward saves `q, k, v, out, lse` of this rank's tokens. Keys of other ranks are sent again in
     backward.
     """
 
@@ -80,15 +82,17 @@ class KeysToQueries(ABC):
 
     @abstractmethod
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        """All keys that this rank's queries see, for its own `k, v[t, groups, d]`; called once in
-        each pass.
+        """Yield all keys that this rank's queries see, given its own `k, v[t, groups, d]`.
+
+        Called once in each pass.
         """
 
     @abstractmethod
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """What this rank's queries see of the keys of each block."""
+        """Return the tiles between this rank's queries and the keys of each block."""
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
+        """Prepare the kernel for every block of the plan."""
         for table in self.tables(plan):
             self.kernel.prepare(table, heads)
 
@@ -102,13 +106,16 @@ class KeysToQueries(ABC):
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        # kernels and messages take the last dim as dense; a transposed view would be read past its
-        # end
+        """Attend to the blocks of keys as they arrive; see `Transport.attend`."""
+        # kernels and messages assume a dense last dim and would read past the end of a transposed
+        # view
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return call(functools.partial(_AttendBlocks.apply, sinks, self, plan, scale), q, k, v)
 
 
 class _AttendBlocks(torch.autograd.Function):
+    """Attention over the blocks of a transport, with a manual backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,32 +128,34 @@ class _AttendBlocks(torch.autograd.Function):
         v: torch.Tensor,
     ) -> torch.Tensor:
         partial = empty_partial(q)  # out 0 and lse -inf, in fp32 or wider
-        # a transport starts its next message before it yields: keys travel while these are attended
-        # to
+        # a transport starts its next message before it yields, so keys travel during the kernel
         for keys, values, table in transport.kv_blocks(k, v, plan):
             transport.kernel.attend(partial, (q, keys, values), table, scale)
         if sinks is not None:
             merge_sinks(partial.out, partial.lse, sinks)
         out = partial.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, partial.lse, sinks)
-        ctx.transport, ctx.plan, ctx.scale = transport, plan, scale
+        ctx.transport = transport
+        ctx.plan = plan
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ValueError(
-                "backward with create_graph=True: attention over ranks cannot be differentiated twice"
+                "backward with create_graph=True: attention over ranks cannot be differentiated "
+                "twice"
             )
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        # a kernel called for one source of keys starts from the merged (out, lse), so the sum over
-        # sources is exact
+        # every kernel call starts from the merged (out, lse) of all blocks, so the sum over blocks
+        # is exact
         saved = Saved(q, out, lse, douts[0].contiguous())
         wide = accumulation_dtype(q.dtype)
         dq = zeros(q.shape, q, wide)
-        dkv = None  # of no block yet: a generator is started by sending None
+        dkv = None  # the first send() starts the generator and must pass None
         blocks = ctx.transport.kv_blocks(k, v, ctx.plan)
-        with without_autocast(q.device):  # also where somebody calls backward under it
+        with without_autocast(q.device):  # the caller may run backward under autocast
             while True:
                 try:
                     keys, values, table = blocks.send(dkv)
@@ -154,8 +163,7 @@ class _AttendBlocks(torch.autograd.Function):
                     dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
                     dsinks = None if sinks is None else sinks_gradient(saved, sinks)
                     return dsinks, None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-                # halves of one tensor: a transport sends the gradients of keys and values as one
-                # message
+                # dk and dv are halves of one tensor, because a transport sends them as one message
                 dkv = zeros((len(keys), 2, *keys.shape[1:]), keys, wide)
                 dk, dv = dkv.unbind(1)
                 ctx.transport.kernel.attend_backward(
@@ -164,22 +172,22 @@ class _AttendBlocks(torch.autograd.Function):
 
 
 class LocalAttention(KeysToQueries):
-    """One rank that holds the whole row: no message, one tile table, the kernels of context
-    parallelism.
-    """
+    """Attention on one rank that has the whole row: no message and a single tile table."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
+        """Return the table of the whole row."""
         return [plan.table_of_row]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
+        """Yield the whole row as one block."""
         return (yield k, v, plan.table_of_row)
 
 
 class WholeAttention(LocalAttention):
-    """The same with a kernel that autograd differentiates."""
+    """Attention on one rank with a kernel that autograd differentiates."""
 
     kernel: WholeKernel
 
@@ -193,31 +201,35 @@ class WholeAttention(LocalAttention):
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        if sinks is not None:  # they are merged by the log-sum-exp
+        """Attend with the whole kernel; see `Transport.attend`."""
+        # sinks are merged by log-sum-exp, which only the blockwise path provides
+        if sinks is not None:
             return super().attend(q, k, v, plan, scale, sinks, call)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self.kernel.whole(q, k, v, plan.table_of_row, scale, call)
 
 
 def of_one_rank(kernel: Kernel) -> Transport:
-    """Return the attention of a rank that holds the whole row."""
+    """Return the attention of a rank that has the whole row."""
     return WholeAttention(kernel) if isinstance(kernel, WholeKernel) else LocalAttention(kernel)
 
 
 class DenseAttention:
-    """The reference for one process: an explicit bool mask from the rule itself, differentiated by
-    autograd.
+    """Reference attention for one process, with a dense bool mask and autograd.
+
+    Raise ValueError if the axis has more than one rank.
     """
 
     def __init__(self, axis: Axis, cap: float = 0.0) -> None:
         if axis.size != 1:
             raise ValueError(
-                f"attention kernel dense is for one process, this axis has {axis.size} ranks"
+                f"attention kernel dense supports only one process, but the axis has {axis.size} "
+                "ranks; choose another kernel"
             )
         self.cap = cap
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
-        """Do nothing: the mask of this kernel is dense."""
+        """Do nothing: this kernel needs no tables."""
 
     def attend(
         self,
@@ -229,7 +241,7 @@ class DenseAttention:
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
+        """Attend with the dense mask of the local tokens; see `Transport.attend`."""
         mine = plan.metadata.take(plan.local)
-        return dense_attention(
-            q, k, v, to_device(allowed(mine, mine, plan.reach), q.device), scale, sinks, self.cap
-        )
+        mask = to_device(allowed(mine, mine, plan.reach), q.device)
+        return dense_attention(q, k, v, mask, scale, sinks, self.cap)

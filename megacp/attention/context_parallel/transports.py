@@ -1,8 +1,8 @@
-"""The table of transports: how keys, values and queries travel between context-parallel ranks.
+"""The table of transports, which move keys, values and queries between context-parallel ranks.
 
-A row has everything that depends on the choice, so that a planner, a memory estimate and the checks
-of a trainer ask the row instead of comparing names. It also builds the transport; only then is
-torch imported.
+Each row contains everything that depends on the choice of a transport. A planner, a memory estimate
+or the checks of a trainer read the row instead of comparing names. The row also builds the
+transport; torch is imported only then.
 """
 
 from __future__ import annotations
@@ -17,58 +17,61 @@ if TYPE_CHECKING:
     from megacp.distributed.grid import Axis
 
 GroupSizes = tuple[int, ...]
-"""Ranks of the inner all-to-all and of the outer ring, for the row that needs them; else empty."""
+"""Sizes of the inner all-to-all and of the outer ring if the transport needs them, else empty."""
 
 
 @dataclass(frozen=True)
 class EngineTransport:
-    """The same transport in Transformer Engine."""
+    """The equivalent transport in Transformer Engine."""
 
     name: str
-    """Its `cp_comm_type`."""
+    """Value of `cp_comm_type`."""
     windows: bool
     """Whether layers with a sliding window may use it."""
     saves_own_tokens: bool
-    """Whether it saves tensors of the rank's own tokens; with all-to-all it saves some heads of all
-    tokens.
+    """Whether it saves tensors of the rank's own tokens. Transports with an all-to-all save some
+    heads of all tokens instead.
     """
     one_group: str = ""
-    """Its `cp_comm_type` if all ranks form a single group, of the row that needs sizes."""
+    """Value of `cp_comm_type` if all ranks form a single group; only for rows that need sizes."""
     groups_of_one: str = ""
-    """Its `cp_comm_type` if each rank is a group of its own, of the row that needs sizes."""
+    """Value of `cp_comm_type` if every group has a single rank; only for rows that need sizes."""
 
 
 @dataclass(frozen=True)
 class TransportRow:
-    """A transport, and what follows from choosing it. `cp` is the number of ranks that share a
-    row.
+    """A transport and the consequences of choosing it.
+
+    In all methods, `cp` is the number of ranks that share a row, and `sizes` are the two group
+    sizes if the transport needs them.
     """
 
     name: str
     build: Callable[[Axis, Kernel, GroupSizes], Transport]
-    """Return the transport over an axis of two ranks or more. Collective if the row needs sizes."""
+    """Build the transport over an axis of at least two ranks; collective if the row needs sizes."""
     heads: Literal["kept", "all", "inner"] = "kept"
-    """Whether heads are exchanged for tokens: not at all, over all ranks, or over the inner ranks
-    only.
+    """How heads are exchanged for tokens: not exchanged, over all ranks, or only over the inner
+    ranks.
     """
     keys: Literal["ring", "gathered", "needed"] = "ring"
-    """How K/V of other ranks arrive: block by block around a ring, all at once, or only the rows
-    that a query sees.
+    """How K/V of other ranks arrive: block by block around a ring, all together, or only the rows
+    that some query sees.
     """
     layouts: tuple[str, ...] = ()
-    """Layouts that a search tries."""
+    """Layouts that a layout search tries."""
     best_layout: str = ""
-    """The layout that suits it whatever the mask is; none if it depends on the mask."""
+    """Best layout for any mask; empty if the best layout depends on the mask."""
     engine: EngineTransport | None = None
+    """Equivalent in Transformer Engine, if there is one."""
 
     @property
     def needs_sizes(self) -> bool:
-        """Whether the ranks form groups whose two sizes must be given."""
+        """Whether the ranks form groups that need two explicit sizes."""
         return self.heads == "inner"
 
     @property
     def whole_row(self) -> bool:
-        """Whether every rank has the whole row, for its own heads."""
+        """Whether every rank receives the whole row, for its own heads."""
         return self.heads == "all"
 
     @property
@@ -89,16 +92,23 @@ class TransportRow:
         return cp // self.head_ranks(cp, sizes)
 
     def messages(self, cp: int, sizes: GroupSizes = ()) -> int:
-        """Return the number of K/V messages of a forward."""
-        return self.key_ranks(cp, sizes) - 1 if self.keys == "ring" else 2
+        """Return the number of K/V messages in a forward pass."""
+        if self.keys == "ring":
+            return self.key_ranks(cp, sizes) - 1
+        return 2
 
     def hidden_share(self, cp: int, sizes: GroupSizes = ()) -> float:
-        """Return the share of attention's time under which K/V messages are hidden: all blocks of a
-        ring but one.
+        """Return the share of attention time that hides K/V messages.
+
+        In a ring, the messages overlap with all blocks except the last one.
         """
         if self.keys != "ring":
             return 0.0
         return 1 - 1 / self.key_ranks(cp, sizes)
+
+
+# The builders import their modules when they are called, because the table itself must not need
+# torch.
 
 
 def _ring(axis: Axis, kernel: Kernel, sizes: GroupSizes) -> Transport:
@@ -136,8 +146,8 @@ def _a2a_p2p(axis: Axis, kernel: Kernel, sizes: GroupSizes) -> Transport:
         raise ValueError(
             f"the transport a2a+p2p needs two sizes whose product is {axis.size}, got {given}"
         )
-    # neighbours, often on one machine, exchange heads; ranks a whole inner group apart form the
-    # ring
+    # neighbouring ranks, often on one machine, exchange heads; the ring connects ranks of different
+    # inner groups
     inner, outer = split_axis(axis, sizes[0])
     ring = _ring(outer, kernel, ()) if outer.size > 1 else LocalAttention(kernel)
     return HeadsForSequence(inner, ring)
@@ -182,17 +192,18 @@ TRANSPORTS = {row.name: row for row in _ROWS}
 """Transports by name."""
 
 FEW_KEYS = 0.5
-"""Share of the other ranks' K/V up to which sending only the needed rows is chosen."""
+"""`kv_exchange` is chosen if a rank needs at most this share of the other ranks' K/V."""
 
 
 def choose_transport(needed: float, cp: int, heads: int, groups: int) -> str:
-    """Return the name of the transport for rows in which a rank needs the share `needed` of the
-    other ranks' K/V.
+    """Return the name of the transport to use for rows of one kind.
 
-    `heads` and `groups` are those of one tensor-parallel rank. Rows of many documents need little.
-    Rows that need most K/V send everything anyway; then exchanging heads moves fewer bytes than K/V
-    from `(cp - 1) * needed > 2/3 (1 + heads / groups)` on, counting forward and backward. Otherwise
-    a ring is chosen, which hides its messages under attention.
+    `needed` is the share of the other ranks' K/V that a rank needs. `heads` and `groups` are counts
+    of one tensor-parallel rank. Rows of many documents need little K/V and use `kv_exchange`.
+
+    Rows that need most K/V send all of it. Exchanging heads then moves fewer bytes than K/V if
+    `(cp - 1) * needed > 2/3 (1 + heads / groups)`, counting forward and backward. In all other
+    cases the ring is chosen, because it hides its messages behind attention.
     """
     if needed <= FEW_KEYS:
         return "kv_exchange"

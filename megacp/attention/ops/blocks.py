@@ -1,9 +1,9 @@
-"""The mask on a grid of fixed blocks: the blocks that hold allowed pairs, and how many each holds.
+"""The mask on a grid of fixed blocks: which blocks contain allowed pairs, and how many.
 
-Pairs are counted exactly from the tiles of a table by arithmetic on arrays. Time (but for a sort)
-and memory are proportional to the tiles and the non-empty blocks. An interval of keys is at most
-three stretches of blocks with one number of keys each. So a tile of any length adds a few sums to a
-line of blocks.
+Pairs are counted exactly from the tiles of a table, with array arithmetic. Except for a sort, time
+and memory are proportional to the number of tiles and non-empty blocks. An interval of keys covers
+at most three stretches of blocks with an equal number of keys per block. A tile of any length
+therefore adds only a few sums to a line of blocks.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacp.attention.ops.mask import CAUSAL, FULL, WINDOW, TileTable, allowed, expand
+from megacp.attention.ops.mask import CAUSAL, FULL, WINDOW, Metadata, TileTable, allowed, expand
 
 BLOCK = 128
-"""Tokens along each side of a block: what FlexAttention's kernels are tuned for."""
+"""Tokens along each side of a block; FlexAttention's kernels are tuned for this size."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockCover:
-    """The non-empty blocks of `table` on a grid of `size x size`: int64 arrays, by query block,
-    then key block.
+    """The non-empty blocks of `table` on a grid of `size x size`.
 
-    Block `(i, j)` holds the queries `[i * size, (i + 1) * size)` and the keys `[j * size, (j + 1) *
-    size)`; the last ones of a side may stick out of the table.
+    All arrays are int64 `[blocks]`, sorted by query block, then by key block. Block `(i, j)`
+    contains the queries `[i * size, (i + 1) * size)` and the keys `[j * size, (j + 1) * size)`. The
+    last blocks of a side may extend past the end of the table.
     """
 
     table: TileTable
@@ -33,45 +33,44 @@ class BlockCover:
     q_block: np.ndarray
     k_block: np.ndarray
     area: np.ndarray
-    """Allowed pairs of each block, at least 1."""
+    """Number of allowed pairs in each block, at least 1."""
 
     @property
     def q_blocks(self) -> int:
-        """Number of query blocks, empty ones counted."""
+        """Number of query blocks, including empty ones."""
         return -(-self.table.queries // self.size)
 
     @property
     def k_blocks(self) -> int:
-        """Number of key blocks, empty ones counted."""
+        """Number of key blocks, including empty ones."""
         return -(-self.table.keys // self.size)
 
     @functools.cached_property
     def full(self) -> np.ndarray:
-        """bool `[blocks]`: every one of the `size * size` pairs exists and is allowed.
+        """bool `[blocks]`: whether all `size * size` pairs exist and are allowed.
 
-        A block that sticks out is never full: a kernel that skips the mask in full blocks reads all
-        of their rows.
+        A block that extends past the end of the table is never full, because a kernel reads all
+        rows of a full block without checking the mask.
         """
         return self.area == self.size**2
 
     def mask(self, number: int) -> np.ndarray:
-        """bool `[queries, keys]` of block `number`, without what sticks out of the table."""
-        sides = ((self.table.q, self.q_block), (self.table.k, self.k_block))
-        q, k = (
-            meta.take(
-                np.arange(
-                    blocks[number] * self.size, min((blocks[number] + 1) * self.size, len(meta))
-                )
-            )
-            for meta, blocks in sides
-        )
+        """Return bool `[queries, keys]` of block `number`, up to the end of the table."""
+        q = self._tokens(self.table.q, self.q_block[number])
+        k = self._tokens(self.table.k, self.k_block[number])
         return allowed(q, k, self.table.reach)
+
+    def _tokens(self, side: Metadata, block: int) -> Metadata:
+        """Return the tokens of one block of a side."""
+        stop = min((block + 1) * self.size, len(side))
+        return side.take(np.arange(block * self.size, stop))
 
 
 @dataclass(frozen=True)
 class _Stretches:
-    """Weights on lines of numbered positions: `weight` on each of `[start, stop)` of a line; int64
-    arrays.
+    """Weights on lines of numbered positions: `weight` on each of `[start, stop)` of a `line`.
+
+    All arrays are int64 `[stretches]`.
     """
 
     line: np.ndarray
@@ -80,111 +79,116 @@ class _Stretches:
     weight: np.ndarray
 
     def take(self, index: np.ndarray) -> _Stretches:
+        """Return the stretches `index`."""
         return _Stretches(self.line[index], self.start[index], self.stop[index], self.weight[index])
 
     def summed(self, width: int) -> _Stretches:
-        """The same sums by disjoint stretches of positive weight, sorted; positions lie in `[0,
-        width)`, weights >= 0.
+        """Return the sums of all weights as sorted disjoint stretches of positive weight.
 
-        On one line 2 on `[0, 3)` and 1 on `[2, 5)` become 2 on `[0, 2)`, 3 on `[2, 3)` and 1 on
-        `[3, 5)`.
+        Positions must be in `[0, width)`, and weights must not be negative. For example, 2 on
+        `[0, 3)` and 1 on `[2, 5)` of a line become 2 on `[0, 2)`, 3 on `[2, 3)` and 1 on `[3, 5)`.
         """
-        # [2 n]: where a weight begins and ends, as one number for (line, position); a line has
-        # width + 1 for ends
-        at = np.concatenate([self.line, self.line]) * (width + 1) + np.concatenate(
-            [self.start, self.stop]
-        )
-        at, event = np.unique(at, return_inverse=True)
+        # (line, position) as one number, at which a weight begins or ends: [2 n]; each line has one
+        # more position for ends
+        line = np.concatenate([self.line, self.line])
+        position = np.concatenate([self.start, self.stop])
+        at, event = np.unique(line * (width + 1) + position, return_inverse=True)
         change = np.zeros(len(at), np.int64)
         np.add.at(change, event, np.concatenate([self.weight, -self.weight]))
-        total = np.cumsum(
-            change
-        )  # the weight from each position to the next; 0 at the end of every line
+        # weight from each event to the next one; 0 after the last event of a line
+        total = np.cumsum(change)
         kept = np.flatnonzero(total)
         line, start = np.divmod(at[kept], width + 1)
-        # a stretch ends at the next event, which is on its line: the total is 0 at the end of each
-        return _Stretches(line, start, at[kept + 1] - line * (width + 1), total[kept])
+        # a kept stretch ends at the next event, which is on the same line
+        stop = at[kept + 1] - line * (width + 1)
+        return _Stretches(line, start, stop, total[kept])
 
 
 def _concatenated(parts: list[_Stretches]) -> _Stretches:
-    columns = zip(*((part.line, part.start, part.stop, part.weight) for part in parts), strict=True)
-    return _Stretches(*(np.concatenate(column) for column in columns))
-
-
-def _in_blocks(line: np.ndarray, start: np.ndarray, stop: np.ndarray, size: int) -> _Stretches:
-    """Tokens `[start, stop)` of each line counted per block: the block cut at the front, whole
-    ones, the cut last.
-
-    Tokens `[3, 14)` in blocks of 4 are 1 of block 0, 4 of each of blocks 1 and 2, and 2 of block 3.
-    """
-    low = -(-start // size)  # the whole blocks are [low, high)
-    high = stop // size
-    inside = low > high  # begins and ends inside one block
-    whole = _Stretches(line, low, high, np.full(len(line), size))
-    front = _Stretches(line, low - 1, low, np.where(inside, stop, low * size) - start)
-    back = _Stretches(line, high, high + 1, stop - high * size)
-    return _concatenated(
-        [
-            whole.take(np.flatnonzero(low < high)),
-            front.take(np.flatnonzero(front.weight > 0)),
-            back.take(np.flatnonzero((back.weight > 0) & ~inside)),
-        ]
+    """Return the stretches of all parts."""
+    return _Stretches(
+        line=np.concatenate([part.line for part in parts]),
+        start=np.concatenate([part.start for part in parts]),
+        stop=np.concatenate([part.stop for part in parts]),
+        weight=np.concatenate([part.weight for part in parts]),
     )
 
 
-def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
-    """Allowed pairs of the full tiles: lines are query blocks, positions key blocks.
+def _in_blocks(line: np.ndarray, start: np.ndarray, stop: np.ndarray, size: int) -> _Stretches:
+    """Count the tokens `[start, stop)` of each line per block.
 
-    The keys of a row are summed first, so that a tall row of many tiles costs its blocks once.
+    Every interval becomes a cut block at the front, whole blocks, and a cut block at the back. For
+    example, tokens `[3, 14)` in blocks of 4 are 1 token of block 0, 4 tokens each of blocks 1 and
+    2, and 2 tokens of block 3.
+    """
+    low = -(-start // size)  # the whole blocks are [low, high)
+    high = stop // size
+    inside = low > high  # begins and ends inside the same block
+    whole = _Stretches(line, low, high, np.full(len(line), size))
+    front_end = np.where(inside, stop, low * size)
+    front = _Stretches(line, low - 1, low, front_end - start)
+    back = _Stretches(line, high, high + 1, stop - high * size)
+    has_whole = np.flatnonzero(low < high)
+    has_front = np.flatnonzero(front.weight > 0)
+    has_back = np.flatnonzero((back.weight > 0) & ~inside)
+    return _concatenated([whole.take(has_whole), front.take(has_front), back.take(has_back)])
+
+
+def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
+    """Return the allowed pairs of the full tiles; lines are query blocks, positions key blocks.
+
+    The keys of each row are summed first. A tall row with many tiles then adds to each of its
+    blocks only once.
     """
     rows = len(table.row_start)
     tile = np.flatnonzero(table.kind == FULL)
     keys = _in_blocks(table.row_of_tile[tile], table.k_start[tile], table.k_stop[tile], size)
-    keys = keys.summed(
-        -(-table.keys // size)
-    )  # line: row, weight: keys that a query of the row sees
+    # line: row, position: key block, weight: keys that every query of the row sees
+    keys = keys.summed(-(-table.keys // size))
+    # line: row, position: query block, weight: queries of the row
     queries = _in_blocks(np.arange(rows), table.row_start, table.row_stop, size)
-    first = np.searchsorted(
-        keys.line, np.arange(rows + 1)
-    )  # [rows + 1]: where the stretches of a row begin
-    stretch, part = expand(
-        first[queries.line], first[queries.line + 1]
-    )  # pairs of stretches of one row
-    block, pair = expand(queries.start[part], queries.stop[part])  # and once for each query block
-    height = queries.weight[
-        part[pair]
-    ]  # queries of the row in the block, each of which sees all of the row's keys
+    # combine every stretch of queries with every stretch of keys of the same row
+    first = np.searchsorted(keys.line, np.arange(rows + 1))  # [rows + 1], first stretch of a row
+    stretch, part = expand(first[queries.line], first[queries.line + 1])
+    # and once more for every query block of the stretch of queries
+    block, pair = expand(queries.start[part], queries.stop[part])
+    height = queries.weight[part[pair]]  # queries in the block
     seen = keys.take(stretch[pair])
     return _Stretches(block, seen.start, seen.stop, height * seen.weight)
 
 
 def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
-    """Allowed pairs of the triangles, likewise: on each query block a triangle, and what is left of
-    a causal one's diagonal or right of a window's.
+    """Return the allowed pairs of the triangles of a kind; lines are query blocks.
+
+    Each query block cuts a smaller triangle out of the tile. The part is this triangle and a
+    rectangle, which is left of a causal triangle and right of a window's.
     """
     tile = np.flatnonzero(table.kind == kind)
     row = table.row_of_tile[tile]
     k_start = table.k_start[tile]
     q_start = table.row_start[row]
     q_stop = table.row_stop[row]
+    # one part per tile and query block, with `height` queries from `top` on; arrays are [parts]
     block, owner = expand(q_start // size, -(-q_stop // size))
-    # [tiles x their query blocks]: the part of a triangle in one query block, `height` queries from
-    # `top` on
     top = np.maximum(block * size, q_start[owner])
     height = np.minimum((block + 1) * size, q_stop[owner]) - top
-    corner = k_start[owner] + top - q_start[owner]  # the key at the index of the first query
-    beside = (
-        (k_start[owner], corner) if kind == CAUSAL else (corner + height, table.k_stop[tile][owner])
-    )
-    whole = _in_blocks(np.arange(len(block)), *beside, size)
-    # a line was a part of a tile; from here on it is that part's query block
-    whole = _Stretches(
-        block[whole.line], whole.start, whole.stop, whole.weight * height[whole.line]
-    )
-    column = corner // size  # the triangle lies in this key block and perhaps the next
-    near = np.minimum(height, (column + 1) * size - corner)  # its keys in the first one
-    # its key j is seen by height - j queries of a causal one, and by j + 1 of a window's
-    pairs = near * height - near * (near - 1) // 2 if kind == CAUSAL else near * (near + 1) // 2
+    corner = k_start[owner] + top - q_start[owner]  # first key of the small triangle
+    number = np.arange(len(block))
+    if kind == CAUSAL:
+        whole = _in_blocks(number, k_start[owner], corner, size)
+    else:
+        whole = _in_blocks(number, corner + height, table.k_stop[tile][owner], size)
+    # replace the line, so far the number of a part, by the query block of the part
+    weight = whole.weight * height[whole.line]
+    whole = _Stretches(block[whole.line], whole.start, whole.stop, weight)
+
+    # the small triangle is in one key block, or in this one and the next
+    column = corner // size
+    near = np.minimum(height, (column + 1) * size - corner)  # keys in the first key block
+    if kind == CAUSAL:  # height - j queries see key j
+        pairs = near * height - near * (near - 1) // 2
+    else:  # j + 1 queries see key j
+        pairs = near * (near + 1) // 2
     rest = height * (height + 1) // 2 - pairs
     parts = [
         _Stretches(block, column, column + 1, pairs),
@@ -194,7 +198,7 @@ def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
 
 
 def block_cover(table: TileTable, size: int = BLOCK) -> BlockCover:
-    """The blocks of `size x size` that hold an allowed pair of the table."""
+    """Return the blocks of `size x size` that contain an allowed pair of the table."""
     triangles = [_of_triangles(table, size, kind) for kind in (CAUSAL, WINDOW)]
     parts = _concatenated([_of_full_tiles(table, size), *triangles])
     sums = parts.summed(-(-table.keys // size))

@@ -1,6 +1,6 @@
-"""The chunk of a row in which a recurrent state moves."""
+"""The chunk length of recurrent states."""
 
 from __future__ import annotations
 
 CHUNK = 64
-"""Tokens of a chunk, in which a state moves."""
+"""Tokens per chunk; a recurrent state is updated chunk by chunk."""

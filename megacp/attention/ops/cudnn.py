@@ -1,19 +1,18 @@
-"""The kernel for CUDA where a table is documents under the causal rule: cuDNN's attention, by
-Transformer Engine.
+"""The CUDA kernel for documents with a causal mask: cuDNN's attention through Transformer Engine.
 
-A table becomes calls over packed sequences, one of each document. A rank's own keys, or those of
-the whole row, are one call under a triangle. Other keys are stairs, as a rank may have several
-stretches of a document: the first call has the keys that all of its queries see, the next those
-that all but the first stretch see, none under a mask.
+A table becomes calls over packed sequences, with one sequence per document. A rank's own keys, or
+the keys of the whole row, are a single causal call. Keys of other ranks form stairs, because a rank
+may have several stretches of a document. The first call has the keys that all its queries see. The
+second has the keys that all queries except the first stretch see, and so on. None of these calls
+needs a mask.
 
-    queries of a rank    1 1 1 . . .    keys of others, of one document: call 1 has two stretches of
-    queries,
-                         1 1 1 2 2 2    call 2 the second of them
-                         1 1 1 2 2 2
+    queries of a rank    1 1 1 . . .    keys of other ranks, for one document:
+                         1 1 1 2 2 2    call 1 has all queries,
+                         1 1 1 2 2 2    call 2 only the second stretch
 
-A row has such calls for all of its documents at once. Another mask, and what Transformer Engine's
-own selector refuses, is left to another kernel. Guest packages insert parameters, so arguments go
-by keyword.
+Each call contains all documents of a row. Tables with another mask, and calls that Transformer
+Engine's selector refuses, are passed to another kernel. Transformer Engine inserts parameters
+between releases, so all arguments are passed by keyword.
 """
 
 from __future__ import annotations
@@ -46,27 +45,32 @@ from megacp.attention.ops.mask import Metadata, TileTable, expand
 from megacp.attention.ops.once import once
 
 LEAST_RELEASE = (2, 18)
-"""The first whose fused attention takes packed rows (thd) under `all_gather`; under `a2a` 2.10
-does, under `a2a+p2p` 2.19, which the selector of 2.18 says itself. 2.18 is also the first FusedAdam
-to bear empty tensors.
+"""Oldest supported release of Transformer Engine. From 2.18 on, fused attention accepts packed rows
+(thd) with `all_gather`, and FusedAdam accepts empty tensors. For `a2a` 2.10 would be enough;
+`a2a+p2p` needs 2.19, which the selector of 2.18 reports itself.
 """
 WIDEST_HEAD = 128
-"""Above it cuDNN's backward of packed rows is not right, its selector says nothing: cuDNN 9.19 made
-gradients of q, k and v ten million times too large on an H200, of heads of 256.
+"""Widest head with correct gradients. For wider heads cuDNN's backward of packed rows is wrong, and
+its selector does not report it. With heads of 256, cuDNN 9.19 on an H200 returned gradients of q, k
+and v that were ten million times too large.
 """
 _ASKING = threading.Lock()
-"""A question to the selector changes its logger, and the loader's threads ask too."""
+"""Held during a query of the selector, which changes its logger; loader threads query it too."""
 
 Places = slice | torch.Tensor
-"""Tokens of a tensor: a stretch, or int64 indices."""
+"""Tokens of a tensor: a contiguous slice, or int64 indices."""
 
 
 def engine_problem() -> str | None:
-    """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where
-    it is installed.
+    """Return the reason why Transformer Engine cannot be used here, or None.
+
+    Imports Transformer Engine if it is installed.
     """
     if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed: pip install --no-build-isolation -e '.[gpu]' beside CUDA torch"
+        return (
+            "Transformer Engine is not installed: with a CUDA build of torch, run "
+            "pip install --no-build-isolation -e '.[gpu]'"
+        )
     try:
         import transformer_engine.pytorch
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
@@ -76,57 +80,54 @@ def engine_problem() -> str | None:
         )
     found = transformer_engine.__version__
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < LEAST_RELEASE:
-        return f"Transformer Engine is {found}, {'.'.join(map(str, LEAST_RELEASE))} is the least"
+        least = ".".join(map(str, LEAST_RELEASE))
+        return f"Transformer Engine is {found}, but {least} or newer is required"
     return None
 
 
 def selector_refusal(heads: Heads, **asked: Any) -> str | None:
-    """What the selector says against its fused kernel for packed rows of such heads, which it logs
-    below the level that is shown; None: it takes it.
+    """Return why the selector refuses its fused kernel for packed rows of such heads, or None.
 
-    A release that does not know a field does not ask about it.
+    The selector logs its reason below the visible level, so a log filter collects it. `asked` are
+    further fields of `AttentionParams`; fields that the installed release does not know are left
+    out.
     """
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
+    # the query describes one call completely; the selector's answer depends on all fields
     asked |= {"num_heads": heads.heads, "num_gqa_groups": heads.groups, "qkv_layout": "thd_thd_thd"}
     asked |= {"head_dim_qk": heads.dim, "head_dim_v": heads.dim, "bottom_right_diagonal": False}
     asked |= {"core_attention_bias_shape": None, "core_attention_bias_requires_grad": False}
-    known = {
-        name: value
-        for name, value in asked.items()
-        if name in utils.AttentionParams.__dataclass_fields__
-    }
-    logger, level, said = (
-        logging.getLogger("DotProductAttention"),
-        utils.AttentionLogging._log_level,
-        [],
-    )
+    fields = utils.AttentionParams.__dataclass_fields__
+    known = {name: value for name, value in asked.items() if name in fields}
+    logger = logging.getLogger("DotProductAttention")
+    messages: list[str] = []
 
     def keep(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
+        messages.append(record.getMessage())
         return False
 
+    level = utils.AttentionLogging._log_level
     with _ASKING:
         logger.addFilter(keep)
-        utils.AttentionLogging._log_level = (
-            logging.DEBUG
-        )  # each call of the selector sets the logger's level to it
+        # every call of the selector sets the logger to this level
+        utils.AttentionLogging._log_level = logging.DEBUG
         try:
             fused = utils.get_attention_backend(utils.AttentionParams(**known))[2]
         finally:
             logger.removeFilter(keep)
             utils.AttentionLogging._log_level = level
-    return (
-        None
-        if fused
-        else "; ".join(line for line in said if line.startswith("Disabling FusedAttention"))
-    )
+    if fused:
+        return None
+    return "; ".join(line for line in messages if line.startswith("Disabling FusedAttention"))
 
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
-    """One call: sequence i holds the next `q_lengths[i]` of `queries` and `k_lengths[i]` of `keys`,
-    indices of a table's tokens.
+    """One call over packed sequences.
+
+    Sequence i consists of the next `q_lengths[i]` of `queries` and the next `k_lengths[i]` of
+    `keys`. Both index a table's tokens.
     """
 
     queries: np.ndarray
@@ -134,15 +135,13 @@ class PackedCall:
     q_lengths: np.ndarray
     k_lengths: np.ndarray
     causal: bool
-    """Whether under a triangle, where queries and keys are the same tokens."""
+    """Whether the mask is causal; queries and keys are then the same tokens."""
     window: int = 0
-    """The triangle's, as in `Reach`."""
+    """Window of a causal mask, as in `Reach`."""
 
     @property
     def mask(self) -> dict[str, Any]:
-        """The mask in Transformer Engine's words; a window is how far to the left, and to the
-        right.
-        """
+        """The mask as arguments of Transformer Engine; a window is (tokens left, tokens right)."""
         window = (self.window - 1, 0) if self.causal else (-1, -1)
         return {
             "attn_mask_type": "padding_causal" if self.causal else "padding",
@@ -151,18 +150,21 @@ class PackedCall:
 
     @once
     def on(self, device: torch.device) -> tuple[Places, Places, dict[str, Any]]:
-        """Queries, keys, and the bounds of the sequences."""
+        """Return queries, keys, and arguments with the bounds of the sequences, on the device."""
         options: dict[str, Any] = {}
         for name, lengths in (("q", self.q_lengths), ("kv", self.k_lengths)):
-            bounds = to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
+            ends = np.concatenate([[0], np.cumsum(lengths)])
+            bounds = to_device(ends.astype(np.int32), device)
             options |= {f"cu_seqlens_{name}": bounds, f"cu_seqlens_{name}_padded": bounds}
             options[f"max_seqlen_{name}"] = int(lengths.max())
         return _rows(self.queries, device), _rows(self.keys, device), options
 
     def _options(self, qkv: QKV, scale: float) -> dict[str, Any]:
+        """Return the arguments that forward and backward share."""
         from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
         rows, keys, bounds = self.on(qkv[0].device)
+        # queries and keys are copied only if their rows are not contiguous
         q, k, v = (_take(x, where) for x, where in zip(qkv, (rows, keys, keys), strict=True))
         fixed = {
             "fused_attention_backend": FusedAttnBackend["F16_arbitrary_seqlen"],
@@ -172,22 +174,23 @@ class PackedCall:
         return {"q": q, "k": k, "v": v, "attn_scale": scale, **fixed, **bounds, **self.mask}
 
     def forward(self, qkv: QKV, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """`out[n, heads, d]`, `lse[n, heads]` of this call's queries."""
+        """Return `out[n, heads, d]` and `lse[n, heads]` of this call's queries."""
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_fwd
 
+        # the log-sum-exp comes first among the auxiliary tensors
         out, (lse, *_) = fused_attn_fwd(is_training=True, **self._options(qkv, scale))
         return out, lse.squeeze(-1)
 
     def backward(self, saved: Saved, kv: KV, scale: float, deterministic: bool) -> QKV:
-        """Gradients of this call's queries and keys; of `saved` the lse is that of its queries
-        alone.
+        """Return the gradients of this call's queries and keys.
+
+        `saved.lse` contains only this call's queries; the other saved tensors contain all tokens.
         """
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
 
         rows = self.on(saved.q.device)[0]
-        state = torch.zeros(
-            2, dtype=torch.int64, device=saved.q.device
-        )  # of dropout, of which there is none
+        # state of the dropout generator, which is unused
+        state = torch.zeros(2, dtype=torch.int64, device=saved.q.device)
         dq, dk, dv, *_ = fused_attn_bwd(
             o=_take(saved.out, rows),
             d_o=_take(saved.dout, rows),
@@ -201,17 +204,19 @@ class PackedCall:
 
 
 def _rows(indices: np.ndarray, device: torch.device) -> Places:
-    stretch = (np.diff(indices) == 1).all()
-    return slice(int(indices[0]), int(indices[-1]) + 1) if stretch else to_device(indices, device)
+    """Return a slice if the indices are contiguous, else the indices on the device."""
+    if (np.diff(indices) == 1).all():
+        return slice(int(indices[0]), int(indices[-1]) + 1)
+    return to_device(indices, device)
 
 
 def _take(x: torch.Tensor, rows: Places) -> torch.Tensor:
-    """The tokens in one block, as cuDNN reads them."""
+    """Return the tokens as a contiguous tensor, as cuDNN requires."""
     return x[rows].contiguous()
 
 
 def _spread(x: torch.Tensor, rows: Places, tokens: int) -> torch.Tensor:
-    """The rows of `tokens`, of which the others are 0."""
+    """Return a tensor of `tokens` rows with `x` at `rows` and 0 elsewhere."""
     if len(x) == tokens and isinstance(rows, slice):
         return x
     whole = x.new_zeros((tokens, *x.shape[1:]))
@@ -220,70 +225,80 @@ def _spread(x: torch.Tensor, rows: Places, tokens: int) -> torch.Tensor:
 
 
 def _documents(tokens: Metadata) -> np.ndarray:
-    """Indices of tokens, document by document and in their order; padding left out."""
+    """Return token indices sorted by document, in order within a document, without padding."""
     order = np.lexsort((tokens.order, tokens.leave))
     return order[tokens.leave[order] > 0]
 
 
 @once
 def packed_calls(table: TileTable) -> list[PackedCall] | None:
-    """The calls of one pass over a table, which compute every allowed pair once; None where its
-    mask is another.
+    """Return the calls of one pass over a table, or None if its mask is not causal per document.
+
+    Together the calls compute every allowed pair once.
     """
-    queries, keys = _documents(table.q), _documents(table.k)
-    q, k, window = table.q.take(queries), table.k.take(keys), table.reach.window
     if table.num_tiles == 0:
         return []
+    queries = _documents(table.q)
+    keys = _documents(table.k)
+    q = table.q.take(queries)
+    k = table.k.take(keys)
+    window = table.reach.window
     if np.array_equal(q.order, k.order):
-        lengths = np.unique(q.leave, return_counts=True)[1]
+        lengths = np.unique(q.leave, return_counts=True)[1]  # [documents]
         calls = [PackedCall(queries, keys, lengths, lengths, True, window)]
-        far = (
-            np.maximum(0, lengths - window) if window else 0 * lengths
-        )  # queries that do not see the first key
+        # number of queries per document that do not see the first key
+        far = np.maximum(0, lengths - window) if window else 0 * lengths
         area = int((lengths * (lengths + 1) - far * (far + 1)).sum()) // 2
-        window = (
-            window if (np.diff(q.order)[np.diff(q.leave) == 0] > 1).any() else 0
-        )  # counted in the tokens at hand
+        # the call counts its window in local tokens, which is wrong if a document has gaps here
+        gaps = np.diff(q.order)[np.diff(q.leave) == 0] > 1
+        unsupported = bool(window) and gaps.any()
     else:
         calls = _stairs(table, queries, keys)
         area = sum(int((call.q_lengths * call.k_lengths).sum()) for call in calls)
-    # keys up to the query of the same document are allowed, chunks and windows aside: as many pairs
-    # are all pairs
-    return None if table.reach.chunk or window or area != table.area else calls
+        unsupported = bool(window)
+    # the calls contain only pairs that a causal mask per document allows, apart from chunks and
+    # windows; if their number equals the table's, the masks are equal
+    if table.reach.chunk or unsupported or area != table.area:
+        return None
+    return calls
 
 
 def _stairs(table: TileTable, queries: np.ndarray, keys: np.ndarray) -> list[PackedCall]:
-    """The calls for keys that are none of the queries' own tokens; step i of every document is in
-    call i.
-    """
-    q, k = table.q.take(queries), table.k.take(keys)
-    wide = 1 + max(
-        q.order.max(initial=0), k.order.max(initial=0)
-    )  # all documents on one line, each in its own part
+    """Return the calls for keys of other ranks; step i of every document is in call i."""
+    q = table.q.take(queries)
+    k = table.k.take(keys)
+    # place all documents on one line, each in a separate range
+    wide = 1 + max(q.order.max(initial=0), k.order.max(initial=0))
     line = k.leave * wide + k.order
-    first = np.searchsorted(line, q.leave * wide)  # [queries]: the first key of the document
+    first = np.searchsorted(line, q.leave * wide)  # [queries], first key of the document
     seen = np.searchsorted(line, q.leave * wide + q.order, side="right") - first
-    steps = np.flatnonzero((np.diff(q.leave, prepend=-1) != 0) | (np.diff(seen, prepend=-1) != 0))
-    steps = steps[seen[steps] > 0]  # queries at which a step begins: all from there on see its keys
+    # queries at which a step begins: all queries from there on see the step's keys
+    new_document = np.diff(q.leave, prepend=-1) != 0
+    more_keys = np.diff(seen, prepend=-1) != 0
+    steps = np.flatnonzero(new_document | more_keys)
+    steps = steps[seen[steps] > 0]
+    # number of each step within its document
     follows = np.diff(q.leave[steps], prepend=-1) == 0
     number = np.arange(len(steps))
     number -= np.maximum.accumulate(np.where(follows, 0, number))
+    # a step has queries [steps, stop) and the keys [begin, end) that the previous step lacks
+    stop = np.searchsorted(q.leave, q.leave[steps], side="right")
     begin = first[steps] + np.where(follows, np.roll(seen[steps], 1), 0)
-    stop, end = np.searchsorted(q.leave, q.leave[steps], side="right"), first[steps] + seen[steps]
+    end = first[steps] + seen[steps]
     calls = []
     for i in range(number.max(initial=-1) + 1):
-        those = number == i
-        some = (
-            queries[expand(steps[those], stop[those])[0]],
-            keys[expand(begin[those], end[those])[0]],
-        )
-        calls.append(PackedCall(*some, (stop - steps)[those], (end - begin)[those], False))
+        chosen = number == i
+        call_queries = queries[expand(steps[chosen], stop[chosen])[0]]
+        call_keys = keys[expand(begin[chosen], end[chosen])[0]]
+        q_lengths = (stop - steps)[chosen]
+        k_lengths = (end - begin)[chosen]
+        calls.append(PackedCall(call_queries, call_keys, q_lengths, k_lengths, False))
     return calls
 
 
 @once
 def fused_calls(table: TileTable, heads: Heads, deterministic: bool) -> list[PackedCall] | str:
-    """`packed_calls`, or why cuDNN cannot be called."""
+    """Return `packed_calls`, or the reason why cuDNN cannot compute them."""
     from transformer_engine.pytorch.utils import get_device_compute_capability
 
     if heads.dim > WIDEST_HEAD:
@@ -292,10 +307,10 @@ def fused_calls(table: TileTable, heads: Heads, deterministic: bool) -> list[Pac
             f"{heads.dim} wide"
         )
     if get_device_compute_capability() == (12, 0):
-        return "cuDNN gives log-sum-exps in another form on this GPU"
+        return "cuDNN returns log-sum-exps in another form on this GPU"
     calls = packed_calls(table)
     if calls is None:
-        return "their mask is more than documents under the causal rule"
+        return "their mask is not causal per document"
     for call in calls:
         refusal = selector_refusal(
             heads,
@@ -315,26 +330,31 @@ def fused_calls(table: TileTable, heads: Heads, deterministic: bool) -> list[Pac
 
 
 class CudnnKernel:
-    """A `WholeKernel` for bfloat16, which leaves tables of another mask to `other` and tells once
-    that it does.
+    """A `WholeKernel` for bfloat16.
+
+    Tables with an unsupported mask are passed to `other`. `tell` receives log lines that report
+    which kernel is used.
     """
 
     def __init__(self, other: WholeKernel, tell: Callable[[str], None]) -> None:
         from transformer_engine.pytorch import DotProductAttention
 
-        self._other, self._tell = other, tell
-        # what the package's own attention makes of torch's setting and of its own variable
+        self._other = other
+        self._tell = tell
+        # the package's own attention combines torch's setting and an environment variable
         self.deterministic = DotProductAttention(num_attention_heads=1, kv_channels=8).deterministic
 
     def _calls(self, table: TileTable, heads: Heads) -> list[PackedCall] | None:
+        """Return the calls of a table, or None for the other kernel; log the decision."""
         calls = fused_calls(table, heads, self.deterministic)
         if isinstance(calls, str):
-            self._tell(f"attention: FlexAttention for some rows, {calls}")
+            self._tell(f"attention: FlexAttention for some rows, because {calls}")
             return None
-        self._tell("attention: cuDNN's for documents under the causal rule")
+        self._tell("attention: cuDNN for documents with a causal mask")
         return calls
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
+        """Find the calls of the table, or prepare the other kernel; see `Kernel.prepare`."""
         if isinstance(fused_calls(table, heads, self.deterministic), str):
             self._other.prepare(table, heads)
 
@@ -347,33 +367,39 @@ class CudnnKernel:
         scale: float,
         call: Caller = at_once,
     ) -> torch.Tensor:
+        """Attend to all keys of a row; see `WholeKernel.whole`."""
         calls = self._calls(table, Heads(q.shape[1], *k.shape[1:]))
-        if not calls:  # a row of padding has none
+        if not calls:  # unsupported, or a row of only padding
             return self._other.whole(q, k, v, table, scale, call)
         return call(lambda *qkv: _Whole.apply(*qkv, calls[0], scale, self.deterministic), q, k, v)
 
     @torch.no_grad()
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
+        """Merge one source of keys into `partial`; see `Kernel.attend`."""
         calls = self._calls(table, Heads(qkv[0].shape[1], *qkv[1].shape[1:]))
         if calls is None:
             return self._other.attend(partial, qkv, table, scale)
         for call in calls:
             out, lse = call.forward(qkv, scale)
             rows = call.on(out.device)[0]
-            mine = partial.out[rows], partial.lse[rows]  # of a stretch views, else copies
+            # views for a slice, copies for indices
+            out_rows = partial.out[rows]
+            lse_rows = partial.lse[rows]
             if partial.untouched:
-                mine[0].copy_(out)
-                mine[1].copy_(lse)
+                out_rows.copy_(out)
+                lse_rows.copy_(lse)
             else:
-                merge_into(*mine, out, lse)
+                merge_into(out_rows, lse_rows, out, lse)
             if not isinstance(rows, slice):
-                partial.out[rows], partial.lse[rows] = mine
+                partial.out[rows] = out_rows
+                partial.lse[rows] = lse_rows
             partial.untouched = False
 
     @torch.no_grad()
     def attend_backward(
         self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV
     ) -> None:
+        """Add the gradients of one source of keys; see `Kernel.attend_backward`."""
         calls = self._calls(table, Heads(saved.q.shape[1], *kv[0].shape[1:]))
         if calls is None:
             return self._other.attend_backward(saved, kv, table, scale, grads)
@@ -389,7 +415,7 @@ class CudnnKernel:
 
 
 class _Whole(torch.autograd.Function):
-    """The one call of a whole row; q, k and v are saved as they came."""
+    """The single call of a whole row; saves q, k and v as they are."""
 
     @staticmethod
     def forward(
@@ -404,7 +430,9 @@ class _Whole(torch.autograd.Function):
         out, lse = call.forward((q, k, v), scale)
         out = _spread(out, call.on(q.device)[0], len(q))
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.scale, ctx.deterministic = call, scale, deterministic
+        ctx.call = call
+        ctx.scale = scale
+        ctx.deterministic = deterministic
         return out
 
     @staticmethod
@@ -413,7 +441,5 @@ class _Whole(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         grads = ctx.call.backward(Saved(q, out, lse, dout), (k, v), ctx.scale, ctx.deterministic)
         rows, keys, _ = ctx.call.on(q.device)
-        whole = (
-            _spread(x, where, len(q)) for x, where in zip(grads, (rows, keys, keys), strict=True)
-        )
-        return *whole, None, None, None
+        spread = (_spread(x, at, len(q)) for x, at in zip(grads, (rows, keys, keys), strict=True))
+        return *spread, None, None, None

@@ -1,8 +1,7 @@
-"""What differs between devices: arrays that travel to a GPU, and chains of elementwise passes that
-become one kernel.
+"""Device differences: asynchronous copies to a GPU, and elementwise chains as single kernels.
 
-`@fused` compiles only arithmetic: functions of tensors without autograd, messages or plans, so a
-graph never breaks. On a CPU the functions run as they are, since compiling there needs a C++
+`@fused` compiles only arithmetic: functions of tensors without autograd, messages or plans, so that
+a graph never breaks. On a CPU the functions run uncompiled, because compilation would need a C++
 compiler at run time.
 """
 
@@ -23,15 +22,17 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 COMPILED_FORMS = 64
-"""Most compiled forms of one function: dtypes, number of dims, lengths fixed or free make about a
-dozen; torch's limit is 8."""
+"""Maximum number of compiled forms of one function. Dtypes, numbers of dims, and fixed or dynamic
+lengths make about a dozen; torch's default limit is 8.
+"""
 BACKEND: str | Callable = "inductor"
-"""The compiler of the graphs."""
+"""The `torch.compile` backend for all graphs."""
 
 
 def to_device(values: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor of the values' dtype and shape, without waiting for the copy; on a CPU it shares
-    their memory.
+    """Return a tensor on the device without waiting for the copy.
+
+    Dtype and shape stay the same. On a CPU the tensor shares memory with `values`.
     """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if torch.device(device).type == "cpu":
@@ -40,33 +41,34 @@ def to_device(values: np.ndarray | torch.Tensor, device: torch.device | str) -> 
 
 
 def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor of the host in memory that `device` copies from; in other threads than the first, of
-    its context.
+    """Return a copy of a host tensor in pinned memory, from which `device` can copy directly.
+
+    For devices other than GPUs, and for pinned tensors, return the tensor itself.
     """
     if torch.device(device).type != "cuda" or tensor.is_pinned():
         return tensor
-    with torch.cuda.device(
-        device
-    ):  # a new thread's device is the first of the machine, which would get a context
+    # a new thread starts with the machine's first GPU and would create a context there
+    with torch.cuda.device(device):
         return tensor.pin_memory()
 
 
 class HostCopy:
-    """A tensor on its way to the host: the copy begins at once, and only who asks for `values`
-    waits for it.
+    """An asynchronous copy of a tensor to the host.
+
+    The copy starts immediately; only reading `values` waits for it.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
-        self._host, self._done = x, None
+        self._host = x
+        self._done = None
         if x.is_cuda:
-            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(
-                x, non_blocking=True
-            )
+            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._host = host.copy_(x, non_blocking=True)
             self._done = torch.cuda.current_stream(x.device).record_event()
 
     @property
     def values(self) -> torch.Tensor:
-        """The tensor of the host."""
+        """The host tensor, after the copy is complete."""
         if self._done is not None:
             self._done.synchronize()
         return self._host
@@ -75,35 +77,35 @@ class HostCopy:
 def whole_graph(
     function: Callable[Arguments, Result], backend: str | Callable = "inductor"
 ) -> Callable[Arguments, Result]:
-    """The function as one graph, in up to `COMPILED_FORMS` forms; a function that cannot be
-    compiled raises.
+    """Return the function compiled as a single graph, in up to `COMPILED_FORMS` forms.
+
+    A function that cannot be compiled raises an error when it is called.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        limit: dict[str, Any] = {"recompile_limit": COMPILED_FORMS}  # torch's stubs do not know it
+        # torch's type stubs do not know this argument
+        limit: dict[str, Any] = {"recompile_limit": COMPILED_FORMS}
         return torch.compile(function, fullgraph=True, backend=backend, **limit)
     graph = torch.compile(function, fullgraph=True, backend=backend)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        # before 2.13 torch has one limit for all functions, and 2.12 one for each thread, as
-        # autograd's on CUDA
+        # before 2.13 torch has one global limit, in 2.12 one per thread (autograd uses its own
+        # threads on CUDA); set it only when it differs, because each assignment leaks and is slow
         if torch._dynamo.config.recompile_limit != COMPILED_FORMS:
-            torch._dynamo.config.recompile_limit = (
-                COMPILED_FORMS  # not at each call: what is set leaks and costs
-            )
+            torch._dynamo.config.recompile_limit = COMPILED_FORMS
         return graph(*args, **options)
 
     return call
 
 
 def lend_scratch(device: torch.device) -> None:
-    """Give the Triton kernels that this thread launches memory for their TMA descriptors.
+    """Give Triton kernels that are launched from this thread memory for their TMA descriptors.
 
-    Triton keeps the allocator in a ContextVar, which is unset in every new thread. From 2.13 on
-    torch sets it only at the first launch of a kernel, and a recomputation is a later launch, in
-    autograd's thread.
+    Triton stores the allocator in a ContextVar, which is unset in every new thread. Since 2.13,
+    torch sets it only when a kernel is launched for the first time. A recomputation launches the
+    kernel again in autograd's thread, where the allocator is still unset.
     """
-    triton = sys.modules.get("triton")  # there before anything is launched
+    triton = sys.modules.get("triton")  # imported before any kernel is launched
     if triton is not None:
         triton.set_allocator(
             lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
@@ -111,42 +113,43 @@ def lend_scratch(device: torch.device) -> None:
 
 
 STAND_IN = "meta"
-"""The device type of tensors that have shapes but no numbers. They stand for tensors of a GPU: a
-dry run computes with them to see how much memory a step takes."""
+"""Device type of tensors that have shapes but no data. They represent tensors of a GPU: a dry run
+computes with them to estimate the memory of a step.
+"""
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """Return whether the tensor is on a GPU, or stands for one that is."""
+    """Return whether the tensor is on a GPU or represents a GPU tensor."""
     return x.device.type in ("cuda", STAND_IN)
 
 
 def is_compiled(x: torch.Tensor) -> bool:
-    """Return whether a chain over this tensor becomes one kernel."""
+    """Return whether an elementwise chain over this tensor is compiled into one kernel."""
     return on_gpu(x)
 
 
 def dense_attention_of_gpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the shape of `scaled_dot_product_attention` without a mask, by the kernel that torch
-    chooses on a GPU.
+    """Return the output of unmasked attention as a GPU would compute it, for tensors without data.
 
-    q, k and v are `[n, heads, tokens, d]` without numbers.
+    q, k and v are `[n, heads, tokens, d]`. The operator is the same that torch's
+    `scaled_dot_product_attention` chooses on a GPU, because operators differ in the tensors that
+    they save.
     """
     if q.dtype == torch.bfloat16:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)[
-        0
-    ]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, None, True, scale=scale)[0]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which products keep the dtypes of their inputs."""
+    """Return a context manager in which matrix products keep the dtypes of their inputs."""
     return torch.autocast("cuda" if device.type == STAND_IN else device.type, enabled=False)
 
 
 RunChain = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`(function, args, options)`: what `function` returns."""
+"""`run(function, args, options)` returns the result of `function`."""
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -154,14 +157,15 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str,
 
 
 CHAINS: ContextVar[RunChain] = ContextVar("CHAINS", default=_run)
-"""Runs a chain over `STAND_IN` tensors. Whoever measures memory sets it: one kernel has no
-intermediate tensors.
+"""Runs chains over `STAND_IN` tensors. A memory estimate replaces it, because a single kernel has
+no intermediate tensors.
 """
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorator of a function whose first argument is a tensor: its passes become one kernel where
-    `is_compiled`.
+    """Compile a function of tensors into one kernel where `is_compiled`.
+
+    The first argument of the function must be a tensor. This is a decorator.
     """
 
     @functools.cache
@@ -170,14 +174,14 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        first: torch.Tensor = args[0]  # type: ignore[assignment]  # a tensor, says the decorator
+        first: torch.Tensor = args[0]  # type: ignore[assignment]  # required by this decorator
         if first.device.type == STAND_IN:
             return CHAINS.get()(function, args, options)
         if not is_compiled(first):
             return function(*args, **options)
-        if (
-            not torch.is_grad_enabled()
-        ):  # else a parameter, and what needs a gradient, are forms of their own
+        # without this, parameters and tensors that require gradients would need their own compiled
+        # forms
+        if not torch.is_grad_enabled():
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)  # type: ignore[assignment]
         for x in args:
             if isinstance(x, torch.Tensor) and x.dim() > 0:

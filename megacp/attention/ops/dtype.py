@@ -6,5 +6,5 @@ import torch
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for a float64 model."""
+    """Return float32, or float64 for a float64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32

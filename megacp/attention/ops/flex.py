@@ -1,13 +1,15 @@
-"""The kernel for CUDA: torch's FlexAttention under a block mask that is built from the tile table.
+"""The CUDA kernel: torch's FlexAttention with a block mask that is built from the tile table.
 
-One fused call per source of keys, however many tiles it has. Empty blocks cost nothing, full blocks
-do not look at the mask. The mask of the others is the rule itself, asked by the GPU about integers
-per token. A row whose keys are all here is differentiated by FlexAttention itself, the backward of
-one part among several is FlexAttention's backward alone, given the merged `(out, lse)`: it needs
-nothing else of the other sources.
+There is one fused call per source of keys, for any number of tiles. Empty blocks cost nothing, and
+full blocks skip the mask. In partial blocks the GPU evaluates the rule itself on a few integers per
+token.
 
-Tokens are padded to whole blocks, so that the kernel of any length need not look where a row ends:
-with those comparisons it holds more than registers do.
+If all keys of a row are local, FlexAttention differentiates the call. If a call is one part of
+several, only FlexAttention's backward runs, with the merged `(out, lse)`. It needs no other data of
+the other sources.
+
+Tokens are padded to whole blocks, so that the kernel need not check where a row ends. Those checks
+would exceed the available registers.
 """
 
 from __future__ import annotations
@@ -40,23 +42,23 @@ from megacp.attention.ops.once import once
 from megacp.attention.ops.tile_kernels import MathKernel
 
 FlexAttention = Callable[..., Any]
-"""`flex_attention` (or `flex_backward`), compiled or not, or a function with its arguments.
+"""`flex_attention` or `flex_backward`, compiled or not, or a function with the same arguments.
 
-Results are differentiable; a row that sees nothing has out 0, lse -inf and gradient 0.
+Results are differentiable. A row that sees no key has out 0, lse -inf and gradient 0.
 """
 
 Results = tuple[torch.Tensor, torch.Tensor]
 Backend = Literal["TRITON", "FLASH"]
 
 NARROWEST = 16
-"""FlexAttention refuses narrower heads on CUDA; they are filled up with zeros, which add nothing to
-any product.
+"""Narrowest head that FlexAttention accepts on CUDA. Narrower heads are padded with zeros, which do
+not change any product.
 """
 
 _NOBODY = np.iinfo(np.int32).min
-"""Stands for a value that equals none of the other side."""
+"""A value that no token of the other side has."""
 _ALIGNED = 32
-"""Elements between the beginnings of arrays are a multiple of it: 128 bytes."""
+"""Arrays begin at a multiple of this number of elements (128 bytes)."""
 
 
 def flex_backward(
@@ -67,24 +69,25 @@ def flex_backward(
     scale: float,
     options: dict[str, Any],
 ) -> QKV:
-    """`dq, dk, dv` of one source of keys, laid out like `q, k, v[1, heads, tokens, d]`, without its
-    forward.
+    """Return `dq, dk, dv` of one source of keys without running its forward.
 
-    `results` are the row's `out`, and `lse` in units of log 2 and contiguous. Probabilities are
-    exp(scores - lse), and nothing else is needed of other sources (FlashAttention-2, Dao, 2023).
+    The gradients have the shapes of `q, k, v[1, heads, tokens, d]`. `results` are the row's merged
+    `out` and its `lse`, contiguous and in units of log 2. Probabilities are exp(scores - lse), so
+    no other data of the other sources is needed (FlashAttention-2, Dao, 2023).
     """
     rest = (None, lambda score, *place: score, None, block_mask.as_tuple(), scale, options, (), ())
     return torch.ops.higher_order.flex_attention_backward(*qkv, *results, dout, *rest)[:3]
 
 
 def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
-    """`flex_attention` and `flex_backward` as fused kernels, compiled at the first call by inductor
-    or `backends`.
+    """Return `flex_attention` and `flex_backward` as fused kernels, compiled at the first call.
 
-    Lengths are taken as fixed until they change, then as free, so packs of any length need no form
-    of their own.
+    The compilers are `backends`, by default inductor. Lengths are treated as static until they
+    change and as dynamic afterwards, so packs of different lengths share a compiled form.
+
+    Raise ValueError if torch.compile is disabled.
     """
-    # one graph or an error: without a fused kernel the scores of all pairs would be made
+    # without a fused kernel, the scores of all pairs would be materialised
     if torch._dynamo.config.disable:
         raise ValueError(
             "the attention kernel flex needs torch.compile, which TORCH_COMPILE_DISABLE turns off: "
@@ -96,17 +99,16 @@ def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
 
 @functools.cache
 def compiler_problem() -> str | None:
-    """Why torch's compiler cannot take `flex_backward`; None when it can.
+    """Return the reason why torch's compiler cannot compile `flex_backward`, or None.
 
-    Before 2.12 a trace of one block says it. It touches a GPU, which a rank has not chosen yet:
-    later releases can.
+    Before torch 2.12 this is found by tracing one block. The trace uses a GPU, which a rank has not
+    chosen yet at this point. Releases from 2.12 on always support it and are not traced.
     """
     if torch.__version__ >= "2.12":
         return None
 
-    def trace(
-        x: torch.Tensor,
-    ) -> QKV:  # by itself: what `flex_backward` is first compiled for stays its own
+    # a separate function, so that the compiled forms of `flex_backward` are not affected
+    def trace(x: torch.Tensor) -> QKV:
         one = torch.ones(1, 1, 1, 1, dtype=torch.int32)
         block = BlockMask.from_kv_blocks(one[0], one)
         return flex_backward((x, x, x), (x, x[..., 0]), x, block, 1.0, {})
@@ -116,22 +118,22 @@ def compiler_problem() -> str | None:
         traced(torch.zeros(1, 1, BLOCK, NARROWEST))
     except torch._dynamo.exc.Unsupported:
         return (
-            "CUDA needs torch 2.12, whose compiler takes FlexAttention's backward, not "
-            f"{torch.__version__}"
+            "CUDA needs torch 2.12 or newer, whose compiler supports FlexAttention's backward; "
+            f"this is torch {torch.__version__}"
         )
     return None
 
 
 def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
-    """What torch's Triton kernels are told; torch drops what a GPU has not.
+    """Return options of torch's Triton kernels; torch drops options that a GPU does not support.
 
-    TMA (Hopper's loads from global memory) is taken where it needs fewer registers, and eight warps
-    instead of four where a row of four spills most (docs/gpu_results.md).
+    TMA (Hopper's loads from global memory) is used where it needs fewer registers. Eight warps
+    replace four for the widths where four warps spill the most registers (docs/gpu_results.md).
     """
     narrow = dtype == torch.bfloat16
     warps = {"bwd_num_warps": 8} if narrow and width > 128 else {}
     return warps | {
-        # lengths are multiples of a block, which torch finds out for fixed ones alone
+        # lengths are multiples of a block; torch would detect this only for static lengths
         "IS_DIVISIBLE": True,
         "fwd_USE_TMA": narrow and width > 64,
         "bwd_USE_TMA": narrow,
@@ -139,12 +141,10 @@ def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
 
 
 def flash_problem() -> str | None:
-    """Why FlexAttention cannot take FlashAttention 4 as its kernel in this environment; None when
-    it can.
-    """
+    """Return the reason why FlashAttention 4 cannot be FlexAttention's kernel, or None."""
     try:
         found = find_spec("flash_attn.cute")
-    except ImportError:  # no flash_attn at all
+    except ImportError:  # flash_attn itself is not installed
         found = None
     return None if found else "FlashAttention 4 is not installed: pip install flash-attn-4"
 
@@ -154,51 +154,49 @@ class HostMask:
     """A block mask on the host."""
 
     size: int
-    """Tokens of a block's side."""
+    """Tokens along each side of a block."""
     blocks: tuple[int, int]
-    """Blocks of queries and of keys."""
+    """Number of query blocks and key blocks."""
     content: np.ndarray
-    """int32: all arrays one after the other, each from a multiple of `_ALIGNED` on."""
+    """int32: all arrays one after the other, each starting at a multiple of `_ALIGNED`."""
     lengths: tuple[int, ...]
-    """Lengths of the columns of `_rule`, then of `_lists` by queries (partial blocks, full blocks)
-    and by keys.
+    """Lengths of the arrays: the columns of `_rule`, then `_lists` by queries (partial blocks, full
+    blocks), then `_lists` by keys.
     """
     reach: Reach
 
 
 def padded(length: int, size: int) -> int:
-    """Tokens of the whole blocks that hold `length` tokens."""
+    """Return the number of tokens in the whole blocks that contain `length` tokens."""
     return -(-length // size) * size
 
 
 @once
 def host_mask(table: TileTable, size: int) -> HostMask:
-    """The mask of a table, padded to whole blocks."""
+    """Return the mask of a table, padded to whole blocks."""
     cover = block_cover(table, size)
     arrays = [*_columns(table, size)]
     arrays += [*_lists(cover, by_keys=False), *_lists(cover, by_keys=True)]
+    # one buffer for all arrays, so that a single copy moves them to a device
     starts = _starts([len(x) for x in arrays])
     content = np.zeros(starts[-1], np.int32)
     for x, start in zip(arrays, starts, strict=False):
         content[start : start + len(x)] = x
-    return HostMask(
-        size, (cover.q_blocks, cover.k_blocks), content, tuple(map(len, arrays)), table.reach
-    )
+    blocks = (cover.q_blocks, cover.k_blocks)
+    return HostMask(size, blocks, content, tuple(map(len, arrays)), table.reach)
 
 
 @once
 def block_mask(host: HostMask, device: torch.device) -> BlockMask:
-    """The mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of
-    tokens.
+    """Return the mask in FlexAttention's form.
+
+    Its lists contain one int32 per pair of blocks, not per pair of tokens.
     """
-    content = to_device(host.content, device)  # one copy to the device for all arrays
-    starts = _starts(host.lengths)
-    slices = (
-        content[start : start + length] for start, length in zip(starts, host.lengths, strict=False)
-    )
-    arrays = [
-        x.clone() for x in slices
-    ]  # tensors of their own, as kernels compiled for them expect
+    content = to_device(host.content, device)  # one copy for all arrays
+    arrays = []
+    for start, length in zip(_starts(host.lengths), host.lengths, strict=False):
+        # separate tensors, because kernels that are compiled for them expect no views
+        arrays.append(content[start : start + length].clone())
     rule = _rule(host.reach, *arrays[:-8])
     lengths = (host.blocks[0] * host.size, host.blocks[1] * host.size)
     (seen, which), (full, full_which), (seen_by, by_whom), (full_by, full_by_whom) = map(
@@ -220,22 +218,27 @@ def block_mask(host: HostMask, device: torch.device) -> BlockMask:
 
 
 def _list(count: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlexAttention's form of a list: counts `[1, 1, rows]`, and blocks `[1, 1, rows, columns]`."""
+    """Return a list in FlexAttention's form.
+
+    Counts are `[1, 1, rows]`, and blocks are `[1, 1, rows, columns]`.
+    """
     blocks = blocks.view(1, 1, len(count), -1)
-    torch._dynamo.maybe_mark_dynamic(
-        blocks, 3
-    )  # else a pack with as many blocks, but other lists, is compiled anew
+    # otherwise lists of another width would be compiled again, even for an equal number of blocks
+    torch._dynamo.maybe_mark_dynamic(blocks, 3)
     return count[None, None], blocks
 
 
 def _starts(lengths: list[int] | tuple[int, ...]) -> list[int]:
+    """Return where each array of a buffer starts, and the length of the buffer."""
     return [0, *itertools.accumulate(padded(length, _ALIGNED) for length in lengths)]
 
 
 def _columns(table: TileTable, size: int) -> Iterator[np.ndarray]:
-    """What `_rule` asks, in whole blocks of tokens: order and span of queries, order, leave and
-    span of keys; of layers with a limited reach the depths of both. Queries and keys of nothing get
-    values that none of the other side has.
+    """Yield the int32 columns that `_rule` reads, padded to whole blocks of tokens.
+
+    These are order and span of queries, then order, leave and span of keys. For layers with a
+    limited reach, the depths of queries and keys follow. Padding gets values that no token of the
+    other side has.
     """
     q = table.q
     k = table.k
@@ -253,29 +256,35 @@ def _columns(table: TileTable, size: int) -> Iterator[np.ndarray]:
 
 
 def _lists(cover: BlockCover, by_keys: bool) -> Iterator[np.ndarray]:
-    """Counts of the partial and then of the full blocks that each block of queries sees, or of keys
-    is seen by; then `[rows, columns]` of the other side's blocks in rising order, filled up with 0,
-    as narrow as the longest row.
+    """Yield counts and lists of the partial blocks, then counts and lists of the full blocks.
 
-    Both have the same columns: before 2.12 torch's kernels stepped through both with the partial
-    ones' strides.
+    Counts are `[rows]`: the number of key blocks that each query block sees, or, by keys, the
+    number of query blocks that see each key block. Lists are `[rows, columns]`, flattened: the
+    numbers of these blocks in ascending order, padded with 0 to the length of the longest row.
+
+    Both lists have the same width, because before 2.12 torch's kernels used the strides of the
+    partial list for both.
     """
-    row, column, rows, columns = cover.q_block, cover.k_block, cover.q_blocks, cover.k_blocks
+    row = cover.q_block
+    rows = cover.q_blocks
+    column = cover.k_block
+    columns = cover.k_blocks
     order = np.arange(len(row))
     if by_keys:
         order = np.argsort(column, kind="stable")
-        row, column, rows, columns = column, row, columns, rows
+        row, column = column, row
+        rows, columns = columns, rows
     kinds = [order[cover.full[order] == full] for full in (False, True)]
     counts = [np.bincount(row[chosen], minlength=rows) for chosen in kinds]
-    width = min(
-        columns, max(2, *(count.max() for count in counts))
-    )  # one column would be a compiled form more
+    # at least two columns: a single column would need another compiled form
+    width = min(columns, max(2, *(count.max() for count in counts)))
     for chosen, count in zip(kinds, counts, strict=True):
         blocks = np.zeros((rows, width), np.int32)
-        # the rows of `chosen` ascend: a block's number in its row is its own less that of the row's
-        # first
+        # rows of `chosen` ascend, so a block's column is its distance from the first block of its
+        # row
         first = np.cumsum(count) - count
-        blocks[row[chosen], np.arange(len(chosen)) - first[row[chosen]]] = column[chosen]
+        place = np.arange(len(chosen)) - first[row[chosen]]
+        blocks[row[chosen], place] = column[chosen]
         yield count
         yield blocks.ravel()
 
@@ -289,13 +298,14 @@ def _rule(
     k_span: torch.Tensor,
     *depths: torch.Tensor,
 ) -> Callable[..., torch.Tensor]:
-    """The rule of attention/ops/mask.py for one pair of indices, over int32 tensors on the
-    device.
+    """Return the rule of attention/ops/mask.py for one pair of indices.
+
+    The columns are int32 tensors on the device.
     """
 
     def rule(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        # no test for padding or for text: `_columns` gave them values that equal none of the other
-        # side
+        # padding and text need no test: `_columns` gave them values that match no token of the
+        # other side
         on_path = (k_order[j] <= q_order[i]) & (q_order[i] < k_leave[j])
         return on_path | (k_span[j] == q_span[i])
 
@@ -314,37 +324,42 @@ def _rule(
     ) -> torch.Tensor:
         return q_depth[i] // chunk == k_depth[j] // chunk
 
-    return and_masks(rule, *[in_window][: bool(window)], *[in_chunk][: bool(chunk)])
+    masks = [rule]
+    if window:
+        masks.append(in_window)
+    if chunk:
+        masks.append(in_chunk)
+    return and_masks(*masks)
 
 
 def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`[n, heads, d]` -> `[1, heads, whole blocks, at least 16]`, filled up with zeros."""
+    """Return `[n, heads, d]` as `[1, heads, whole blocks, at least 16]`, padded with zeros."""
     tokens = padded(len(x), size) - len(x)
     width = max(0, NARROWEST - x.shape[-1])
     if tokens or width:
         x = pad(x, (0, width, 0, 0, 0, tokens))
     x = x.transpose(0, 1).unsqueeze(0)
-    # a tower and a decoder, with other heads, are other forms: torch's backward has no form for any
-    # number of heads
+    # a vision tower and a decoder have different heads and get separate compiled forms, because
+    # torch's backward does not support a dynamic number of heads
     torch._dynamo.mark_static(x, [1, 3])
     return x
 
 
 def _tokens_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`[1, heads, whole blocks, ...]` -> the tokens and the width of `like[n, heads, ...]`."""
+    """Return `[1, heads, whole blocks, ...]` cut to the shape of `like[n, heads, ...]`."""
     x = x.squeeze(0).transpose(0, 1)
-    return (
-        x if x.shape == like.shape else x[tuple(map(slice, like.shape))]
-    )  # a slice of all would cost a pass backward
+    if x.shape == like.shape:  # slicing would cost an extra pass in backward
+        return x
+    return x[tuple(map(slice, like.shape))]
 
 
 class FlexKernel:
-    """A `WholeKernel` for float32 and bfloat16, as FlexAttention adds up in float32.
+    """A `WholeKernel` for float32 and bfloat16; FlexAttention accumulates in float32.
 
-    `functions` take the place of the compiled `flex_attention` and `flex_backward`, `size` is the
-    side of a block, and `whole_backend` is the kernel of a row whose keys are all here (`FLASH`:
-    FlashAttention 4, which gives no gradient of the lse); `cap` see `MathKernel`, which then
-    differentiates parts.
+    `functions` replace the compiled `flex_attention` and `flex_backward`. `size` is the side length
+    of a block. `whole_backend` is the kernel for rows whose keys are all local. `FLASH` is
+    FlashAttention 4, which has no gradient for the lse. With a `cap` (see `MathKernel`), MathKernel
+    computes the gradients of parts.
     """
 
     def __init__(
@@ -354,6 +369,7 @@ class FlexKernel:
         whole_backend: Backend = "TRITON",
         cap: float = 0.0,
     ) -> None:
+        # options of the call that apply the cap to scores; empty without a cap
         self._score = (
             {"score_mod": lambda score, *place: cap * torch.tanh(score / cap)} if cap else {}
         )
@@ -363,12 +379,14 @@ class FlexKernel:
         self._whole_backend: Backend = whole_backend
 
     def mask(self, table: TileTable, device: torch.device) -> BlockMask:
-        """The block mask of a table: on the device with the first layer that asks, dropped with the
-        table.
+        """Return the block mask of a table on the device.
+
+        The first layer that needs it builds it. It is freed together with the table.
         """
         return block_mask(host_mask(table, self._size), device)
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
+        """Build the host mask of the table; see `Kernel.prepare`."""
         if table.num_tiles:
             host_mask(table, self._size)
 
@@ -381,15 +399,18 @@ class FlexKernel:
         scale: float,
         call: Caller = at_once,
     ) -> torch.Tensor:
+        """Attend to all keys of a row; see `WholeKernel.whole`."""
         padded = self._heads_first(q, k, v)
         return _tokens_first(
             call(lambda *qkv: self._call(qkv, table, scale, self._whole_backend, None), *padded), q
         )
 
     def _heads_first(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return tensors in FlexAttention's form; see the function of this name."""
         return tuple(_heads_first(x, self._size) for x in tensors)
 
     def _options(self, q: torch.Tensor, backend: Backend) -> dict[str, Any]:
+        """Return the kernel options for q, and give this thread scratch memory for Triton."""
         lend_scratch(q.device)
         return {"BACKEND": backend, **kernel_options(q.dtype, q.shape[-1])}
 
@@ -401,6 +422,7 @@ class FlexKernel:
         backend: Backend,
         aux: AuxRequest | None,
     ) -> Any:
+        """Run the forward kernel on padded tensors."""
         return self._forward(
             *qkv,
             block_mask=self.mask(table, qkv[0].device),
@@ -411,12 +433,13 @@ class FlexKernel:
             **self._score,
         )
 
-    @torch.no_grad()  # and detached: the compiled function has one form less
+    @torch.no_grad()  # together with detach(), this saves one compiled form
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
+        """Merge one source of keys into `partial`; see `Kernel.attend`."""
         if table.num_tiles == 0:
             return
-        # TRITON: the same kernel for any number of queries; the default takes a decoding kernel
-        # below 128 of them
+        # TRITON uses the same kernel for any number of queries; the default switches to a decoding
+        # kernel for fewer than 128
         heads_first = self._heads_first(*(x.detach() for x in qkv))
         out, aux = self._call(heads_first, table, scale, "TRITON", AuxRequest(lse=True))
         out = _tokens_first(out, qkv[0])
@@ -432,17 +455,18 @@ class FlexKernel:
     def attend_backward(
         self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV
     ) -> None:
+        """Add the gradients of one source of keys; see `Kernel.attend_backward`."""
         if table.num_tiles == 0:
             return
-        if self._score:  # torch 2.13 cannot differentiate a score of a backward of its own
+        if self._score:  # torch 2.13 cannot differentiate a score_mod in a separate backward
             return self._capped.attend_backward(saved, kv, table, scale, grads)
         *qkv, out, dout = self._heads_first(
             *(x.detach() for x in (saved.q, *kv, saved.out, saved.dout))
         )
-        lse = pad(
-            saved.lse, (0, 0, 0, out.shape[2] - len(saved.lse)), value=-torch.inf
-        )  # what fills up sees nothing
-        # [n, heads] -> [1, heads, n]: the kernel works with powers of 2
+        # padding tokens see no key
+        padding = out.shape[2] - len(saved.lse)
+        lse = pad(saved.lse, (0, 0, 0, padding), value=-torch.inf)
+        # [n, heads] -> [1, heads, n]; the kernel uses powers of 2
         lse = (lse / math.log(2)).t().contiguous()[None]
         torch._dynamo.mark_static(lse, 1)
         options = self._options(out, "TRITON")
@@ -454,8 +478,8 @@ class FlexKernel:
 
 
 class _Shapes(torch.autograd.Function):
-    """Results and gradients of `flex_attention`, of tensors without numbers, and what it saves for
-    backward.
+    """`flex_attention` for tensors without data: shapes of results and gradients, and the tensors
+    that are saved for backward.
     """
 
     @staticmethod
@@ -473,32 +497,35 @@ class _Shapes(torch.autograd.Function):
 
 
 def _forward_of_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """Replace `flex_attention` for tensors without data."""
     out, lse = _Shapes.apply(q, k, v)
     return out if options["return_aux"] is None else (out, AuxOutput(lse=lse))
 
 
 def _backward_of_shapes(qkv: QKV, *rest: Any) -> QKV:
+    """Replace `flex_backward` for tensors without data."""
     q, k, v = qkv
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class FlexStandIn(FlexKernel):
-    """Stand for the kernels of a GPU where memory is measured: the same tensors, which have no
-    numbers.
+    """Stand-in for all GPU kernels when memory is estimated; its tensors have no data.
 
-    FlexAttention, FlashAttention and cuDNN's attention save the same: q, k, v, the output and the
-    log-sum-exp.
+    FlexAttention, FlashAttention and cuDNN's attention save the same tensors: q, k, v, the output
+    and the log-sum-exp.
     """
 
     def __init__(self, cap: float = 0.0) -> None:
         super().__init__((_forward_of_shapes, _backward_of_shapes), cap=cap)
 
     def mask(self, table: TileTable, device: torch.device) -> Any:
-        """Return nothing: a block mask takes some megabytes, and is shared by the layers."""
+        """Return None: a block mask takes only some megabytes and is shared by all layers."""
         return None
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
+        """Do nothing: no mask is needed."""
         return None
 
     def _options(self, q: torch.Tensor, backend: Backend) -> dict[str, Any]:
+        """Return no options, because no kernel runs."""
         return {}

@@ -1,8 +1,8 @@
-"""What an attention kernel is, and how the results of several sources of keys are merged.
+"""The interface of attention kernels, and the merging of results from several sources of keys.
 
-Forward and backward visit the non-empty tiles of a table alone. Backward starts from the merged
-`(out, lse)`, so a transport may call it once for each source of keys, and the sum is exact. Partial
-sums are held in fp32 or wider.
+Forward and backward visit only the non-empty tiles of a table. Backward starts from the merged
+`(out, lse)`. A transport may therefore call it once per source of keys, and the sum is exact.
+Partial sums are in fp32 or wider.
 
 Tensors are token-major: `q[n, heads, d]`, `k, v[m, groups, d]` with `heads % groups == 0` (grouped
 queries).
@@ -28,18 +28,18 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 Caller = Callable[..., torch.Tensor]
-"""`call(function, q, k, v)` is `function(q, k, v)`, or what it gave when its block was computed the
-first time.
+"""`call(function, q, k, v)` returns `function(q, k, v)`, or its recorded result while a block is
+recomputed.
 """
 
 
 def at_once(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """The `Caller` that just calls."""
+    """Call the function directly; the default `Caller`."""
     return function(*inputs)
 
 
 class Heads(NamedTuple):
-    """Core attention of one rank: query heads, K/V heads (groups), and the width of each."""
+    """Core attention of one rank: number of query heads and K/V heads (groups), and head dim."""
 
     heads: int
     groups: int
@@ -48,21 +48,17 @@ class Heads(NamedTuple):
 
 @dataclass
 class Partial:
-    """A running attention result: `out[n, heads, d]`, `lse[n, heads]`, in the accumulation
-    dtype.
-    """
+    """A running attention result: `out[n, heads, d]` and `lse[n, heads]` in accumulation dtype."""
 
     out: torch.Tensor
     lse: torch.Tensor
     untouched: bool = True
-    """No row has seen a key yet, so the first tile of each row is written instead of merged."""
+    """Whether no row has seen a key yet; the first tile of a row is then written, not merged."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward needs of the forward: `q`, merged `out` (dtype of q), merged `lse`, and the
-    incoming `dout`.
-    """
+    """Inputs of backward: `q`, merged `out` (dtype of q), merged `lse`, and the incoming `dout`."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -71,36 +67,38 @@ class Saved:
 
 
 def empty_partial(q: torch.Tensor) -> Partial:
-    """The result of having seen no key: out 0, lse -inf."""
+    """Return the result before any key has been seen: out 0, lse -inf."""
     dtype = accumulation_dtype(q.dtype)
-    return Partial(
-        zeros(q.shape, q, dtype), torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
-    )
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    return Partial(zeros(q.shape, q, dtype), lse)
 
 
 class Kernel(Protocol):
-    """Attention of queries over one table of tiles: forward merges into a running result, backward
-    adds gradients.
+    """Attention of queries over one table of tiles.
+
+    Forward merges into a running result, backward adds to gradients.
     """
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
-        """Make on the host what the passes over a table need; called from the loader's threads."""
+        """Build the host data that passes over a table need; runs in loader threads."""
 
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
-        """Merge into `partial` what `q` sees of these keys; rows that see nothing are left
-        alone.
+        """Merge the attention of `q` over these keys into `partial`.
+
+        Rows that see none of these keys do not change.
         """
 
     def attend_backward(
         self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV
     ) -> None:
-        """Add this table's share to `grads = (dq, dk, dv)`, held in the accumulation dtype."""
+        """Add this table's share to `grads = (dq, dk, dv)`, which are in accumulation dtype."""
 
 
 @runtime_checkable
 class WholeKernel(Kernel, Protocol):
-    """A kernel that autograd can differentiate where one table holds all keys: nothing is merged or
-    computed again.
+    """A kernel that autograd can differentiate if one table contains all keys.
+
+    It merges nothing and recomputes nothing.
     """
 
     def whole(
@@ -112,8 +110,9 @@ class WholeKernel(Kernel, Protocol):
         scale: float,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """`out[n, heads, d]` in q's dtype; differentiable. `call` is given what autograd saves of
-        q, k and v.
+        """Return `out[n, heads, d]` in q's dtype; differentiable.
+
+        `call` receives the q, k and v that autograd saves.
         """
 
 
@@ -121,35 +120,38 @@ class WholeKernel(Kernel, Protocol):
 def merge_into(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Merge a part into `out[n, heads, d]`, `lse[n, heads]` in place, by their log-sum-exp (Milakov
-    and Gimelshein, 2018): exact in any order, and a part that saw nothing has lse -inf and changes
-    nothing.
+    """Merge a part into `out[n, heads, d]`, `lse[n, heads]` in place.
+
+    The weights are the log-sum-exps (Milakov and Gimelshein, 2018). The result is exact in any
+    order. A part that saw no key has lse -inf and changes nothing.
     """
     total = torch.logaddexp(lse, part_lse)
-    shift = total.masked_fill(
-        total == -torch.inf, 0.0
-    )  # a row that saw nothing keeps out 0: exp(-inf - 0) = 0
+    # a row without any key keeps out 0: exp(-inf - 0) = 0, while exp(-inf + inf) would be NaN
+    shift = total.masked_fill(total == -torch.inf, 0.0)
     out.mul_(torch.exp(lse - shift).unsqueeze(-1))
-    out.addcmul_(part.to(out.dtype), torch.exp(part_lse - shift).unsqueeze(-1).to(out.dtype))
+    weight = torch.exp(part_lse - shift).unsqueeze(-1)
+    out.addcmul_(part.to(out.dtype), weight.to(out.dtype))
     lse.copy_(total)
 
 
 @fused
 def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Merge, in place and after all keys, one more key a head: its score is `sinks[heads]`, its
-    value 0.
+    """Merge one extra key per head in place, with score `sinks[heads]` and value 0.
 
-    A head then need not attend to any token (Xiao et al., 2023; learned as in gpt-oss).
+    Must be called after all keys have been merged. A head can then ignore all tokens (Xiao et al.,
+    2023; learned as in gpt-oss).
     """
-    # only the denominator grows: out = sum of e^s v over sum of e^s becomes the same over that sum
-    # and e^sink
+    # the value is 0, so only the denominator of the softmax grows, by exp(sink)
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
     lse.copy_(total)
 
 
 def sinks_gradient(saved: Saved, sinks: torch.Tensor) -> torch.Tensor:
-    """`d sinks[heads]`: over all queries, a sink's weight times `dout . (0 - out)`."""
+    """Return `d sinks[heads]`, summed over all queries.
+
+    One query contributes the weight of the sink times `dout . (0 - out)`.
+    """
     weights = torch.exp(sinks.to(saved.lse.dtype) - saved.lse)  # [n, heads]
     inner = (saved.dout.to(weights.dtype) * saved.out.to(weights.dtype)).sum(-1)
     return -(weights * inner).sum(0).to(sinks.dtype)

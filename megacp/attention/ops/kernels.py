@@ -1,4 +1,4 @@
-"""The table of attention kernels, and the kernel that `auto` means on each device."""
+"""The table of attention kernels, and the kernel that `auto` selects on each device."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from megacp.attention.ops.kernel import Kernel
 from megacp.attention.ops.tile_kernels import FlashKernel, MathKernel
 
 Tell = Callable[[str], None]
-"""Takes a line for the log, of which the same one may come again."""
+"""Takes a log line; the same line may be passed several times."""
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A row of the table of kernels: how to build it, and the only device it runs on."""
+    """A row of the kernel table: how to build a kernel, and where it can run."""
 
     build: Callable[[float, Tell], Kernel]
-    """Builder, given a cap of scores, or 0."""
+    """Build the kernel, given a cap on scores (0 for none) and a logger."""
     device: str = ""
-    """The only device type, or any."""
+    """The only supported device type; empty if the kernel runs on all devices."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
-    """Dtypes for which it is exact: it accumulates in the same dtype or a wider one."""
+    """Exact dtypes: the kernel accumulates in the same dtype or a wider one."""
     problem: Callable[[], str | None] = lambda: None
-    """Why it cannot be had in this environment."""
+    """Return the reason why the kernel is not available in this environment, or None."""
 
 
 KERNELS = {
+    # torch's CPU kernel and cuDNN do not support a cap on scores
     "flash": KernelChoice(lambda cap, tell: MathKernel(cap) if cap else FlashKernel(), "cpu"),
     "math": KernelChoice(lambda cap, tell: MathKernel(cap)),
     "flex": KernelChoice(lambda cap, tell: FlexKernel(cap=cap), "cuda", ("float32", "bfloat16")),
@@ -49,19 +50,19 @@ KERNELS = {
         engine_problem,
     ),
 }
-"""Kernels by name; the names `auto` and `dense` have no row."""
+"""Kernels by name; `auto` and `dense` have no row."""
 
 FASTEST = {"cpu": ("flash",), "cuda": ("cudnn", "flex"), STAND_IN: ("flex",)}
-"""What auto means on a type of device: the first that can be had and adds up in the model's dtype;
-else math.
+"""Candidates of `auto` for each device type. `auto` takes the first one that is available and
+supports the dtype, otherwise math.
 """
 
 
 def kernel_problem(name: str, device_type: str, dtype: str = "") -> str | None:
-    """Return why a kernel cannot run on a device type (`cpu`, `cuda`) in a dtype (any, if empty),
-    or None.
+    """Return the reason why a kernel cannot run on a device type in a dtype, or None.
 
-    Names without a row in `KERNELS` return None.
+    `device_type` is `cpu` or `cuda`; an empty `dtype` stands for any dtype. Return None for names
+    without a row in `KERNELS`.
     """
     choice = KERNELS.get(name)
     if choice is None:
@@ -72,25 +73,25 @@ def kernel_problem(name: str, device_type: str, dtype: str = "") -> str | None:
     if dtype and dtype not in choice.dtypes:
         supported = " or ".join(choice.dtypes)
         return f"attention kernel {name} is for {supported}, not for {dtype}; choose auto or math"
-    problem = None if device_type == STAND_IN else choice.problem()
+    if device_type == STAND_IN:
+        return None
+    problem = choice.problem()
     return problem and f"attention kernel {name}: {problem}"
 
 
 def kernel_name(name: str, device_type: str, dtype: str = "") -> str:
-    """Return the kernel that a name means.
+    """Return the kernel name that `name` resolves to on a device.
 
-    `auto` is flash on CPU, cudnn or flex on CUDA, and math for float64 on CUDA and on any other
-    device. Every other name means itself; ValueError with the reason of `kernel_problem` if it
-    cannot run.
+    `auto` resolves to flash on CPU and to cudnn or flex on CUDA. It resolves to math for float64 on
+    CUDA and on any other device. Other names resolve to themselves. Raise ValueError with the
+    message of `kernel_problem` if the kernel cannot run.
     """
     if name == "auto":
-        # a name asked for is an error where it cannot run; auto never is
-        fastest = (
-            each
-            for each in FASTEST.get(device_type, ())
-            if not kernel_problem(each, device_type, dtype)
-        )
-        return next(fastest, "math")
+        # an explicit name that cannot run is an error; `auto` always finds a kernel
+        for candidate in FASTEST.get(device_type, ()):
+            if not kernel_problem(candidate, device_type, dtype):
+                return candidate
+        return "math"
     problem = kernel_problem(name, device_type, dtype)
     if problem:
         raise ValueError(problem)
@@ -98,8 +99,9 @@ def kernel_name(name: str, device_type: str, dtype: str = "") -> str:
 
 
 def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
-    """Return the kernel that `auto` means for tensors of any dtype; it accumulates at least as
-    wide.
+    """Return the kernel that `auto` selects for tensors of a dtype.
+
+    The kernel accumulates in that dtype or a wider one.
     """
     wide = dtype if dtype == torch.bfloat16 else accumulation_dtype(dtype)
     return kernel_name("auto", device_type, str(wide).removeprefix("torch."))
@@ -108,15 +110,18 @@ def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
 def select_kernel(
     name: str, device: torch.device, cap: float = 0.0, tell: Tell = lambda line: None
 ) -> Kernel:
-    """Build the kernel of a name; ValueError if it is unknown or cannot run.
+    """Build a kernel by name.
 
-    torch's flash attention for the CPU does not support a `cap` on scores: plain torch takes its
-    place. The dtype is not known here: for a float64 model, resolve `auto` first by `kernel_name`
-    or `auto_kernel`.
+    torch's flash attention for the CPU does not support a `cap` on scores, so plain torch replaces
+    it if `cap` is not 0. The dtype is not known here: for a float64 model, resolve `auto` with
+    `kernel_name` or `auto_kernel` first.
+
+    Raise ValueError if the kernel is unknown or cannot run.
     """
     chosen = kernel_name(name, device.type, "float32" if name == "auto" else "")
     if chosen not in KERNELS:
         raise ValueError(f"attention kernel {name} is unknown; choose auto, {', '.join(KERNELS)}")
+    # a dry run computes with shapes only, so one stand-in represents all kernels of a GPU
     if device.type == STAND_IN and KERNELS[chosen].device:
         return FlexStandIn(cap)
     return KERNELS[chosen].build(cap, tell)

@@ -1,54 +1,54 @@
-"""The attention mask as data: a few integers per token, and an exact cover of it by rectangles and
+"""The attention mask as data: a few integers per token, and an exact cover by rectangles and
 triangles.
 
-A row holds trees in depth-first order: a document is a tree whose root is its prefix, and any node
-may branch. Of a token the rule knows its `order` in the row, and `leave`, the order at which the
-subtree of its node ends:
+A row contains trees in depth-first order. A document is a tree whose root is its prefix, and any
+node may branch. The mask follows from two numbers of each token: `order` is the token's number in
+the row, and `leave` is the order at which the subtree of the token's node ends.
 
     allow(q, k) = order[k] <= order[q] < leave[k]   or   span[q] == span[k] != 0
 
-Padding has leave 0. A layer may look back a limited way along the path of the tree (`Reach`), where
-a token stands `depth` tokens from its root.
+Padding has leave 0. A layer may look back only a limited distance along the path of the tree (see
+`Reach`). `depth` is the number of tokens between a token and the root of its tree.
 
-Nothing of size S x S is ever made. Both sides are cut into runs of equal metadata and consecutive
-order, cut again at each other's ends, and where a window begins. Two runs then cover the same
-tokens or are disjoint, as are a run and another moved on by the window. So every pair of runs is
-empty, full, or one triangle: no tile is ever partly masked. All of it is arithmetic on arrays,
-without a loop over documents or tiles.
+No S x S array is ever built. Queries and keys are cut into runs of equal metadata and consecutive
+order. Query runs are cut again where key runs end and where windows begin. Two runs then either
+cover the same tokens or are disjoint, even after one of them is shifted by the window. Every pair
+of runs is therefore empty, full or a single triangle, and no tile is partly masked. The computation
+uses array arithmetic without a loop over documents or tiles.
 
-Letters: `T` tokens of a row, `n` of one side of a table, `m` chosen ones; `i` and `j` number runs
-of queries and keys.
+Letters in shapes: `T` tokens of a row, `n` tokens on one side of a table, `m` selected tokens. `i`
+and `j` number the runs of queries and keys.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 FULL = 1
-"""A tile of which every pair is allowed."""
+"""A tile in which every pair is allowed."""
 CAUSAL = 2
-"""A square tile of which a triangle is allowed: `k_index - k_start <= q_index - q_start`."""
+"""A square tile whose lower triangle is allowed: `k_index - k_start <= q_index - q_start`."""
 WINDOW = 3
-"""A square tile of which the other triangle is allowed: `k_index - k_start >= q_index - q_start`.
-"""
+"""A square tile whose upper triangle is allowed: `k_index - k_start >= q_index - q_start`."""
 
 _PART = 64
-"""Queries of a window's rows are cut to a multiple of it, which kernels like."""
+"""Query rows of a window are cut to a multiple of this number, which suits the kernels."""
 _PAIRS_AT_ONCE = 1 << 20
-"""Pairs of runs looked at together: bounds the memory of planning to some tens of MiB."""
+"""Pairs of runs that are compared together; limits the memory of planning to some tens of MiB."""
 
 
 class Reach(NamedTuple):
-    """How far back a layer looks along a token's path; 0 is no limit."""
+    """How far back a layer looks along a token's path; 0 means no limit."""
 
     window: int = 0
-    """Tokens that a query sees at the most, itself included: those less than so many before it."""
+    """Number of most recent tokens that a query sees, including itself."""
     chunk: int = 0
-    """Queries see keys of their own chunk; a path is cut into chunks of so many tokens."""
+    """Chunk length: paths are cut into chunks, and a query sees only keys of its own chunk."""
 
 
 UNLIMITED = Reach()
@@ -56,7 +56,7 @@ UNLIMITED = Reach()
 
 @dataclass(frozen=True)
 class Metadata:
-    """What the mask must know of `n` tokens: int arrays `[n]`."""
+    """Mask metadata of `n` tokens: int arrays `[n]`."""
 
     leave: np.ndarray
     span: np.ndarray
@@ -65,37 +65,39 @@ class Metadata:
 
     @staticmethod
     def of_row(leave: np.ndarray, span: np.ndarray) -> Metadata:
-        """The metadata of a whole row in its own order, from `leave[T]` and `span[T]`."""
+        """Return the metadata of a whole row in natural order, from `leave[T]` and `span[T]`."""
         real = leave > 0
         order = np.arange(len(leave))
-        # the depth of a token: the real tokens before it, less those of nodes whose subtree has
-        # ended by then
-        left = np.cumsum(np.bincount(leave[real], minlength=len(leave) + 1))[: len(leave)]
+        # depth = real tokens before the token, minus the tokens of nodes whose subtree has ended
+        ends = np.bincount(leave[real], minlength=len(leave) + 1)
+        left = np.cumsum(ends)[: len(leave)]
         return Metadata(leave, span, order, np.cumsum(real) - real - left)
 
     @staticmethod
     def of_documents(
         document: np.ndarray, branch: np.ndarray | int = 0, span: np.ndarray | int = 0
     ) -> Metadata:
-        """The metadata of a row of `document[T]` (-1: padding): prefixes, branch 0, and alternative
-        endings 1, 2, ...
+        """Return the metadata of a row from `document[T]` (-1 for padding), branches and spans.
 
-        Spans of one number in several documents or branches are several spans. ValueError for a
-        document that stands in several places of the row; padding may lie in it.
+        Branch 0 is the prefix of a document; branches 1, 2, ... are alternative endings. A span
+        number that occurs in several documents or branches names a separate span in each of them.
+
+        Raise ValueError if the tokens of a document are not contiguous (padding may be in between).
         """
-        columns = [np.broadcast_to(x, document.shape) for x in (document, branch, span)]
-        # a span is one inside a branch; a node ends with its last token, a prefix with its
-        # document's
-        number = np.unique(np.stack(columns), axis=1, return_inverse=True)[1].reshape(-1) + 1
-        node = np.where(
-            columns[1] == 0, _last(document), _last(_last(document) * len(document) + columns[1])
-        )
-        row = Metadata.of_row(
-            np.where(document >= 0, node + 1, 0), np.where(columns[2] != 0, number, 0)
-        )
+        branch = np.broadcast_to(branch, document.shape)
+        span = np.broadcast_to(span, document.shape)
+        # number spans by (document, branch, span), so that a span never leaves its branch
+        columns = np.stack([document, branch, span])
+        number = np.unique(columns, axis=1, return_inverse=True)[1].reshape(-1) + 1
+        # a prefix ends with the last token of its document, a branch with its own last token
+        document_end = _last(document)
+        branch_end = _last(document_end * len(document) + branch)
+        end = np.where(branch == 0, document_end, branch_end)
+        leave = np.where(document >= 0, end + 1, 0)
+        row = Metadata.of_row(leave, np.where(span != 0, number, 0))
         if row.document.max(initial=-1) + 1 != len(np.unique(document[document >= 0])):
             raise ValueError(
-                "a document of this row stands in several places: its tokens must follow one another"
+                "a document occurs in several places of this row; its tokens must be contiguous"
             )
         return row
 
@@ -103,17 +105,18 @@ class Metadata:
         return len(self.order)
 
     def take(self, indices: np.ndarray) -> Metadata:
-        """The metadata of some tokens, in the order of `indices[m]`."""
-        return Metadata(*(x[indices] for x in (self.leave, self.span, self.order, self.depth)))
+        """Return the metadata of the tokens `indices[m]`, in that order."""
+        leave = self.leave[indices]
+        span = self.span[indices]
+        return Metadata(leave, span, self.order[indices], self.depth[indices])
 
     @functools.cached_property
     def document(self) -> np.ndarray:
-        """int64 `[n]`: number of each token's tree in this row; -1 for padding."""
+        """int64 `[n]`: number of each token's document in this row; -1 for padding."""
         by_order = np.argsort(self.order, kind="stable")
+        # no node of a tree ends after its root, so the running maximum is the end of the tree
         end = np.empty(len(self), np.int64)
-        end[by_order] = np.maximum.accumulate(
-            self.leave[by_order]
-        )  # no node of a tree ends later than its root
+        end[by_order] = np.maximum.accumulate(self.leave[by_order])
         real = self.leave > 0
         number = np.full(len(self), -1)
         number[real] = np.unique(end[real], return_inverse=True)[1]
@@ -126,27 +129,27 @@ class Metadata:
 
     @functools.cached_property
     def by_type(self) -> Metadata:
-        """These tokens in the order of `text_before_images`."""
+        """The same tokens in the order of `text_before_images`."""
         return self.take(text_before_images(self)) if self.span.any() else self
 
     @property
     def cost(self) -> np.ndarray:
-        """`cost_within` for a layer that looks at all."""
+        """`cost_within` for a layer without a limit on its reach."""
         return self.cost_within(UNLIMITED)
 
     def cost_within(self, reach: Reach) -> np.ndarray:
-        """int64 `[n]`: how many of these tokens each one sees; counted with types sorted, which
-        needs fewer tiles.
+        """Return the number of these tokens that each one sees, int64 `[n]`.
+
+        The tokens are sorted by type before counting, because that needs fewer tiles.
         """
+        table = tile_table(self.by_type, self.by_type, reach)
         cost = np.empty(len(self), np.int64)
-        cost[text_before_images(self)] = tile_table(
-            self.by_type, self.by_type, reach
-        ).keys_per_query
+        cost[text_before_images(self)] = table.keys_per_query
         return cost
 
 
 def _last(values: np.ndarray) -> np.ndarray:
-    """Index `[n]` of the last element that equals each one."""
+    """Return for each element the index `[n]` of the last element with the same value."""
     group = np.unique(values, return_inverse=True)[1].reshape(-1)
     found = np.zeros(len(values), np.int64)
     found[group] = np.arange(len(values))  # later elements overwrite earlier ones
@@ -154,8 +157,9 @@ def _last(values: np.ndarray) -> np.ndarray:
 
 
 def text_before_images(metadata: Metadata) -> np.ndarray:
-    """Indices `[n]` of a row with the text of each document before its images, otherwise in
-    order.
+    """Return the indices `[n]` that place the text of each document before its images.
+
+    The order is otherwise unchanged.
     """
     if not metadata.span.any():
         return np.arange(len(metadata))
@@ -164,7 +168,7 @@ def text_before_images(metadata: Metadata) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Tile:
-    """Keys `[k_start, k_stop)` that a row of query tokens sees."""
+    """Keys `[k_start, k_stop)` that a row of queries sees."""
 
     k_start: int
     k_stop: int
@@ -173,8 +177,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileRow:
-    """Queries `[q_start, q_stop)` and every tile they see, in key order; at most one of each
-    triangle.
+    """Queries `[q_start, q_stop)` and all tiles that they see, in key order.
+
+    A row has at most one triangle of each kind.
     """
 
     q_start: int
@@ -186,8 +191,9 @@ class TileRow:
 class TileTable:
     """The non-empty part of a mask between queries `q` and keys `k`, as arrays over rows and tiles.
 
-    Row i holds the queries `[row_start[i], row_stop[i])`, rows are disjoint and ascending; its
-    tiles are numbered `first[i]` to `first[i + 1]` in key order. Queries without a row see nothing.
+    Row i contains the queries `[row_start[i], row_stop[i])`. Rows are disjoint and ascending. The
+    tiles of row i have the numbers `first[i]` to `first[i + 1]`, in key order. Queries without a
+    row see no key.
     """
 
     q: Metadata
@@ -202,7 +208,7 @@ class TileTable:
 
     @property
     def queries(self) -> int:
-        """Number of query tokens, seen or not."""
+        """Number of query tokens, with or without keys."""
         return len(self.q)
 
     @property
@@ -212,44 +218,48 @@ class TileTable:
 
     @property
     def num_tiles(self) -> int:
-        """Number of tiles, all of them non-empty."""
+        """Number of tiles; none of them is empty."""
         return len(self.kind)
 
     @functools.cached_property
     def row_of_tile(self) -> np.ndarray:
-        """int64 `[tiles]`: the row of each tile."""
+        """int64 `[tiles]`: row number of each tile."""
         return np.repeat(np.arange(len(self.row_start)), np.diff(self.first))
 
     @functools.cached_property
     def area(self) -> int:
         """Number of allowed (query, key) pairs."""
-        n = (self.row_stop - self.row_start)[self.row_of_tile]
-        pairs = np.where(self.kind == FULL, n * (self.k_stop - self.k_start), n * (n + 1) // 2)
-        return int(pairs.sum())
+        n = (self.row_stop - self.row_start)[self.row_of_tile]  # [tiles], side of a triangle
+        triangle = n * (n + 1) // 2
+        rectangle = n * (self.k_stop - self.k_start)
+        return int(np.where(self.kind == FULL, rectangle, triangle).sum())
 
     @functools.cached_property
     def keys_per_query(self) -> np.ndarray:
-        """int64 `[queries]`: how many keys each query token sees; the sum is `area`."""
+        """int64 `[queries]`: number of keys that each query sees; the sum is `area`."""
+        # every query of a row sees all keys of the row's full tiles
         full = np.where(self.kind == FULL, self.k_stop - self.k_start, 0)  # [tiles]
         bounds = np.concatenate([[0], np.cumsum(full)])
-        width = (
-            bounds[self.first[1:]] - bounds[self.first[:-1]]
-        )  # [rows]: keys of a row's full tiles
-        causal, window = np.zeros((2, len(self.row_start)), bool)  # [rows]: those with such a tile
+        width = np.diff(bounds[self.first])  # [rows]
+        # [rows]: whether the row has a triangle of this kind
+        causal = np.zeros(len(self.row_start), bool)
         causal[self.row_of_tile[self.kind == CAUSAL]] = True
+        window = np.zeros(len(self.row_start), bool)
         window[self.row_of_tile[self.kind == WINDOW]] = True
+
         seen = np.zeros(self.queries, np.int64)
         index, row = expand(self.row_start, self.row_stop)
-        # of a causal triangle the first query sees one key and the last all, of a window's the
-        # other way round
-        seen[index] = width[row] + np.where(causal[row], index - self.row_start[row] + 1, 0)
-        seen[index] += np.where(window[row], self.row_stop[row] - index, 0)
+        # in a causal triangle, queries see 1, 2, ..., n keys; in a window's triangle n, ..., 2, 1
+        in_causal = index - self.row_start[row] + 1
+        in_window = self.row_stop[row] - index
+        seen[index] = width[row] + np.where(causal[row], in_causal, 0)
+        seen[index] += np.where(window[row], in_window, 0)
         return seen
 
     @functools.cached_property
     def needed_keys(self) -> np.ndarray:
-        """bool `[keys]`: which keys some query sees."""
-        # +1 where a tile begins, -1 behind it: the running sum counts the tiles over each key
+        """bool `[keys]`: whether any query sees the key."""
+        # +1 where a tile begins, -1 where it ends: the running sum counts the tiles over each key
         steps = np.zeros(self.keys + 1, np.int64)
         np.add.at(steps, self.k_start, 1)
         np.add.at(steps, self.k_stop, -1)
@@ -257,47 +267,53 @@ class TileTable:
 
     @functools.cached_property
     def rows(self) -> tuple[TileRow, ...]:
-        """The table as objects, for kernels that walk it."""
+        """The table as objects, for kernels that iterate over it."""
         columns = (self.k_start.tolist(), self.k_stop.tolist(), self.kind.tolist())
         tiles = [Tile(*numbers) for numbers in zip(*columns, strict=True)]
         bounds = self.first.tolist()
-        ends = zip(
-            self.row_start.tolist(), self.row_stop.tolist(), bounds[:-1], bounds[1:], strict=True
-        )
-        return tuple(
-            TileRow(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends
-        )
+        starts = self.row_start.tolist()
+        stops = self.row_stop.tolist()
+        rows = []
+        for start, stop, low, high in zip(starts, stops, bounds[:-1], bounds[1:], strict=True):
+            rows.append(TileRow(start, stop, tuple(tiles[low:high])))
+        return tuple(rows)
 
 
 def allowed(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
-    """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references, tests and
-    single small tiles.
+    """Return the mask as bool `[len(q), len(k)]`: the definition that all tiles must reproduce.
+
+    Used for references, tests and single small tiles.
     """
     order = q.order[:, None]
-    back = q.depth[:, None] - k.depth[None]  # tokens on the path from the key to the query
-    on_path = (k.order[None] <= order) & (order < k.leave[None]) & (q.leave[:, None] > 0)
-    seen = on_path | ((q.span[:, None] != 0) & (q.span[:, None] == k.span[None]))
+    depth = q.depth[:, None]
+    span = q.span[:, None]
+    real = q.leave[:, None] > 0
+    on_path = (k.order <= order) & (order < k.leave) & real
+    seen = on_path | ((span != 0) & (span == k.span))
     if reach.window:
-        seen &= back < reach.window
+        seen &= depth - k.depth < reach.window
     if reach.chunk:
-        seen &= q.depth[:, None] // reach.chunk == k.depth[None] // reach.chunk
+        seen &= depth // reach.chunk == k.depth // reach.chunk
     return seen
 
 
 def expand(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All integers of the intervals `[start, stop)`, one interval after the other, and the interval
-    of each.
+    """Return all integers of the intervals `[start, stop)`, and the interval number of each.
+
+    The integers of an interval are contiguous and intervals keep their order.
     """
     count = stop - start
     owner = np.repeat(np.arange(len(count)), count)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    before = np.cumsum(count) - count  # integers of all earlier intervals
+    within = np.arange(len(owner)) - before[owner]  # 0, 1, ... in each interval
     return start[owner] + within, owner
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Maximal stretches of local tokens with equal metadata and consecutive order; padding left
-    out.
+    """Longest stretches of local tokens with equal metadata and consecutive order, without padding.
+
+    All arrays are `[runs]`, and each run has the metadata of its first token.
     """
 
     start: np.ndarray
@@ -317,99 +333,112 @@ class _Runs:
 
 
 def _runs(meta: Metadata) -> _Runs:
+    """Return the runs of these tokens, in local order."""
     n = len(meta)
-    change = np.ones(n, dtype=bool)  # where a run begins
+    change = np.ones(n, dtype=bool)  # True where a run begins
     change[1:] = meta.order[1:] != meta.order[:-1] + 1
     for values in (meta.leave, meta.span):
         change[1:] |= values[1:] != values[:-1]
     start = np.flatnonzero(change)
     stop = np.append(start[1:], n)
-    runs = _Runs(
-        start, stop, *(values[start] for values in (meta.order, meta.leave, meta.span, meta.depth))
-    )
+    first = meta.take(start)  # metadata of the first token of each run
+    runs = _Runs(start, stop, first.order, first.leave, first.span, first.depth)
     return runs.take(np.flatnonzero(runs.leave > 0))
 
 
 def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
-    """Cut runs at every one of the sorted `ends` that falls strictly inside them."""
-    first = np.searchsorted(
-        ends, runs.order, side="right"
-    )  # of each run, the cuts ends[first:last] are inside
+    """Cut runs at each of the sorted `ends` that is strictly inside them."""
+    # the cuts inside a run are ends[first:last]
+    first = np.searchsorted(ends, runs.order, side="right")
     last = np.searchsorted(ends, runs.order + runs.length, side="left")
     parts = last - first + 1  # [runs]
     if (parts == 1).all():
         return runs
-    within, owner = expand(np.zeros_like(parts), parts)  # number of a part in its run, and the run
-    cut = runs.take(owner)  # [parts], as are all arrays below
-    begin = (
-        cut.order.copy()
-    )  # a part begins where its run does or at a cut, and ends where the next one begins
+    # from here on, arrays are [parts]: `within` numbers the parts of a run, `owner` is the run
+    within, owner = expand(np.zeros_like(parts), parts)
+    cut = runs.take(owner)
+    # a part begins with its run or at a cut, and ends where the next part begins
+    begin = cut.order.copy()
     inner = within > 0
-    begin[inner] = ends[first[owner[inner]] + within[inner] - 1]
+    cut_before = first[owner] + within - 1  # valid for inner parts only
+    begin[inner] = ends[cut_before[inner]]
     end = (runs.order + runs.length)[owner]
-    end[:-1][inner[1:]] = begin[1:][inner[1:]]
-    moved = begin - cut.order  # from the first token of its run to that of the part
+    followed = np.flatnonzero(inner) - 1  # parts before an inner part, always of the same run
+    end[followed] = begin[followed + 1]
+    moved = begin - cut.order  # distance from the first token of the run
     start = cut.start + moved
-    return _Runs(start, start + end - begin, begin, cut.leave, cut.span, cut.depth + moved)
+    stop = start + end - begin
+    return _Runs(start, stop, begin, cut.leave, cut.span, cut.depth + moved)
 
 
 def _window_cuts(q: _Runs, k: _Runs, window: int) -> np.ndarray:
-    """Orders of queries that stand `window - 1` behind the beginning or the end of a run of keys on
-    their path.
+    """Return the query orders at which the window reaches the beginning or end of a key run.
 
-    Depths of all trees lie on one line: each tree has more than `wide` numbers, and no depth or
-    edge has as many. So one search finds the edges in each run of queries, those of its own tree.
+    These queries are `window - 1` tokens deeper than the edge, on the path of the key run.
+
+    The depths of all trees are placed on one line. Each tree gets more than `wide` numbers, and no
+    depth or edge exceeds `wide`. A single search therefore finds, for each query run, the edges
+    that belong to its tree.
     """
+    # every tree is identified by the order at which it ends
     orders = np.concatenate([q.order, k.order])
     leaves = np.concatenate([q.leave, k.leave])
     by_order = np.argsort(orders, kind="stable")
-    end = np.maximum.accumulate(leaves[by_order])  # of the tree, which it names
-    wide = (
-        int(max(q.depth.max(initial=0), k.depth.max(initial=0)))
-        + int(k.length.max(initial=0))
-        + window
-    )
-    trees = [
-        end[np.searchsorted(orders[by_order], x.order, side="right") - 1] * (wide + 1)
-        for x in (q, k)
-    ]
-    first = trees[1] + k.depth + window - 1  # [runs of k], on the line
+    end = np.maximum.accumulate(leaves[by_order])
+    deepest = int(max(q.depth.max(initial=0), k.depth.max(initial=0)))
+    wide = deepest + int(k.length.max(initial=0)) + window
+
+    def tree_offset(runs: _Runs) -> np.ndarray:
+        """Return the place on the line at which the tree of each run begins."""
+        tree = np.searchsorted(orders[by_order], runs.order, side="right") - 1
+        return end[tree] * (wide + 1)
+
+    first = tree_offset(k) + k.depth + window - 1  # [key runs], place on the line
     edges = np.unique(np.concatenate([first, first + k.length]))
-    begin = trees[0] + q.depth  # [runs of q]
-    edge, run = expand(np.searchsorted(edges, begin), np.searchsorted(edges, begin + q.length))
+    begin = tree_offset(q) + q.depth  # [query runs]
+    first_edge = np.searchsorted(edges, begin)
+    last_edge = np.searchsorted(edges, begin + q.length)
+    edge, run = expand(first_edge, last_edge)
     return q.order[run] + edges[edge] - begin[run]
 
 
 def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
-    """Orders at which runs of queries are cut, so that a part sees of a run of keys at most a
-    triangle of the tokens a window before it (W), keys that all of it sees (F), and a triangle of
-    its own tokens (C).
+    """Return the orders at which query runs are cut.
 
-    A window of 4 over one document cuts the queries every 3, as the W of a longer part would reach
-    its C:
+    A part of a query run then sees at most three pieces of a key run: a triangle one window back
+    (W), keys that all its queries see (F), and a triangle of its own tokens (C).
+
+    A window of 4 over one document cuts the queries every 3 tokens. In a longer part, W would
+    overlap C:
 
         key        0 1 2 3 4 5
         query 3    W W W C . .     part [3, 6)
         query 4    . W W C C .
         query 5    . . W C C C
 
-    Where another rank holds keys [0, 5), queries [5, 12) are cut at 6 and 9 for that, and at 8, the
-    first that is too far behind key 4. Part [6, 8) sees a W of keys 3 and 4: query 6 both, query 7
-    the second.
+    If another rank has keys [0, 5), queries [5, 12) are cut at 6 and 9 for this reason. They are
+    also cut at 8, the first query too far from key 4. Part [6, 8) sees a W of keys 3 and 4: query 6
+    sees both, query 7 only the second.
     """
-    # no run of keys begins or ends within a part: it holds the own tokens of all its queries, or of
-    # none
+    # key runs begin and end only between parts, so a key run contains either all of a part's
+    # tokens or none of them
     ends = [k.order, k.order + k.length]
     shift = reach.window - 1
     if reach.window:
         ends.append(_window_cuts(q, k, reach.window))
-    # a kernel computes the squares of triangles: parts of an eighth of a window waste an eighth
-    part = min(shift, -(-shift // (8 * _PART)) * _PART) if shift > 0 else reach.window
-    # the third: from `shift` behind the beginning of a chunk on, a window lies in the chunk
-    for period, place in ((part, 0), (reach.chunk, 0), (reach.chunk if part else 0, shift)):
+    # kernels compute triangles as squares: parts of an eighth of a window waste an eighth
+    part = reach.window
+    if shift > 0:
+        part = min(shift, -(-shift // (8 * _PART)) * _PART)
+    # cut at every depth of the form place + n * period
+    cuts = [(part, 0), (reach.chunk, 0)]
+    if part:
+        cuts.append((reach.chunk, shift))  # deeper in a chunk, the window is inside the chunk
+    for period, place in cuts:
         if period:
-            ahead = (place - q.depth) % period  # from the beginning of each run to such a depth
-            times, i = expand(0 * ahead, np.maximum(0, -((ahead - q.length) // period)))
+            ahead = (place - q.depth) % period  # distance from the run's beginning to the first cut
+            count = np.maximum(0, -((ahead - q.length) // period))
+            times, i = expand(np.zeros_like(ahead), count)
             ends.append(q.order[i] + ahead[i] + times * period)
     return np.unique(np.concatenate(ends))
 
@@ -417,157 +446,163 @@ def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
 def _tiles_of_pairs(
     q: _Runs, k: _Runs, i: np.ndarray, j: np.ndarray, reach: Reach
 ) -> tuple[np.ndarray, ...]:
-    """(run of q, k_start, k_stop, kind) of the tiles of the pairs (run i of q, run j of k): at most
-    three of a pair.
+    """Return (run of q, k_start, k_stop, kind) of the tiles of the pairs (run i of q, run j of k).
 
-    Places are counted from the first key of run j. Queries [6, 8) see of keys [0, 8) under a window
-    of 6:
+    A pair has at most three tiles. Places are counted from the first key of run j. For example,
+    queries [6, 8) see the following parts of keys [0, 8) with a window of 6:
 
         0          edge = 1      low = 3       own = high = 6     8
         | unseen   | WINDOW      | FULL        | CAUSAL           |
                    |-- length ---|             |---- length ------|
     """
-    length = q.length[
-        i
-    ]  # [pairs], as all arrays here; a single query has no triangles, all it sees is FULL
+    # all arrays are [pairs]; a single query has no triangles, and all its keys are FULL
+    length = q.length[i]
     keys = k.length[j]
-    same_span = (q.span[i] != 0) & (q.span[i] == k.span[j])
-    on_path = (k.order[j] <= q.order[i]) & (q.order[i] < k.leave[j])
-    own = (
-        q.order[i] - k.order[j]
-    )  # where the queries' own tokens begin in the run of keys, if they are there
-    holds = (
-        on_path & (own < keys) & ~same_span & (length > 1)
-    )  # else one query sees itself as it sees others
-    # all queries see [low, high): a run of their span whole, a run of their path up to their own
-    # tokens, others not
-    low = 0 * own
-    high = np.where(same_span, keys, np.where(on_path, np.minimum(keys, own + (length == 1)), 0))
-    high = np.where(holds, own, high)
-    back = q.depth[i] - k.depth[j]  # the key as deep as the first query
-    edge = back - (
-        reach.window - 1
-    )  # the first key that the first query sees, where there is a window
+    span = q.span[i]
+    order = q.order[i]
+    same_span = (span != 0) & (span == k.span[j])
+    on_path = (k.order[j] <= order) & (order < k.leave[j])
+    own = order - k.order[j]  # where the queries' own tokens begin, if the key run has them
+    # a single query sees itself like any other key, so it needs no triangle
+    causal = on_path & (own < keys) & ~same_span & (length > 1)
+
+    # all queries see [low, high): a whole run of their span, or a run of their path up to their
+    # own tokens
+    low = np.zeros_like(own)
+    path_end = np.minimum(keys, own + (length == 1))
+    high = np.where(same_span, keys, np.where(on_path, path_end, 0))
+    high = np.where(causal, own, high)
+    back = q.depth[i] - k.depth[j]  # the key at the depth of the first query
+    edge = back - (reach.window - 1)  # the first key within the first query's window
     square = np.zeros(len(i), bool)
     if reach.window:
         square = (edge >= 0) & (edge < keys) & (length > 1) & (high > 0)
         low = np.maximum(low, edge + np.where(length > 1, length, 0))
     if reach.chunk:
-        first = back - q.depth[i] % reach.chunk  # of the queries' chunk
+        first = back - q.depth[i] % reach.chunk  # the first key of the queries' chunk
         low = np.maximum(low, first)
         high = np.minimum(high, first + reach.chunk)
         square &= edge >= first
-    found = [
-        (
-            i[kept],
-            k.start[j[kept]] + begin[kept],
-            k.start[j[kept]] + end[kept],
-            np.full(len(kept), kind),
-        )
-        for kept, begin, end, kind in (
-            (np.flatnonzero(high > low), low, high, FULL),
-            (np.flatnonzero(holds), own, own + length, CAUSAL),
-            (np.flatnonzero(square), edge, edge + length, WINDOW),
-        )
-    ]
+
+    found = []
+    for present, begin, end, kind in (
+        (high > low, low, high, FULL),
+        (causal, own, own + length, CAUSAL),
+        (square, edge, edge + length, WINDOW),
+    ):
+        kept = np.flatnonzero(present)
+        first_key = k.start[j[kept]]
+        k_start = first_key + begin[kept]
+        k_stop = first_key + end[kept]
+        found.append((i[kept], k_start, k_stop, np.full(len(kept), kind)))
     return tuple(np.concatenate(arrays) for arrays in zip(*found, strict=True))
 
 
 def _chunks(count: np.ndarray) -> list[slice]:
-    """Slices of the q runs with at most about `_PAIRS_AT_ONCE` pairs each."""
+    """Return slices of the query runs with about `_PAIRS_AT_ONCE` pairs each, or fewer.
+
+    `count` is the number of key runs for each query run.
+    """
     group = np.cumsum(count) // _PAIRS_AT_ONCE
-    bounds = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(count)]
-    return [
-        slice(low, high) for low, high in zip(bounds[:-1], bounds[1:], strict=True) if high > low
-    ]
+    inner = np.flatnonzero(np.diff(group)) + 1
+    bounds = [0, *inner.tolist(), len(count)]
+    return [slice(low, high) for low, high in itertools.pairwise(bounds) if high > low]
 
 
 def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
-    """(run of q, k_start, k_stop, kind) of every tile: all pairs of runs, full neighbours joined.
+    """Return (run of q, k_start, k_stop, kind) of every tile, with adjacent full tiles joined.
 
-    `q` is sorted by start, `k` by order.
+    `q` must be sorted by start, `k` by order.
     """
     found = []
-    # a run of queries sees keys [first, last) by the path: they begin no later, and some of their
-    # trees are not left
+    # candidates by path are key runs [first, last): they begin no later than the queries, and the
+    # subtree of at least one of them is still open
     last = np.searchsorted(k.order, q.order, side="right")
-    first = np.minimum(last, np.searchsorted(np.maximum.accumulate(k.leave), q.order, side="right"))
+    open_until = np.maximum.accumulate(k.leave)
+    first = np.minimum(last, np.searchsorted(open_until, q.order, side="right"))
     for part in _chunks(last - first):
         j, i = expand(first[part], last[part])
-        i += part.start  # runs are numbered within the part
-        apart = np.flatnonzero((q.span[i] == 0) | (q.span[i] != k.span[j]))
+        i += part.start  # `expand` numbers the runs within the part
+        span = q.span[i]
+        apart = np.flatnonzero((span == 0) | (span != k.span[j]))
         found.append(_tiles_of_pairs(q, k, i[apart], j[apart], reach))
-    # and the runs of its own span, wherever they stand
+
+    # candidates by span: all key runs of the query's span, anywhere in the row
     images = np.flatnonzero(q.span)
     by_span = np.argsort(k.span, kind="stable")
-    first, last = (
-        np.searchsorted(k.span[by_span], q.span[images], side=side) for side in ("left", "right")
-    )
+    sorted_spans = k.span[by_span]
+    first = np.searchsorted(sorted_spans, q.span[images], side="left")
+    last = np.searchsorted(sorted_spans, q.span[images], side="right")
     for part in _chunks(last - first):
         j, i = expand(first[part], last[part])
         found.append(_tiles_of_pairs(q, k, images[i + part.start], by_span[j], reach))
     if not found:
         return tuple(np.zeros(0, np.int64) for _ in range(4))
+
     row, start, stop, kind = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     in_key_order = np.lexsort((start, row))
     row, start, stop, kind = (array[in_key_order] for array in (row, start, stop, kind))
-    # [tiles - 1]: a full tile goes on where the one before it ended
-    joins = (
-        (row[1:] == row[:-1]) & (kind[1:] == FULL) & (kind[:-1] == FULL) & (start[1:] == stop[:-1])
-    )
-    heads = np.flatnonzero(
-        np.append(True, ~joins)[: len(row)]
-    )  # the first of those that are one tile
+    # [tiles - 1]: whether a full tile continues the previous one
+    both_full = (kind[1:] == FULL) & (kind[:-1] == FULL)
+    joins = both_full & (row[1:] == row[:-1])
+    joins &= start[1:] == stop[:-1]
+    # first and last tile of each joined group
+    heads = np.flatnonzero(np.append(True, ~joins)[: len(row)])
     tails = np.append(heads[1:], len(row))[: len(heads)] - 1
     return row[heads], start[heads], stop[tails], kind[heads]
 
 
 def _equal_to_previous(table: TileTable) -> np.ndarray:
-    """bool `[rows]`: the row touches the one before and sees exactly the same tiles, all full."""
-    count = np.diff(table.first)  # [rows]: tiles of each
+    """Return bool `[rows]`: whether a row continues the previous row and sees the same full tiles.
+
+    Rows with a triangle are never equal.
+    """
+    count = np.diff(table.first)  # [rows], number of tiles
     equal = np.zeros(len(count), bool)
-    equal[1:] = (table.row_start[1:] == table.row_stop[:-1]) & (count[1:] == count[:-1])
-    tile = np.flatnonzero(equal[table.row_of_tile])  # the tiles of rows that may be equal
-    before = tile - count[table.row_of_tile[tile]]  # the tile of the same number in the row before
-    same = (table.k_start[tile] == table.k_start[before]) & (
-        table.k_stop[tile] == table.k_stop[before]
-    )
+    equal[1:] = table.row_start[1:] == table.row_stop[:-1]
+    equal[1:] &= count[1:] == count[:-1]
+    # compare each tile of a candidate row with the tile of the same number in the previous row
+    tile = np.flatnonzero(equal[table.row_of_tile])
+    before = tile - count[table.row_of_tile[tile]]
+    same = table.k_start[tile] == table.k_start[before]
+    same &= table.k_stop[tile] == table.k_stop[before]
     same &= (table.kind[tile] == FULL) & (table.kind[before] == FULL)
     equal[table.row_of_tile[tile[~same]]] = False
     return equal
 
 
 def _join_rows(table: TileTable) -> TileTable:
-    """Join neighbouring rows that see exactly the same full tiles."""
+    """Join adjacent rows that see exactly the same full tiles."""
     equal = _equal_to_previous(table)
     if not equal.any():
         return table
-    kept = np.flatnonzero(
-        ~equal
-    )  # the first row of each that becomes one, whose tiles are those of all
+    # the first row of each group is kept, with its tiles, and ends where the last row ends
+    kept = np.flatnonzero(~equal)
     last = np.append(kept[1:], len(equal)) - 1
     tiles = np.flatnonzero(~equal[table.row_of_tile])
-    first = np.concatenate([[0], np.cumsum(np.diff(table.first)[kept])])
-    return TileTable(
-        table.q,
-        table.k,
-        table.reach,
-        table.row_start[kept],
-        table.row_stop[last],
-        first,
-        table.k_start[tiles],
-        table.k_stop[tiles],
-        table.kind[tiles],
+    count = np.diff(table.first)[kept]
+    return replace(
+        table,
+        row_start=table.row_start[kept],
+        row_stop=table.row_stop[last],
+        first=np.concatenate([[0], np.cumsum(count)]),
+        k_start=table.k_start[tiles],
+        k_stop=table.k_stop[tiles],
+        kind=table.kind[tiles],
     )
 
 
 def tile_table(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> TileTable:
-    """Exact cover of `allowed(q, k, reach)` by disjoint tiles, in time and memory proportional to
-    pairs of runs.
+    """Return an exact cover of `allowed(q, k, reach)` by disjoint tiles.
 
-    Places must be unique on each side and hold equal metadata on both sides, as in any permutation
-    of one row.
+    Time and memory are proportional to the number of pairs of runs. Orders must be unique within
+    `q` and within `k`, and a token that is in both must have equal metadata in both. This holds for
+    any permutation of one row.
     """
+    # only queries are cut: a tile may cover part of a key run
+    q_runs = _runs(q)
+    k_runs = _runs(k)
+    q_runs = _cut(q_runs, _row_cuts(q_runs, k_runs, reach))
     q_runs = _runs(q)
     k_runs = _runs(k)
     # keys are not cut: a tile may take a part of a run of theirs
@@ -575,8 +610,9 @@ def tile_table(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> TileTable:
     q_runs = q_runs.take(np.argsort(q_runs.start, kind="stable"))
     k_runs = k_runs.take(np.argsort(k_runs.order, kind="stable"))
     run, k_start, k_stop, kind = _tiles(q_runs, k_runs, reach)
-    seen, first = np.unique(run, return_index=True)  # runs of queries with a tile become the rows
+    # query runs with at least one tile become the rows of the table
+    seen, first = np.unique(run, return_index=True)
     bounds = np.append(first, len(run)).astype(np.int64)
-    return _join_rows(
-        TileTable(q, k, reach, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind)
-    )
+    starts = q_runs.start[seen]
+    stops = q_runs.stop[seen]
+    return _join_rows(TileTable(q, k, reach, starts, stops, bounds, k_start, k_stop, kind))

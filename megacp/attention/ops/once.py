@@ -1,4 +1,4 @@
-"""Parts of an object that are computed once and kept with it."""
+"""Derived values that are computed once and stored with the object they derive from."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ from collections.abc import Callable
 from typing import TypeVar, TypeVarTuple
 
 Owner = TypeVar("Owner")
-
-
 More = TypeVarTuple("More")
-
-
 Part = TypeVar("Part")
 
 
 def once(derive: Callable[[Owner, *More], Part]) -> Callable[[Owner, *More], Part]:
-    """`derive`, run once for each owner and further arguments: what it returns is kept with the
-    owner, as its part. Threads hand an owner over, and do not share it.
+    """Run `derive` once per owner and further arguments, and store the result with the owner.
 
-    A plan or a table has parts of many rooms, made for all layers together. They are named by their
-    functions.
+    Several packages derive parts from a plan or a table, and all layers share them. Parts are keyed
+    by their function and arguments. Threads may pass an owner on but must not use it concurrently.
     """
 
     @functools.wraps(derive)
     def kept(owner: Owner, *more: *More) -> Part:
+        # stored in the owner's __dict__, so that parts are freed together with it
         parts: dict[object, Part] = vars(owner).setdefault("_parts", {})
         key = (kept, more)
         if key not in parts:

@@ -1,14 +1,14 @@
-"""RMSNorm, SwiGLU and dropout: elementwise chains with a backward of their own that save as little
-as they can.
+"""RMSNorm, gated activations and dropout: elementwise chains with a manual backward that saves few
+tensors.
 
-RMSNorm (Zhang and Sennrich, 2019) saves its input and one scale per row; the composite of torch's
-operators would keep three copies of the activations. Its statistics are fp32 or wider in any model
-dtype, as in Llama, Qwen3 and Molmo2. SwiGLU (Shazeer, 2020) saves its input, in which gate and up
-projection are one tensor from the fused linear on.
+RMSNorm (Zhang and Sennrich, 2019) saves its input and one scale per row; torch's operators would
+save three copies of the activations. Its statistics are fp32 or wider for any model dtype, as in
+Llama, Qwen3 and Molmo2. SwiGLU (Shazeer, 2020) saves only its input, the output of the fused linear
+layer for gate and up projection.
 
-Dropout's mask is a function of (key, token, column), without generator state: the same bits on any
-grid, and when a block is computed again. Ranks of a cp or tp group draw other bits because they
-hold other tokens.
+The dropout mask is a function of (key, token, column) without generator state. It has the same bits
+on any grid and when a block is recomputed. Ranks of a cp or tp group draw different bits because
+they have different tokens or columns.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Pass = Callable[..., Any]
 def _norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and the scale of each row `[..., 1]`."""
+    """Return the result, and the scale of each row `[..., 1]`."""
     wide = x.to(accumulation_dtype(x.dtype))
-    length = torch.linalg.vector_norm(
-        wide, dim=-1, keepdim=True
-    )  # a reduction: the squares are never stored
+    # vector_norm is a reduction, so the squares are never stored
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
-    # each as its library rounds: around 0 once at the end, otherwise before the weight too
+    # round like the original libraries: zero-centered norms once at the end, other norms also
+    # before the weight
     if zero_centered:
         return (wide * scale).mul_(weight.to(wide.dtype) + 1).to(x.dtype), scale
     return (wide * scale).to(x.dtype).mul_(weight), scale
@@ -50,8 +50,10 @@ def _norm_backward(
     scale: torch.Tensor,
     zero_centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`d_weight = (grad * x)^T scale`, and `dx = grad * weight * scale - x * ((grad * x) weight) *
-    scale^3 / h`.
+    """Return `dx` and `d_weight`.
+
+    `d_weight = (grad * x)^T scale`, and
+    `dx = grad * weight * scale - x * ((grad * x) weight) * scale^3 / h`.
     """
     wide, wide_x, wide_weight = (t.to(scale.dtype) for t in (grad, x, weight))
     wide_weight = wide_weight + 1 if zero_centered else wide_weight
@@ -63,8 +65,9 @@ def _norm_backward(
 
 
 class FromInputs(torch.autograd.Function):
-    """`forward(*inputs)`, which saves only them; `backward(grad, *inputs)` gives the gradients of
-    all.
+    """Apply `forward(*inputs)` and save only the inputs.
+
+    `backward(grad, *inputs)` returns the gradients of all inputs.
     """
 
     @staticmethod
@@ -79,6 +82,8 @@ class FromInputs(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
+    """RMSNorm that saves its input and one scale per row."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centered: bool
@@ -97,8 +102,9 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centered: bool = False
 ) -> torch.Tensor:
-    """`x[..., h] / sqrt(mean(x^2) + epsilon) * weight[h]`, or `* (1 + weight)`, which rounds once;
-    same dtype as x.
+    """Return `x[..., h] / sqrt(mean(x^2) + epsilon) * weight[h]` in the dtype of x.
+
+    If `zero_centered`, the factor is `1 + weight`, and the result is rounded only once.
     """
     return _RMSNorm.apply(x, weight, epsilon, zero_centered)
 
@@ -111,7 +117,7 @@ def _gate_backward(
     weight: torch.Tensor,
     scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the normed x and of the gate."""
+    """Return the gradients of the normalised x and of the gate."""
     wide = grad.to(scale.dtype)
     wide_gate = gate.to(scale.dtype)
     normed = x.to(scale.dtype) * scale * weight
@@ -120,12 +126,14 @@ def _gate_backward(
 
 
 class _GatedNorm(torch.autograd.Function):
+    """RMSNorm times a SiLU gate; backward recomputes the normalised input."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
         out, scale = _norm(x, weight, epsilon, False)
-        ctx.save_for_backward(x, gate, weight, scale)  # the normed x is made again in backward
+        ctx.save_for_backward(x, gate, weight, scale)
         return out.mul_(F.silu(gate))
 
     @staticmethod
@@ -139,7 +147,7 @@ class _GatedNorm(torch.autograd.Function):
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    """`rms_norm(x) * silu(gate)`, all of `[..., h]`; saves the two and a scale per row."""
+    """Return `rms_norm(x) * silu(gate)`, all `[..., h]`; saves x, gate and a scale per row."""
     return _GatedNorm.apply(x, gate, weight, epsilon)
 
 
@@ -153,11 +161,13 @@ def _open_backward(
     grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     part = torch.sigmoid(gate)
-    return grad * part, torch.ops.aten.sigmoid_backward(grad * x, part).sum_to_size(gate.shape)
+    d_gate = torch.ops.aten.sigmoid_backward(grad * x, part)
+    # a gate with one value per row was broadcast, so its gradient is summed over the row
+    return grad * part, d_gate.sum_to_size(gate.shape)
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """`x * sigmoid(gate)`, a gate of each element or each row; saves the two."""
+    """Return `x * sigmoid(gate)` for one gate per element or per row; saves x and gate."""
     return FromInputs.apply(_open, _open_backward, x, gate)
 
 
@@ -174,26 +184,26 @@ def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor]:
-    """Gradient; on a CPU written to the halves of the result: a quarter of `_swiglu_backward`'s
-    time, 5 % of a step.
+    """Return the gradient of `gate_up`, in place on a CPU.
 
-    A graph cannot write so: its halves are no dense tensors.
+    On a CPU, writing into the halves of the result takes a quarter of the time of
+    `_swiglu_backward`, which saves 5 % of a step. A compiled graph cannot write into the halves
+    because they are not dense tensors.
     """
     if is_compiled(grad):
         return (_swiglu_backward(grad, gate_up),)
     gate, up = gate_up.chunk(2, -1)
     result = empty(gate_up.shape, gate_up)
     for_gate, for_up = result.chunk(2, -1)
-    torch.mul(
-        grad, up, out=for_gate
-    )  # of silu(gate), from which the next line makes that of gate in place
+    # gradient of silu(gate), which the next line turns into the gradient of gate in place
+    torch.mul(grad, up, out=for_gate)
     torch.ops.aten.silu_backward.grad_input(for_gate, gate, grad_input=for_gate)
     torch.ops.aten.silu.out(gate, out=for_up).mul_(grad)
     return (result,)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`: `[..., 2f] -> [..., f]`, gate first."""
+    """Return `silu(gate) * up`: `[..., 2f] -> [..., f]`, gate first."""
     return FromInputs.apply(_swiglu, _swiglu_gradient, gate_up)
 
 
@@ -211,13 +221,16 @@ def _geglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Te
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gelu(gate) * up` by GELU's tanh approximation: `[..., 2f] -> [..., f]`, gate first (Shazeer,
-    2020).
+    """Return `gelu(gate) * up` with GELU's tanh approximation (Shazeer, 2020).
+
+    `[..., 2f] -> [..., f]`, gate first.
     """
     return FromInputs.apply(_geglu, _geglu_backward, gate_up)
 
 
-_STEEP, _LIMIT = 1.702, 7.0
+# constants of gpt-oss: slope of the sigmoid, and bound of gate and up
+_STEEP = 1.702
+_LIMIT = 7.0
 
 
 @fused
@@ -232,32 +245,30 @@ def _clamped_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.
     gate, up = gate_up.chunk(2, -1)
     near = gate.clamp(max=_LIMIT)
     part = torch.sigmoid(_STEEP * near)
-    d_gate = (
-        grad
-        * (up.clamp(-_LIMIT, _LIMIT) + 1)
-        * part
-        * (1 + _STEEP * near * (1 - part))
-        * (gate <= _LIMIT)
-    )
-    return (torch.cat([d_gate, grad * near * part * (up.abs() <= _LIMIT)], -1),)
+    d_gate = grad * (up.clamp(-_LIMIT, _LIMIT) + 1) * part * (1 + _STEEP * near * (1 - part))
+    # clamped values get no gradient
+    gate_inside = gate <= _LIMIT
+    up_inside = up.abs() <= _LIMIT
+    return (torch.cat([d_gate * gate_inside, grad * near * part * up_inside], -1),)
 
 
 def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gate sigmoid(1.702 gate) (1 + up)` of a gate up to 7 and an up within 7: `[..., 2f] -> [...,
-    f]`, gate first.
+    """Return `gate sigmoid(1.702 gate) (1 + up)` with gate clamped to 7 and up to [-7, 7].
+
+    `[..., 2f] -> [..., f]`, gate first.
     """
     return FromInputs.apply(_clamped, _clamped_backward, gate_up)
 
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "clamped_swiglu": clamped_swiglu}
-"""Activations by name; the names are those of Transformer Engine."""
+"""Activations by name, as in Transformer Engine."""
 
 
 _MASK32 = 0xFFFFFFFF
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The 32-bit finaliser of MurmurHash3 (Appleby), on int64 tensors holding 32-bit values."""
+    """Return MurmurHash3's 32-bit finaliser (Appleby) of int64 tensors with 32-bit values."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & _MASK32
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MASK32
     return x ^ (x >> 16)
@@ -271,38 +282,39 @@ def _kept(
     column: torch.Tensor,
     least: int,
 ) -> torch.Tensor:
-    """`keep_mask` from the halves of the key; they are tensors, as a number would make a compiled
-    form for each key.
+    """Return `keep_mask` from the two halves of the key.
+
+    The halves are tensors, because numbers would create a compiled form for each key.
     """
-    rows = _mix((token_names * 0x9E3779B1 + low) & _MASK32)  # [n], of the low halves
-    rows = _mix(
-        (rows + (token_names >> 32) * 0x85EBCA77 + high) & _MASK32
-    )  # a pack's number is in both
-    bits = _mix(
-        (rows[:, None] + column[None] * 0x27D4EB2F) & _MASK32
-    )  # [n, 1] + [1, columns] -> [n, columns]
+    # hash the low half of each token's name, then the high half; [n]
+    rows = _mix((token_names * 0x9E3779B1 + low) & _MASK32)
+    rows = _mix((rows + (token_names >> 32) * 0x85EBCA77 + high) & _MASK32)
+    # [n, 1] + [1, columns] -> [n, columns]
+    bits = _mix((rows[:, None] + column[None] * 0x27D4EB2F) & _MASK32)
     return bits >= least
 
 
 def keep_mask(
     key: int, token_names: torch.Tensor, columns: int, probability: float, first: int = 0
 ) -> torch.Tensor:
-    """Bool `[n, columns]`, False with `probability`; `token_names[n]` int64 names each token within
-    its microbatch.
+    """Return a bool mask `[n, columns]` that is False with `probability`.
 
-    `first`: the number of the first column here, where tp ranks hold parts of a row.
+    `token_names[n]` are int64 and unique within a microbatch. `first` is the number of the first
+    local column, if tp ranks have parts of a row.
     """
-    low, high = (token_names.new_full((), half) for half in (key & _MASK32, key >> 32 & _MASK32))
+    low = token_names.new_full((), key & _MASK32)
+    high = token_names.new_full((), key >> 32 & _MASK32)
     column = torch.arange(first, first + columns, device=token_names.device)
-    # hashes are even over [0, 2^32): so large a share of them is below
+    # hashes are uniform over [0, 2^32), so this share of them is below the bound
     return _kept(token_names, low, high, column, int(probability * 2**32))
 
 
 def dropout(
     x: torch.Tensor, key: int, token_names: torch.Tensor, probability: float, first: int = 0
 ) -> torch.Tensor:
-    """`x[n, h]` with elements zeroed with `probability` and the rest scaled by `1 / (1 -
-    probability)`.
+    """Return `x[n, h]` with random elements set to 0 and the remaining elements scaled up.
+
+    Elements are dropped with `probability` and scaled by `1 / (1 - probability)`; see `keep_mask`.
     """
     if probability == 0.0:
         return x

@@ -1,21 +1,21 @@
-"""Layers that carry a state along a path: chunks of tokens as affine maps of it, and the scan over
+"""Layers with a recurrent state: chunks of tokens as affine maps of the state, and the scan over
 them.
 
-A rule says what a chunk does to the state `S[K, V]` of a head, and what it reads of it:
+A rule defines how a chunk changes the state `S[K, V]` of a head, and what the chunk's tokens read:
 
     S' = A S + B        out = O + R S        A[K, K], B[K, V], R[C, K], O[C, V]
 
-so anything that is affine in its state is a rule. Maps compose, (A2, B2) o (A1, B1) = (A2 A1, A2 B1
-+ B2), which is how states cross from rank to rank; backward is the same scan from the other end,
-with A transposed.
+Any layer that is affine in its state can be a rule. Maps compose: (A2, B2) o (A1, B1) =
+(A2 A1, A2 B1 + B2). This is how states cross ranks. Backward is the same scan in reverse with A
+transposed.
 
-A rule that keeps the keys of a state apart has a diagonal A, and gives it as a column, `[K, 1]`, or
-as the one number `[1, 1]`. Of composed maps ranks send the columns of A: K, which began as the
-identity, or one, which began as ones.
+If a rule never mixes the keys of a state, A is diagonal. The rule then returns A as a column
+`[K, 1]`, or as a scalar `[1, 1]`. For composed maps, ranks send the columns of A: K columns that
+start from the identity, or one column that starts from ones.
 
-Letters: `n` chunks of `C` tokens, `groups` of key heads, `heads` of values; a state has `K` keys
-and `V` values a head; `W` columns are scanned together; the convolution has `t` tokens and `c`
-channels.
+Letters in shapes: `n` chunks of `C` tokens, `groups` of key heads, `heads` of values, `K` keys and
+`V` values per head of a state, `W` columns that are scanned together. The convolution has `t`
+tokens and `c` channels.
 """
 
 from __future__ import annotations
@@ -32,60 +32,66 @@ from megacp.attention.ops.pointwise import FromInputs
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Rule = Callable[..., Iterator[Pair]]
-"""A function of inputs `[n, C, ...]`, in the accumulation dtype, that yields A, B, then R, O, all
-`[n, heads, ...]`. Tokens of zeros fill a chunk up, and must leave the state as it is. Maps come
-first: they travel while the rest is computed."""
+"""A generator function of inputs `[n, C, ...]` in accumulation dtype. It yields A, B and then R, O,
+all `[n, heads, ...]`. Chunks are padded with zero tokens, which must not change the state. The maps
+come first, because they are sent while R and O are computed.
+"""
 Indices = slice | torch.Tensor
 
 
 class Level(NamedTuple):
-    """Chunks that can be computed together: all chunks before them on their paths are done."""
+    """Chunks that can be computed together, because all chunks before them are done."""
 
     rows: Indices
     before: Indices
-    """The chunk before each of them."""
+    """The previous chunk of each of these chunks."""
 
 
 def _decays(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What logs `[n, C, heads]` leave at token i of what token j wrote, `[n, heads, C, C]` (0 for a
-    later j); at token i of the state before the chunk, and behind the chunk of what token i wrote,
-    `[n, heads, C, 1]`.
+    """Return the decay factors of a chunk, from log decays `[n, C, heads]`.
+
+    * at token i of a write by token j: `[n, heads, C, C]`, 0 for j > i
+    * at token i of the state before the chunk: `[n, heads, C, 1]`
+    * after the chunk of a write by token i: `[n, heads, C, 1]`
     """
     decay = log_decay.transpose(1, 2).cumsum(-1)  # from the beginning of the chunk through token i
-    past = torch.ones(
-        decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device
-    ).tril()
+    tokens = decay.shape[-1]
+    past = torch.ones(tokens, tokens, dtype=torch.bool, device=decay.device).tril()
     # masked before exp, which would overflow above the diagonal
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~past, -torch.inf).exp()
-    return between, decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    since = decay.exp().unsqueeze(-1)
+    until = (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    return between, since, until
 
 
 def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> Iterator[Pair]:
-    """Gated DeltaNet (Yang et al., 2025): `S' = exp(g) (I - beta k k^T) S + beta k v^T`, `out =
-    S'^T q`.
+    """Yield the maps of Gated DeltaNet (Yang et al., 2025).
 
-    `q, k[n, C, groups, K]` are normalised here, each for `heads / groups` neighbouring `v[n, C,
-    heads, V]`; `log_decay, beta[n, C, heads]`. The updates of a chunk are one triangular system
-    (the UT transform of Yang et al., 2024): row i of its solution is what token i adds to the state
-    once those before it have corrected it.
+    The rule is `S' = exp(g) (I - beta k k^T) S + beta k v^T`, `out = S'^T q`.
+
+    `q, k[n, C, groups, K]` are normalised here. Each group serves `heads / groups` neighbouring
+    heads of `v[n, C, heads, V]`. `log_decay` and `beta` are `[n, C, heads]`.
+
+    All updates of a chunk are one triangular system (UT transform of Yang et al., 2024). Row i of
+    its solution is the update of token i after the corrections by earlier tokens.
     """
     share = v.shape[2] // k.shape[2]
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.transpose(1, 2).repeat_interleave(share, 1) for x in (q * q.shape[-1] ** -0.5, k))
-    # [n, C, heads, ...] -> [n, heads, C, ...], as q and k are by now
+    # [n, C, heads, ...] -> [n, heads, C, ...], like q and k
     v = v.transpose(1, 2)
     beta = beta.transpose(1, 2).unsqueeze(-1)
     between, since, until = _decays(log_decay)
-    # token i adds k_i u_i^T with u_i = beta_i (v_i - since_i S^T k_i - sum over j < i of between_ij
-    # (k_i k_j) u_j) u is linear in S: u = values - keys S, both solved at once; the diagonal is
-    # taken as 1 and not read
+    # token i adds k_i u_i^T with
+    #     u_i = beta_i (v_i - since_i S^T k_i - sum over j < i of between_ij (k_i k_j) u_j)
+    # u is linear in S: u = values - keys S, and one solve gives both; the solver assumes ones on
+    # the diagonal and does not read it
     system = k * beta @ k.transpose(-1, -2) * between
     right = torch.cat([v * beta, k * beta * since], -1)
-    values, keys = torch.linalg.solve_triangular(
-        system, right, upper=False, unitriangular=True
-    ).split([v.shape[-1], k.shape[-1]], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
     late = (k * until).transpose(-1, -2)  # [n, heads, K, C]
     # S' = since_C S + late u
     whole = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * since[:, :, -1:]
@@ -98,21 +104,22 @@ def gated_delta_rule(
 def convolved_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> Iterator[Pair]:
-    """`gated_delta_rule` of the SiLU of q, k and v: nobody keeps it."""
+    """Yield the maps of `gated_delta_rule` after SiLU of q, k and v, which backward recomputes."""
     yield from gated_delta_rule(F.silu(q), F.silu(k), F.silu(v), log_decay, beta)
 
 
 def state_space_dual(
     c: torch.Tensor, b: torch.Tensor, x: torch.Tensor, log_decay: torch.Tensor
 ) -> Iterator[Pair]:
-    """Mamba-2 (Dao and Gu, 2024): `S' = exp(g) S + b x^T`, `out = S'^T c`.
+    """Yield the maps of Mamba-2 (Dao and Gu, 2024): `S' = exp(g) S + b x^T`, `out = S'^T c`.
 
-    `c, b[n, C, groups, K]`, each for `heads / groups` neighbouring `x[n, C, heads, V]`, which hold
-    the step dt; `log_decay[n, C, heads]`. A is one number.
+    Each group of `c, b[n, C, groups, K]` serves `heads / groups` neighbouring heads of
+    `x[n, C, heads, V]`, which already contain the step dt. `log_decay` is `[n, C, heads]`. A is a
+    scalar.
     """
     share = x.shape[2] // b.shape[2]
     c, b = (each.transpose(1, 2) for each in (c, b))  # [n, groups, C, K]
-    scores = (c @ b.transpose(-1, -2)).repeat_interleave(share, 1)  # once for the heads of a group
+    scores = (c @ b.transpose(-1, -2)).repeat_interleave(share, 1)  # computed once per group
     c, b = (each.repeat_interleave(share, 1) for each in (c, b))  # [n, heads, C, K]
     x = x.transpose(1, 2)
     between, since, until = _decays(log_decay)
@@ -121,24 +128,26 @@ def state_space_dual(
 
 
 def unchanged(turn: torch.Tensor, keys: int) -> torch.Tensor:
-    """The columns of a map that changes nothing, in the form of `turn`: `[K, K]` or `[K, 1]`."""
+    """Return the identity map in the form of `turn`: `[K, K]`, or ones `[K, 1]`."""
     if turn.shape[-1] == 1:
         return turn.new_ones(keys, 1)
     return torch.eye(keys, dtype=turn.dtype, device=turn.device)
 
 
 def turned(turn: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """`A S`, of states `[..., K, W]`."""
+    """Return `A S` for states `[..., K, W]`."""
     return turn * state if turn.shape[-1] == 1 else turn @ state
 
 
 def turned_back(turn: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """`A^T` times the gradient of a state."""
+    """Return `A^T` times the gradient of a state."""
     return turn * grad if turn.shape[-1] == 1 else turn.transpose(-1, -2) @ grad
 
 
 def turn_gradient(turn: torch.Tensor, after: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """The gradient of A in its form, from the gradient behind a chunk and the state before it,
+    """Return the gradient of A in its form.
+
+    `after` is the gradient of the state after a chunk, `state` the state before it, both
     `[..., K, V]`.
     """
     if turn.shape[-1] == 1:
@@ -147,10 +156,10 @@ def turn_gradient(turn: torch.Tensor, after: torch.Tensor, state: torch.Tensor) 
 
 
 def scan(maps: Pair, levels: Sequence[Level], initial: torch.Tensor) -> torch.Tensor:
-    """The state before each chunk, `[n, heads, K, W]`, written into `initial`, which has it for
-    chunks of no level.
+    """Return the state before each chunk, `[n, heads, K, W]`, written into `initial`.
 
-    `maps`: A, and B of W columns.
+    `initial` must contain the states of chunks that are in no level. `maps` are A, and B with W
+    columns.
     """
     for rows, before in levels:
         initial[rows] = turned(maps[0][before], initial[before]).add_(maps[1][before])
@@ -160,15 +169,14 @@ def scan(maps: Pair, levels: Sequence[Level], initial: torch.Tensor) -> torch.Te
 def scan_back(
     turn: torch.Tensor, reads: torch.Tensor, levels: Sequence[Level], after: torch.Tensor
 ) -> torch.Tensor:
-    """Gradients of the states behind chunks, added up in `after[n, heads, K, V]`, which has those
-    from elsewhere.
+    """Return the gradients of the states after each chunk, accumulated in `after[n, heads, K, V]`.
 
-    `turn` is A, `reads` the gradients `R^T dout` of what chunks read. Of the state before a chunk
-    it is `A^T after + reads`.
+    `after` must contain the gradients from other ranks. `turn` is A, and `reads` are the gradients
+    `R^T dout` of the outputs. The gradient of the state before a chunk is `A^T after + reads`.
     """
     for rows, before in reversed(levels):
         found = turned_back(turn[rows], after[rows]).add_(reads[rows])
-        # several chunks go on from one where the path branches, but a slice has no chunk twice
+        # where the path branches, several chunks follow the same chunk; a slice has no duplicates
         if isinstance(before, slice):
             after[before] += found
         else:
@@ -189,11 +197,11 @@ def _taps(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _taps_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide, wide_x = (t.to(accumulation_dtype(x.dtype)) for t in (grad, x))
+    wide = grad.to(accumulation_dtype(x.dtype))
+    wide_x = x.to(accumulation_dtype(x.dtype))
     dx = wide * weight[:, -1]
-    d_weight = [
-        (wide * wide_x).sum(0)
-    ]  # of the last tap; those of rows further back come before it
+    # the gradient of the last tap; earlier taps are inserted before it
+    d_weight = [(wide * wide_x).sum(0)]
     for back in range(1, weight.shape[1]):
         dx[:-back].addcmul_(wide[back:], weight[:, -1 - back])
         d_weight.insert(0, (wide[back:] * wide_x[:-back]).sum(0))
@@ -201,7 +209,8 @@ def _taps_backward(
 
 
 def causal_taps(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x[t, c]` convolved with the rows before, a channel by itself: `weight[c, taps]`, the last
-    for the row itself.
+    """Return `x[t, c]` convolved with the previous rows, separately for each channel.
+
+    `weight` is `[c, taps]`; the last tap is for the row itself.
     """
     return FromInputs.apply(_taps, _taps_backward, x, weight)

@@ -1,7 +1,7 @@
 """Rotary position embedding in the half-rotation form (Su et al., 2021; GPT-NeoX and Llama layout).
 
-Angles come from the position ids that travel with the tokens, never from a rank or a row index, so
-any layout is exact.
+Angles come from the position ids that travel with the tokens, never from a rank or a row index.
+Rotation is therefore exact for any layout.
 """
 
 from __future__ import annotations
@@ -15,63 +15,65 @@ import torch
 from megacp.attention.ops.device import fused
 
 _LLAMA3 = (1.0, 4.0)
-"""Wavelengths above original positions / the first are stretched fully, those below them / the
-second left alone.
+"""Bounds of the wavelength: above original positions / first bound a frequency is fully stretched,
+below original positions / second bound it is unchanged.
 """
 _YARN = (32.0, 1.0)
-"""Turns over the original positions above which a frequency is left alone, and below which it is
-stretched fully.
+"""Bounds of the number of turns over the original positions: above the first a frequency is
+unchanged, below the second it is fully stretched.
 """
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How frequencies are stretched for long contexts: `none`, `linear` (positions are divided),
-    `llama3`, `yarn`.
+    """Scaling of frequencies for long contexts: `none`, `linear` (divides positions), `llama3` or
+    `yarn`.
     """
 
     kind: str = "none"
     factor: float = 1.0
     original_max_positions: int = 8192
     rounds: bool = True
-    """Whether YaRN's blend begins and ends at whole indices."""
+    """Whether YaRN's blend begins and ends at integer indices."""
 
     @property
     def attention_factor(self) -> float:
-        """Factor of cosines and sines, and so of q and k (YaRN: Peng et al., 2023)."""
+        """Factor of cosines and sines, and thereby of q and k (YaRN: Peng et al., 2023)."""
         return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
 
 
 def _yarn(
     frequency: torch.Tensor, head_dim: int, base: float, scaling: RotaryScaling
 ) -> torch.Tensor:
-    """Frequencies divided by the factor where few turns fit the original positions, blended by
-    index towards those that turn often.
+    """Return the frequencies of YaRN.
+
+    Frequencies with few turns over the original positions are divided by the factor. Frequencies
+    with many turns are unchanged. Frequencies in between are blended by index.
     """
 
-    def index(
-        turns: float,
-    ) -> float:  # of the frequency that turns so often over the original positions
-        return (
-            head_dim
-            * math.log(scaling.original_max_positions / (turns * 2 * math.pi))
-            / (2 * math.log(base))
-        )
+    def index(turns: float) -> float:
+        """Return the index of the frequency with this number of turns."""
+        wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(base))
 
-    ends = index(_YARN[0]), index(_YARN[1])
+    low = index(_YARN[0])
+    high = index(_YARN[1])
     if scaling.rounds:
-        ends = math.floor(ends[0]), math.ceil(ends[1])
-    low, high = max(ends[0], 0), min(ends[1], head_dim - 1)
-    # [head_dim / 2]: 0 up to low, 1 from high on; 0.001 where both are one index, as in YaRN's own
-    # code
-    slowed = (
-        (torch.arange(head_dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)
-    ).clamp(0, 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
+    # [head_dim / 2]: 0 up to low, 1 from high on; like YaRN's code, avoid division by 0 with 0.001
+    indices = torch.arange(head_dim // 2, dtype=torch.float64)
+    slowed = ((indices - low) / (high - low or 0.001)).clamp(0, 1)
     return frequency / scaling.factor * slowed + frequency * (1 - slowed)
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> torch.Tensor:
-    """Angles per position, float64 `[head_dim / 2]`. Raises ValueError for an unknown scaling."""
+    """Return the angles per position, float64 `[head_dim / 2]`.
+
+    Raise ValueError if the scaling is unknown.
+    """
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if scaling.kind == "none":
         return frequency
@@ -81,7 +83,7 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
         wavelength = 2 * math.pi / frequency  # in tokens
         positions = scaling.original_max_positions
         low, high = _LLAMA3
-        # between the bounds: 0 where the wave is longest, fully stretched, 1 where it is shortest
+        # between the bounds, blend from 0 (fully stretched) to 1 (unchanged)
         smooth = (positions / wavelength - low) / (high - low)
         blended = (1 - smooth) * frequency / scaling.factor + smooth * frequency
         scaled = torch.where(wavelength > positions / low, frequency / scaling.factor, blended)
@@ -92,8 +94,9 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
 
 
 def rotary_axes(sections: tuple[int, int, int] | None, angles: int) -> list[int]:
-    """Which of three positions (time, row, column) each angle turns by: interleaved as Qwen3-VL has
-    them.
+    """Return which of three positions (time, row, column) each angle uses.
+
+    `sections` are the numbers of angles per position. They are interleaved as in Qwen3-VL.
     """
     axes = [0] * angles
     for axis in (1, 2):
@@ -105,8 +108,10 @@ def rotary_axes(sections: tuple[int, int, int] | None, angles: int) -> list[int]
 def cos_sin(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cos, sin [n, 1, r / 2]` times `factor`, of int `positions[n]`, or `[n, r / 2]` where each
-    angle has its own, and `frequencies[r / 2]` on one device; float64, rounded once.
+    """Return `cos, sin [n, 1, r / 2]` times `factor`.
+
+    `positions` are int `[n]`, or `[n, r / 2]` with a position per angle; `frequencies` are
+    `[r / 2]` on the same device. Angles are float64 and rounded once, to `dtype`.
     """
     angles = positions.double().reshape(len(positions), 1, -1) * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -114,8 +119,9 @@ def cos_sin(
 
 @fused
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """Rotate by the angles, or back by them when `sign` is -1: over whole heads, as angles are a
-    head's share of x.
+    """Rotate by the angles, or backwards if `sign` is -1.
+
+    Angles cover only the first part of a head; the rest is unchanged.
     """
     turned, rest = x.tensor_split([2 * cos.shape[-1]], -1)
     first, second = turned.chunk(2, -1)
@@ -127,6 +133,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) ->
 
 
 class _Rotate(torch.autograd.Function):
+    """Rotation with a backward that rotates the gradient backwards."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
@@ -135,17 +143,14 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return (
-            _rotate(grads[0], cos, sin, -1),
-            None,
-            None,
-        )  # the transpose turns the other way, by the same factor
+        # the transpose of a rotation is the opposite rotation, with the same factor
+        return _rotate(grads[0], cos, sin, -1), None, None
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first r dimensions of `x[n, heads, head_dim]` by r / 2 angles of each token: i
-    pairs with i + r / 2.
+    """Rotate the first r dimensions of `x[n, heads, head_dim]` by r / 2 angles per token.
 
-    cos and sin may have a common factor, which scales the result.
+    Dimension i is paired with i + r / 2. cos and sin may have a common factor, which scales the
+    result.
     """
     return _Rotate.apply(x, cos, sin)

@@ -46,8 +46,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("home += gradient.wait()", "gradient.wait()", "gradients of other ranks never come home"),
         (
-            "(self.axis.rank - step) % self.axis",
-            "(self.axis.rank + step) % self.axis",
+            "(self.axis.rank - step) % size",
+            "(self.axis.rank + step) % size",
             "the ring turns the other way",
         ),
         ("if step < last else None", "if step < last - 1 else None", "the last hop is not made"),
@@ -56,14 +56,18 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "else 1",
             "a gradient goes to the next rank where the ring has stopped",
         ),
-        ("1 + max(seen, default=0)", "plan.cp", "the ring goes round though nobody looks so far"),
-        ("1 + max(seen, default=0)", "max(seen, default=1)", "the ring stops a step early"),
+        (
+            "            steps = 1 + step",
+            "            pass\n    steps = plan.cp",
+            "the ring makes a full round for short windows",
+        ),
+        ("steps = 1 + step", "steps = max(1, step)", "the ring stops a step early"),
     ],
     (
         "megacp/attention/context_parallel/all_gather.py",
         "tests/attention/context_parallel/test_attention.py tests/attention/context_parallel/test_layout.py",
     ): [
-        ("row[plan.cp_rank * len(mine)", "row[0 * len(mine)", "own gradients stand at rank 0"),
+        ("first = plan.cp_rank * len(mine)", "first = 0", "own gradients are stored for rank 0"),
         (
             "plan.order[~mine[plan.order]]",
             "plan.order[mine[plan.order]]",
@@ -75,9 +79,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/attention/context_parallel/test_attention.py tests/attention/context_parallel/test_layout.py",
     ): [
         (
-            "out.index_select(0, plan.departure(n, q.device))",
-            "out",
-            "the output goes back in the grouped order",
+            "exchange(out.index_select(0, departure), ",
+            "exchange(out, ",
+            "the output is sent back in the grouped order",
         ),
         (
             "sinks.chunk(n)[self.axis.rank]",
@@ -132,8 +136,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("| ends_here[tokens[:-1]]", "", "a branch begins where its sibling ends"),
         (
-            "& (owner[tokens] != rank)",
-            "& (owner[tokens] == rank)",
+            "& (owner[wanted] != rank)",
+            "& (owner[wanted] == rank)",
             "the tokens before a run are not sent",
         ),
     ],
@@ -142,7 +146,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/attention/context_parallel/test_states.py",
     ): [
         (
-            "turned(one[..., :of_turn], behind[crossing.entries[entry].other]) + ",
+            "turned(one[..., :of_turn], came) + ",
             "",
             "states of far ranks are lost",
         ),
@@ -158,9 +162,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "their gradients do not come home",
         ),
         (
-            "behind[exit_] += turned_back(",
-            "behind[exit_] += 0 * turned_back(",
-            "gradients pass one rank alone",
+            "after[exit_] += turned_back(",
+            "after[exit_] += 0 * turned_back(",
+            "gradients do not pass through a rank",
         ),
         (">= LARGE", "< 0", "all heads of long rows are in memory at once"),
         (
@@ -169,8 +173,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "A has no gradient",
         ),
         (
-            "past = (\n        rows.index_select(0, places).unflatten(0, (-1, taps - 1)).flip(1)",
-            "past = rows.index_select(0, places).unflatten(\n        0, (-1, taps - 1)",
+            "past = past.flip(1)",
+            "past = past.flip(2)",
             "the taps of a segment's first tokens are in the wrong order",
         ),
     ],
@@ -223,8 +227,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/attention/context_parallel/test_layout.py tests/attention/context_parallel/test_attention.py",
     ): [
         (
-            "_position[self.indices[first :",
-            "indices.reshape(-1)[self.indices[first :",
+            "np.argsort(self._position[gathered])",
+            "np.argsort(self.indices.reshape(-1)[gathered])",
             "arrival in another order",
         ),
         (

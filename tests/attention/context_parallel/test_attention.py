@@ -1,5 +1,5 @@
-"""Every transport under every layout, mask and degree equals dense attention on one process,
-forward and backward.
+"""Every transport with every layout, mask and degree equals dense attention on one process, forward
+and backward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MASKS = {
 REACHES = {"windows": Reach(window=6), "chunks": Reach(chunk=7)}
 HIERARCHIES = {1: (), 2: (2, 1), 3: (1, 3), 4: (2, 2), 6: (2, 3), 8: (4, 2)}
 HEADS = {3: (6, 2), 6: (12, 4)}
-"""Of more ranks than 8 query heads divide by; K/V heads need not."""
+"""Degrees that do not divide 8 query heads; the K/V heads need not be divisible."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Case:
     cap: float = 0.0
     recompute: str = "none"
     pack: tuple[tuple[str, int], ...] = ()
-    """Of `random_batch`, instead of those of a mask's name."""
+    """Arguments of `random_batch`, instead of the name of a mask."""
 
     @property
     def reach(self) -> Reach:
@@ -104,15 +104,16 @@ def qkv_and_gradient(case: Case, tokens: int) -> list[Tensor]:
 
 
 def sinks_of(case: Case) -> list[Tensor]:
-    """float64 `[heads]`, where the case has them."""
+    """float64 `[heads]`, if the case has sinks."""
     return [torch.linspace(-2.0, 2.0, case.heads[0], dtype=torch.float64)] if case.sinks else []
 
 
 def attend(
     batch: LocalBatch, transport: object, tensors: list[Tensor], case: Case | None = None
 ) -> list[Tensor]:
-    """This rank's rows of out, dq, dk, dv, and its part of the sinks' gradient; q and k are rotated
-    by the positions that came with the tokens.
+    """Return this rank's rows of out, dq, dk, dv, and its part of the sinks' gradient.
+
+    q and k are rotated by the positions that were sharded with the tokens.
     """
     case = case or Case("", "", "")
     index = torch.from_numpy(batch.plan.local)
@@ -138,7 +139,7 @@ def attend(
 def transport_of(
     world_size: int, name: str, kernel: str, hierarchy: tuple[int, int], cap: float
 ) -> object:
-    """Cached on each rank, since a2a+p2p makes process groups."""
+    """Cached on each rank, because a2a+p2p creates process groups."""
     return select_transport(
         name, kernel, grid(cp=world_size).cp, torch.device("cpu"), hierarchy, cap
     )
@@ -158,8 +159,8 @@ def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list:
 
 @functools.cache
 def dense(case: Case, padded: int) -> list[Tensor]:
-    """What `attend` returns, by autograd through an explicit mask; independent of plans, layouts
-    and kernels.
+    """Return the result of `attend` by autograd with an explicit mask, without plans, layouts and
+    kernels.
     """
     batch = batch_of(case).with_padding_to(padded)
     *inputs, dout = (x.double() for x in qkv_and_gradient(case, padded))
@@ -183,11 +184,10 @@ def dense(case: Case, padded: int) -> list[Tensor]:
 
 
 def cancelled(case: Case, padded: int) -> float:
-    """The largest of the two equal terms whose difference is the exact 0 that dq and dk are where a
-    query has one key.
+    """Return the largest of two equal terms whose difference is exactly 0.
 
-    dS = P (dP - D) with P = 1 and dP = D = dout . v; each of the two is rounded on its own, by the
-    processor's order.
+    dq and dk are exactly 0 for a query with a single key: dS = P (dP - D) with P = 1 and dP = D =
+    dout . v. Both terms are rounded separately, in an order that depends on the processor.
     """
     q, k, v, dout = (x.double() for x in qkv_and_gradient(case, padded))
     k, v = (
@@ -199,17 +199,19 @@ def cancelled(case: Case, padded: int) -> float:
 
 @functools.cache
 def float32_bounds(case: Case, padded: int) -> list[float]:
-    """What rounding to float32 may do to out, dq, dk, dv."""
+    """Return bounds on the error of out, dq, dk, dv by rounding to float32."""
     meta = metadata(batch_of(case).with_padding_to(padded))
     tensors = [x.double() for x in qkv_and_gradient(case, padded)]
     return reference.rounding(*tensors, allowed(meta, meta, case.reach), DIM**-0.5)
 
 
 def compare(results: list[list], cases: list[Case], tolerance: float | None) -> None:
-    """`tolerance` is relative to the largest exact value; None: the bounds of float32."""
+    """Compare with a `tolerance` relative to the largest exact value, or with the bounds of
+    float32.
+    """
     for number, case in enumerate(cases):
         indices = np.concatenate([result[number][0] for result in results])
-        # the reference depends on the mask, the tokens and the tensors only
+        # the reference depends only on mask, tokens and tensors
         plain = replace(case, transport="", layout="", kernel="", hierarchy=())
         expected = dense(plain, len(indices))
         for position, name in enumerate(("out", "dq", "dk", "dv", "dsinks")[: len(expected)]):
@@ -230,10 +232,9 @@ def compare(results: list[list], cases: list[Case], tolerance: float | None) -> 
 
 
 def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
-    """Every transport with every layout and mask.
+    """Every transport works with every layout and mask.
 
-    On more than 2 ranks each pair of a transport, a layout and a mask meets, not each three of
-    them.
+    On more than 2 ranks, each pair of transport, layout and mask is covered, but not each triple.
     """
     return [
         Case(
@@ -266,8 +267,8 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
 def test_a_transport_equals_dense_attention_for_every_mask_and_layout(
     world_size: int, tokens: tuple[int, ...]
 ) -> None:
-    """Rows of 45 tokens must be padded, of 5 leave ranks empty; K/V heads are fewer than 3 ranks
-    and more.
+    """Rows of 45 tokens need padding, rows of 5 leave ranks empty, and K/V heads are fewer or more
+    than 3 ranks.
 
     float64, sums of at most 64 terms.
     """
@@ -308,8 +309,8 @@ DRAWN = st.builds(
         *(st.tuples(st.just(name), st.booleans()) for name in ("images", "padding")),
     ),
 )
-"""Packs of trees with images and padding, or of padding alone, down to two tokens: most ranks then
-hold padding only. Windows and chunks are of one token to more than the row.
+"""Packs of trees with images and padding, or of only padding, down to two tokens. Most ranks then
+have only padding. Windows and chunks range from one token to more than the row.
 """
 
 
@@ -353,7 +354,7 @@ def test_lower_precisions_accumulate_over_ranks_in_fp32(
 
 
 class CountingKernel(MathKernel):
-    """A kernel that counts the pairs it is asked for."""
+    """A kernel that counts the pairs that it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +370,9 @@ class CountingKernel(MathKernel):
 
 
 def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tuple[int, int]]:
-    """Pairs computed, pairs allowed, bytes sent, rows that the exchange sends and receives."""
+    """Return pairs computed, pairs allowed, bytes sent, and rows that the exchange sends and
+    receives.
+    """
     cp = grid(cp=world_size).cp
     kernel = CountingKernel()
     batch = shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
@@ -389,17 +392,18 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
 def test_work_is_the_allowed_area_and_bytes_are_the_formula(
     transport: str, mask: str, recompute: str
 ) -> None:
-    """Each allowed pair is computed once; forward moves (cp-1)/cp of K and V once, grouped heads
-    unexpanded. So it is where all else of a block is computed again.
+    """Each allowed pair is computed once, and forward moves (cp-1)/cp of K and V once without
+    expanding grouped heads. This also holds if the rest of a block is recomputed.
     """
     results = run_ranks(
         counted, 4, Case(transport, "zigzag", mask, 64, heads=(4, 2), recompute=recompute)
     )
     assert all(pairs == area for pairs, area, *_ in results)
-    row = 2 * 2 * DIM * 8  # bytes of K and V of a token: two groups, float64
+    row = 2 * 2 * DIM * 8  # bytes of K and V per token: two groups, float64
     for _, _, total, (sent, received) in results:
-        # ring: K/V go round forward and backward, then their gradients (3 hops each); gather: twice
-        # 3, back once; exchange: what others need goes out twice, gradients of what came in go back
+        # ring: K/V go around in forward and backward, then their gradients (3 hops each); gather:
+        # two gathers of 3 blocks and one scatter; exchange: needed rows are sent twice, gradients
+        # of received rows once
         hops = {
             "p2p": (3 + 3 + 3) * 16,
             "all_gather": (3 + 3 + 3) * 16,
@@ -411,12 +415,13 @@ def test_work_is_the_allowed_area_and_bytes_are_the_formula(
 @pytest.mark.parametrize(
     ("layout", "window", "rows", "hops"),
     [
-        # the 4 tokens before each rank's first; K/V make one step, and their gradient one back
+        # the 4 tokens before each rank's first one; K/V make one step, and their gradient one step
+        # back
         ("contiguous", 5, [(4, 0), (4, 4), (4, 4), (0, 4)], 1 + 1 + 1),
-        # 16 before each rank's first: still one step; a window of one more would need two
+        # 16 tokens before each rank's first one: still one step; a longer window would need two
         ("contiguous", 17, [(16, 0), (16, 16), (16, 16), (0, 16)], 1 + 1 + 1),
-        # eight stretches of 8 tokens; the fourth and the fifth are one rank's, and the ring must go
-        # round
+        # eight stretches of 8 tokens; the fourth and the fifth are on one rank, so the ring makes a
+        # full round
         ("zigzag", 5, [(4, 4), (8, 8), (8, 8), (4, 4)], 3 + 3 + 3),
     ],
 )
@@ -436,7 +441,7 @@ def test_a_window_sends_its_halo_and_ends_the_ring(
 
 
 class PreparedKernel(MathKernel):
-    """A kernel that attends over what was prepared and nothing else."""
+    """A kernel that fails for tables that were not prepared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +456,7 @@ class PreparedKernel(MathKernel):
 
 
 def prepared(rank: int, world_size: int, cases: list[Case]) -> list[int]:
-    """How many tables each transport has prepared, and attends over."""
+    """Return the number of tables that each transport has prepared and used."""
     cp, found = grid(cp=world_size).cp, []
     for case in cases:
         kernel, batch = PreparedKernel(), shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
@@ -463,7 +468,7 @@ def prepared(rank: int, world_size: int, cases: list[Case]) -> list[int]:
 
 
 def test_every_table_is_prepared_before_its_first_layer() -> None:
-    """K/V heads are fewer than the ranks of a2a."""
+    """a2a with fewer K/V heads than ranks."""
     names = ["p2p", "all_gather", "kv_exchange", "a2a", "a2a+p2p"]
     cases = [Case(name, "zigzag", "packed", 64, heads=(8, 2), hierarchy=(2, 2)) for name in names]
     for found in run_ranks(prepared, 4, cases):
@@ -476,9 +481,9 @@ def test_every_table_is_prepared_before_its_first_layer() -> None:
 def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(
     heads: tuple[int, int], recompute: str
 ) -> None:
-    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same
-    ways. A block that is computed again sends q, k and v once more, and what became of them where
-    the block goes on.
+    """Forward sends q, k, v to the rank of the head and the output back; backward sends the
+    gradients the same ways. A recomputed block sends q, k and v again, and its output if the rest
+    of the block needs it.
     """
     results = run_ranks(
         counted, 4, Case("a2a", "zigzag", "packed", 64, heads=heads, recompute=recompute)
@@ -487,8 +492,8 @@ def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(
     assert pairs == sum(found[1] for found in results) * 4, (
         "each rank sees all pairs, for a fourth of the heads"
     )
-    # of 16 tokens: to each of 3 ranks two query heads and a key and a value head, and as much comes
-    # back
+    # of 16 tokens: to each of 3 ranks two query heads, one key head and one value head; as much
+    # returns
     one_way = 16 * 3 * (2 + 1 + 1)
     back = 16 * 3 * 2
     again = one_way * (recompute == "full")
@@ -496,7 +501,7 @@ def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(
 
 
 def test_documents_on_one_rank_cost_no_bytes_and_no_message() -> None:
-    """A pack of four documents of a rank's size each: nobody needs a key of anybody."""
+    """In a pack of four documents of one rank's size each, no rank needs keys of another rank."""
     results = run_ranks(quiet, 4)
     assert results == [(0, True)] * 4
 
@@ -539,7 +544,7 @@ def test_transports_are_chosen_from_a_table_and_one_rank_needs_none() -> None:
         select_transport("a2b", "auto", single_axis("cp"), cpu)
     two = Axis("cp", 2, 0, (0, 1), group=object())  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match="attention kernel dense is for one process, this axis has 2 ranks"
+        ValueError, match="attention kernel dense supports only one process, .* 2 ranks"
     ):
         select_transport("p2p", "dense", two, cpu)
     with pytest.raises(RankError, match="two sizes whose product is 4, got 3 2"):
@@ -547,7 +552,7 @@ def test_transports_are_chosen_from_a_table_and_one_rank_needs_none() -> None:
 
 
 class WatchingKernel(MathKernel):
-    """A kernel that notes how many messages of an axis are under way while it computes."""
+    """A kernel that records the number of messages in flight on an axis during each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -573,7 +578,7 @@ class WatchingKernel(MathKernel):
 
 
 def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """Messages under way in each step of a ring, forward and backward."""
+    """Return the messages in flight in each step of a ring, forward and backward."""
     cp = grid(cp=world_size).cp
     kernel = WatchingKernel()
     plan = shard_batch(
@@ -587,7 +592,7 @@ def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 
 
 def test_a_rings_messages_are_under_way_while_a_step_is_computed() -> None:
-    """The next keys beside all steps but the last; gradients, begun by the second step, beside the
-    third and fourth.
+    """Keys are in flight during all steps except the last. Gradients start after the second step
+    and are in flight during the third and fourth.
     """
     assert run_ranks(watched, 4) == [([1, 1, 1, 0], [1, 1, 2, 1])] * 4

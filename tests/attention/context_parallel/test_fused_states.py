@@ -1,4 +1,4 @@
-"""The gated delta rule by a kernel for whole sequences equals ours: a stand-in has the package's
+"""The gated delta rule by a kernel for whole sequences equals ours; a stand-in has the package's
 parameters.
 """
 
@@ -41,8 +41,8 @@ from tests.reference.training import QWEN3_5, config_of, step_batches, train
 
 
 def both(rank: int, world_size: int, cases: list[Case]) -> list[list[list[torch.Tensor]]]:
-    """Out and all gradients on a rank, ours and the kernel's. Even the last seed's ranks of padding
-    alone have part.
+    """Return out and all gradients on a rank, by our rule and by the kernel. Ranks with only
+    padding (last seed) take part too.
     """
     axis, found = grid(cp=world_size).cp if world_size > 1 else single_axis("cp"), []
     for case in cases:
@@ -63,7 +63,7 @@ def both(rank: int, world_size: int, cases: list[Case]) -> list[list[list[torch.
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_kernel_over_levels_and_ranks_equals_our_rule(ranks: int) -> None:
-    """Both in float64, through 47 updates."""
+    """Both are in float64, over 47 updates."""
     cases = [(row, layout, seed) for row in ROWS for layout in LAYOUTS for seed in range(3)]
     everyone = run_ranks(both, ranks, cases) if ranks > 1 else [both(0, 1, cases)]
     for number, case in enumerate(cases):
@@ -79,7 +79,7 @@ def test_the_kernel_over_levels_and_ranks_equals_our_rule(ranks: int) -> None:
 def test_both_passes_of_the_kernel_have_memory_for_what_triton_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On CUDA the backward runs in a thread of its own, in which nothing was set."""
+    """On CUDA, backward runs in a separate thread, in which no allocator is set."""
     lent = list[torch.device]()
     monkeypatch.setattr(fused_states, "lend_scratch", lent.append)
     plan = shard_batch(

@@ -1,4 +1,4 @@
-"""Layouts deal every token once, and a cut row can be put together again."""
+"""Layouts deal every token once, and a sharded row can be reassembled."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ FIELDS = ("tokens", "labels", "loss_weights", "position_ids")
 
 
 def cp_axis(size: int, rank: int) -> Axis:
-    """An axis that is never talked over."""
+    """An axis without communication."""
     return Axis("cp", size, rank, tuple(range(size)), group=None if size == 1 else object())  # type: ignore[arg-type]
 
 
 def random_row(tokens: int, seed: int) -> PackedBatch:
-    """Everything a row can hold; a single token is a document of its own."""
+    """Draw rows with all features; a single token is a document."""
     rng = np.random.default_rng([tokens, seed])
     if tokens > 1:
         return random_batch(
@@ -55,7 +55,7 @@ def random_row(tokens: int, seed: int) -> PackedBatch:
 
 
 def plain(*lengths: int) -> Metadata:
-    """Causal documents of these lengths."""
+    """Return causal documents of these lengths."""
     return Metadata.of_documents(np.repeat(np.arange(len(lengths)), lengths))
 
 
@@ -97,7 +97,7 @@ def test_a_layout_is_a_permutation_dealt_in_equal_parts(
 def test_shards_put_together_are_the_padded_row(
     name: str, cp: int, tp: int, tokens: int, seed: int
 ) -> None:
-    """Shard, then gather is the identity for everything that belongs to a token."""
+    """Shard followed by gather is the identity for everything that belongs to a token."""
     batch = random_row(tokens, seed)
     shards = all_shards(batch, name, cp, tp)
     padded = batch.with_padding_to(sum(shard.num_tokens for shard in shards))
@@ -126,7 +126,7 @@ def test_zigzag_gives_each_rank_one_early_and_one_late_chunk_of_equal_causal_are
 
 
 def test_zigzag_per_document_fills_each_document_and_keeps_the_order_of_its_chunks() -> None:
-    """The order that packed kernels with padded cumulative lengths expect; fillers come from the
+    """The order is the one of packed kernels with padded cumulative lengths; filler comes from the
     end of the row.
     """
     meta = plain(5, 8)
@@ -215,8 +215,8 @@ def test_tables_of_all_sources_and_of_the_row_cover_the_mask_once(
 
 
 def test_frames_that_see_each_other_across_text_are_sorted_together() -> None:
-    """Tiles then grow with the number of frames, not with its square; where it saves nothing the
-    order stays.
+    """The number of tiles grows with the number of frames, not with its square; if sorting saves
+    nothing, the order is natural.
     """
     for frames in (8, 64):
         row = metadata(video_batch(frames, 3, 6))
@@ -266,7 +266,7 @@ def causal(tokens: int, documents: int) -> PackedBatch:
 
 
 def uneven() -> PackedBatch:
-    """One long document behind short ones, whose tokens see less."""
+    """A long document follows short ones, whose tokens see fewer keys."""
     row = causal(512, 1)
     return dataclasses.replace(
         row, leave=np.append(np.arange(96) // 8 * 8 + 8, np.full(416, 512)).astype(np.int32)
@@ -362,8 +362,8 @@ def test_gradients_of_copies_are_summed_wider_than_they_travel() -> None:
 
 
 def copies_on_rank(rank: int, world_size: int) -> torch.Tensor:
-    """dv of tokens that see themselves alone; 8 query heads, a K/V head copied to each rank: 256,
-    1, 1, 1.
+    """dv of tokens that see only themselves, with 8 query heads and one copied K/V head: 256, 1, 1,
+    1.
     """
     cp = grid(cp=world_size).cp
     batch = shard_batch(batch_of(Case("", "", "one-token documents", 4)), cp, LAYOUTS["contiguous"])
@@ -378,7 +378,7 @@ def copies_on_rank(rank: int, world_size: int) -> torch.Tensor:
 
 
 class Once:
-    """`flex_attention` differentiated by autograd; counts its calls."""
+    """`flex_attention`, differentiated by autograd, with a count of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[bool] = []
@@ -389,7 +389,7 @@ class Once:
 
 
 def whole_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list, list[bool]]]:
-    """As `on_ranks`, by a kernel that autograd differentiates, with its calls."""
+    """Return `on_ranks` with a kernel that autograd differentiates, and the number of its calls."""
     found, cp = [], grid(cp=world_size).cp
     for case in cases:
         batch, kernel = shard_batch(batch_of(case), cp, LAYOUTS[case.layout]), Once()

@@ -1,4 +1,4 @@
-"""States along paths: rules and the short convolution on ranks equal token by token on one."""
+"""States along paths: rules and the short convolution on ranks equal the token-by-token reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.reference.packs import random_batch
 
 GROUPS, HEADS, KEYS, VALUES, TAPS = 2, 4, 6, 5, 4
 WEIGHT = 6
-"""Place of the convolution's weight among `tensors_of`, the only one without tokens."""
+"""Index of the convolution's weight in `tensors_of`, the only tensor without tokens."""
 TOKENS, SHORT_CHUNK = 47, 4
 ROWS: dict[str, dict[str, Any]] = {
     "one document": {"documents": 1},
@@ -43,7 +43,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "padding alone": {"documents": 0, "tokens": 9},
 }
 Case = tuple[str, str, int]
-"""Row, layout, seed; odd seeds have heads for sequence where 2 key heads divide by the ranks."""
+"""Row, layout and seed. With odd seeds heads are exchanged for sequence, if ranks divide 2 key
+heads.
+"""
 
 
 def batch_of(case: Case) -> PackedBatch:
@@ -53,8 +55,8 @@ def batch_of(case: Case) -> PackedBatch:
 
 
 def tensors_of(tokens: int, local: np.ndarray) -> list[Tensor]:
-    """q, k, v, log of the decay, beta; channels, their weight; gradients of both results; of some
-    tokens.
+    """Return q, k, v, log decay and beta; channels and their weight; gradients of both results. All
+    of them are for some tokens.
     """
     g = torch.Generator().manual_seed(tokens)
     shapes = [(tokens, n, d) for n, d in ((GROUPS, KEYS), (GROUPS, KEYS), (HEADS, VALUES))]
@@ -78,8 +80,8 @@ def tensors_of(tokens: int, local: np.ndarray) -> list[Tensor]:
 
 
 def results(functions: tuple[Any, Any, Any], tensors: list[Tensor]) -> list[Tensor]:
-    """The outputs of the delta rule and the convolution, and the gradients of all inputs; then
-    those of Mamba-2.
+    """Return the outputs of the delta rule and the convolution with all input gradients, then the
+    same for Mamba-2.
     """
     *inputs, dout, dx = tensors
     leaves = [x.clone().requires_grad_() for x in inputs]
@@ -122,8 +124,8 @@ def expected(case: Case, tokens: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_states_and_taps_follow_their_paths_over_ranks_under_every_layout(ranks: int) -> None:
-    """Segments of one token to longer than a rank, chunks shorter and longer than them; float64
-    through 47 updates.
+    """Segments range from one token to more than a rank; chunks are shorter and longer than
+    segments. float64 over 47 updates.
     """
     cases = [(row, layout, seed) for row in ROWS for layout in LAYOUTS for seed in range(2)]
     everyone = run_ranks(on_ranks, ranks, cases) if ranks > 1 else [on_ranks(0, 1, cases)]
@@ -165,8 +167,8 @@ def test_heads_one_after_the_other_are_the_same_in_less_memory(rule: str) -> Non
 
 
 def cleared_pages(rank: int, world_size: int) -> int:
-    """Of forward and backward of a rule whose values alone take 4 MiB, when it comes again: the
-    fewest of three.
+    """Return the fewest page faults of three repeated forwards and backwards of a rule whose values
+    take 4 MiB.
     """
     model = {**QUICK_SIZES, "linear_attention_freq": "[1]"}
     rule = NativeBackend(build_grid(GridShape(), 0), with_values(RunConfig(), model)).states(
@@ -189,7 +191,7 @@ def cleared_pages(rank: int, world_size: int) -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's heap is what is set")
 def test_what_a_rule_makes_on_its_way_is_not_mapped_anew_each_time() -> None:
-    """Its temporaries have some 80,000 pages."""
+    """Temporaries of the rule have about 80,000 pages."""
     assert run_ranks(cleared_pages, 1)[0] < 20_000
 
 
@@ -209,9 +211,10 @@ def traffic(rank: int, world_size: int, tokens: int, layout: str, rule: str) -> 
 
 
 def test_messages_are_maps_and_a_few_rows_whatever_the_length() -> None:
-    """Of one document on three ranks: A and B of each run that another follows (contiguous has one
-    a rank, zigzag two on rank 1), B's size again for the gradients, and three rows of channels
-    before each run, and their gradients back. Of A a rule with one decay a head sends one column.
+    """One document on three ranks sends A and B for each segment that another segment continues:
+    one per rank in a contiguous layout, two on rank 1 in zigzag. Gradients have the size of B. The
+    convolution sends three rows of channels before each segment, and their gradients. A rule with
+    one decay per head sends a single column of A.
     """
     size, ranks = 8, 3
     columns = {"gated_delta_rule": KEYS, "state_space_dual": 1}

@@ -1,6 +1,4 @@
-"""Features reach the tokens they belong to and their gradients come back, for every layout and
-dealing of images.
-"""
+"""Features reach their tokens and gradients return, for every layout and distribution of images."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ WORLDS = [2, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8
 
 
 def row_with_images(case: str, ranks: int) -> PackedBatch:
-    """A row, some of whose tokens hold features of units of uneven size; the table is that of
+    """Return a row with features of units of uneven size; the table distributes the units over
     `ranks`.
     """
     rng = np.random.default_rng(CASES.index(case))
@@ -60,7 +58,7 @@ def vectors(count: int, seed: int) -> torch.Tensor:
 
 
 def encoded_here(batch: PackedBatch, axis: Axis) -> np.ndarray:
-    """The features of the row that this rank encodes, in its order."""
+    """Return the features that this rank encodes, in its order."""
     vision = batch.vision
     assert vision is not None
     table = vision.boundaries
@@ -73,8 +71,8 @@ def encoded_here(batch: PackedBatch, axis: Axis) -> np.ndarray:
 
 
 def send_and_return(rank: int, world: int) -> list[tuple[Any, ...]]:
-    """For every layout and case: (row after adding, its places, adjoint identity, bytes sent, their
-    formula).
+    """Return for every layout and case: row with features, its places, adjoint identity, bytes
+    sent, and expected bytes.
     """
     axis = grid(cp=world).cp
     found = []

@@ -1,24 +1,21 @@
-"""FlexAttention's Triton kernels of Hopper in Triton's interpreter: `python -m
+"""FlexAttention's Triton kernels for Hopper in Triton's interpreter: `python -m
 tests.attention.ops.interpreted CASE`.
 
-Torch lowers the compiled `flex_attention` for a CUDA device of capability 9.0 that is not there,
-and writes Triton's source. Torch itself interprets that source on tensors of the CPU where
-TRITON_INTERPRET is set: kernels, launch grids and the code between them are its own. One line is
-printed for each mask: its name, and the errors of out, dq, dk, dv.
+torch lowers the compiled `flex_attention` for an absent CUDA device of capability 9.0 and writes
+Triton source. With TRITON_INTERPRET, that source is interpreted on CPU tensors: kernels, launch
+grids and the code between them are torch's own. One line is printed per mask: its name, and the
+errors of out, dq, dk, dv.
 
-What stands in for something else, and nothing more does:
+The following parts are replaced. While a graph is lowered, `torch.cuda` and its device interface
+answer like an H100, the graph's fake tensors report CUDA as their device, and copies between fake
+tensors are skipped. The lse is stored for a backward, which torch does not do if a graph was traced
+with CPU tensors. At run time, GPU memory is CPU memory, and no device or stream is selected.
 
-* while a graph is lowered: `torch.cuda` and its device interface answer as an H100's do, the fake
-  tensors of the graph are said to lie on CUDA, copies between fake tensors, which hold nothing, are
-  left out, and the lse is stored for a backward, which torch does not do where a graph was traced
-  with tensors of the CPU;
-* while it runs: memory of the GPU is memory of the CPU, and no device and no stream is chosen;
-* in float32, where torch takes blocks of 16 x 16 backward, which are slow here: the block sizes
-  that it takes for bfloat16 and heads 128 wide, and in one case TMA descriptors, which the project
-  takes for bfloat16 alone;
-* of torch's candidates for the sizes of small kernels the last instead of the first, likewise;
-* a product of bfloat16 tiles is made in float32, as tensor cores make it: the interpreter
-  multiplies the bits.
+In float32 torch uses slow blocks of 16 x 16 for backward. They are replaced by the block sizes for
+bfloat16 with heads 128 wide, and in one case by TMA descriptors, which the project uses only for
+bfloat16. Of torch's candidate sizes for small kernels, the last one is used instead of the first.
+Products of bfloat16 tiles are computed in float32, like tensor cores do; the interpreter would
+multiply the bits.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ import torch
 FOLDER = Path(sys.prefix) / "triton"
 sys.path.append(
     str(FOLDER)
-)  # not in site-packages: torch and others change their ways where they can import it
+)  # not in site-packages, because torch changes its behaviour if Triton is importable
 
 import torch._dynamo.device_interface  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
@@ -94,7 +91,7 @@ def on_cuda(x: Any) -> Any:
 
 
 def compiler(backward: bool) -> Callable:
-    """Lowers a graph that was traced on the CPU as if it had been traced on CUDA."""
+    """Lower a graph that was traced on the CPU as if it had been traced on CUDA."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         with (
@@ -173,7 +170,7 @@ stand_in()
 
 
 def one(document: Any, branch: Any = 0, span: Any = 0) -> Metadata:
-    """A pack of documents `[n]`; branches and spans are `(value, start, stop)`."""
+    """Return a pack of documents `[n]`; branches and spans are `(value, start, stop)`."""
     columns = [np.asarray(document), *(np.zeros(len(document), int) for _ in range(2))]
     for column, stretches in zip(columns[1:], (branch, span), strict=False):
         for value, start, stop in stretches or ():
@@ -191,7 +188,7 @@ def everything(seed: int, tokens: int, depth: int = 1) -> Metadata:
 
 
 def masks() -> Iterator[tuple[str, Metadata, Metadata, list[tuple]]]:
-    """Names, queries, keys, and the sources of keys as a kernel is given them."""
+    """Yield names, queries, keys, and the sources of keys in the form that kernels take."""
     square = {
         "documents across blocks": one(lengths(100, 90, 60)),
         "one document that ends in a block": one(lengths(250)),
@@ -242,8 +239,8 @@ def masks() -> Iterator[tuple[str, Metadata, Metadata, list[tuple]]]:
 
 
 def errors(found: Tensors, exact: Tensors) -> list[float]:
-    """The largest error of each over its largest exact value, or over 1 where all exact values are
-    smaller.
+    """Return each largest error relative to the largest exact value, or to 1 if all exact values
+    are smaller.
     """
     pairs = zip(found, exact, strict=True)
     return [((x.double() - y).abs().max() / y.abs().max().clamp(min=1.0)).item() for x, y in pairs]
@@ -258,9 +255,7 @@ def differentiated(
 
 
 def head_loss() -> None:
-    """Prints errors of losses and of the gradient in place of bfloat16 logits, whose rows are
-    filled up.
-    """
+    """Print errors of losses and gradient; the gradient overwrites bfloat16 logits, padded per row."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(7, 300, generator=generator) * 9).bfloat16()
     labels, scale = torch.arange(7) * 49, torch.rand(7, generator=generator)
@@ -280,8 +275,9 @@ CASES = {
     "capped": (torch.float32, 2, 1, 16, BLOCKS),
     "bfloat16": (torch.bfloat16, 4, 2, 128, {}),
 }
-"""Dtype, heads, K/V heads, their width, and changed options; the last is as in training, and takes
-a single mask, as does a cap of scores."""
+"""Dtype, heads, K/V heads, head width, and changed options. The last case has training options and
+a single mask, and so does the case with a cap on scores.
+"""
 
 
 def main(case: str) -> None:

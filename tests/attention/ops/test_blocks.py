@@ -1,4 +1,4 @@
-"""Covers of the mask by fixed blocks and by calls: exactly its pairs, for any pack and any
+"""Covers of the mask by fixed blocks and by calls contain exactly its pairs, for any pack and
 order.
 """
 
@@ -18,12 +18,12 @@ from tests.reference.packs import metadata, random_batch
 
 
 def plain(*lengths: int) -> Metadata:
-    """Documents of these lengths, no branches, no spans."""
+    """Return documents of these lengths without branches and spans."""
     return Metadata.of_documents(np.repeat(np.arange(len(lengths)), lengths))
 
 
 def pairs_by_block(dense: np.ndarray, size: int) -> dict[tuple[int, int], int]:
-    """The obvious count: the allowed pairs of every block that has one."""
+    """Count the allowed pairs of every non-empty block directly."""
     found = {}
     for i in range(0, dense.shape[0], size):
         for j in range(0, dense.shape[1], size):
@@ -45,8 +45,8 @@ def pairs_of(cover: BlockCover) -> dict[tuple[int, int], int]:
 
 @st.composite
 def sides(draw: st.DrawFn) -> tuple[Metadata, Metadata]:
-    """Queries and keys of one random pack in some order: the whole pack, or parts of it, perhaps
-    empty ones.
+    """Draw queries and keys of a random pack in some order: the whole pack or, possibly empty,
+    parts.
     """
     tokens = draw(st.integers(2, 64))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -115,7 +115,7 @@ NARROW, WIDE = Heads(8, 4, 8), Heads(32, 8, 128)
 
 
 def halves(seed: int, tokens: int = 300) -> TileTable:
-    """The table between two parts of a random pack, in which some queries see nothing."""
+    """Return the table between two parts of a random pack, in which some queries see no key."""
     rng = np.random.default_rng(seed)
     meta = metadata(
         random_batch(rng, tokens, documents=12, branches=True, images=True, padding=True)
@@ -131,7 +131,7 @@ def keys_of(call: KernelCall) -> int:
 
 
 def pairs_of_call(call: KernelCall) -> np.ndarray:
-    """bool `[n, m]`."""
+    """Return the mask as bool `[n, m]`."""
     if call.kind == CAUSAL:
         return np.tri(call.queries, keys_of(call), dtype=bool)
     return np.ones((call.queries, keys_of(call)), bool) if call.bias is None else call.bias == 0

@@ -1,8 +1,8 @@
 """The FlexAttention kernel: its block mask, its backward from merged results, and the real function
 where it runs.
 
-On the CPU all but the fused GPU kernel is proven: the block mask is read the way that kernel reads
-it, by a dense attention that is differentiated in float64; and torch's own `flex_attention` is run
+On the CPU everything except the fused GPU kernel is tested. A dense float64 attention with autograd
+reads the block mask in the same way as the GPU kernel. torch's own `flex_attention` runs
 uncompiled, forward and backward. The kernel itself is tested in tests/gpu.
 """
 
@@ -67,7 +67,7 @@ needs_triton = pytest.mark.skipif(
 uncompiled = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile:UserWarning"
 )
-"""The real function on the CPU is meant to be uncompiled here."""
+"""The real function runs uncompiled on the CPU here."""
 
 
 def mask_of(table: TileTable, size: int = flex.BLOCK) -> BlockMask:
@@ -75,11 +75,11 @@ def mask_of(table: TileTable, size: int = flex.BLOCK) -> BlockMask:
 
 
 def read(mask: BlockMask, by_keys: bool = False) -> np.ndarray:
-    """bool `[queries, keys]` as the GPU kernel reads a block mask: listed blocks alone, the rule in
-    partial ones alone.
+    """Return bool `[queries, keys]` as the GPU kernel reads a block mask: only listed blocks, with
+    the rule only in partial blocks.
 
-    Its forward and dq walk the key blocks of each query block, dk and dv the query blocks of each
-    key block.
+    Forward and dq iterate over the key blocks of each query block; dk and dv iterate over the query
+    blocks of each key block.
     """
     queries, keys = mask.seq_lengths
     block_q, block_k = mask.BLOCK_SIZE
@@ -121,7 +121,7 @@ def dense(
     return_aux: AuxRequest | None,
     score_mod: Callable[..., torch.Tensor] = lambda score: score,
 ) -> Any:
-    """`flex_attention` in plain torch, differentiated by autograd, that knows of the mask what the
+    """`flex_attention` in plain torch with autograd; it knows of the mask only the parts that the
     GPU kernel reads.
     """
     visible = torch.from_numpy(read(block_mask))
@@ -143,7 +143,7 @@ DENSE = dense, flex.flex_backward
 def split(
     meta: Metadata, *cuts: int, seed: int = 0, reach: Reach = UNLIMITED
 ) -> list[tuple[np.ndarray, TileTable]]:
-    """Sources of keys `(indices, table)` of a pack: its tokens in random order, cut into parts."""
+    """Return sources of keys `(indices, table)`: the tokens of a pack in random order, in parts."""
     parts = np.split(np.random.default_rng(seed).permutation(len(meta)), cuts)
     return [(index, tile_table(meta, meta.take(index), reach)) for index in parts]
 
@@ -178,7 +178,7 @@ def test_a_block_mask_read_from_either_side_is_exactly_the_mask(
     assert mask.BLOCK_SIZE == (size, size)
     filled = np.zeros(
         mask.seq_lengths, bool
-    )  # what fills up the last blocks sees nothing and is not seen
+    )  # padding of the last blocks sees nothing and is not seen
     filled[: len(q), : len(k)] = allowed(q, k, reach)
     for by_keys in (False, True):
         assert np.array_equal(read(mask, by_keys), filled)
@@ -329,7 +329,7 @@ def test_strided_keys_are_read_and_gradients_are_added_to_views() -> None:
 
 
 class Calls:
-    """`dense` with a list of how it was called."""
+    """Return `dense` with a list of its calls."""
 
     def __init__(self) -> None:
         self.made: list[tuple[str, bool]] = []
@@ -388,9 +388,7 @@ def test_a_row_whose_keys_are_all_here_is_computed_once(recompute: str) -> None:
 def test_memory_for_descriptors_is_there_in_whatever_thread_launches_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The allocator is Triton's own; torch 2.13 sets it where a kernel is launched first, and
-    nowhere later.
-    """
+    """The allocator belongs to Triton; torch 2.13 sets it only at the first launch of a kernel."""
     spec = importlib.util.spec_from_file_location(
         "allocation", TRITON / "triton" / "runtime" / "_allocation.py"
     )
@@ -433,8 +431,8 @@ def interpreted(case: str, folder: Path) -> dict[str, Any]:
 def test_the_loss_reads_logits_in_one_kernel_and_writes_their_gradient_in_another(
     tmp_path: Path,
 ) -> None:
-    """A third reads the labels' logits alone. The gradient is cut to 8 bits, losses are fp32 sums
-    of 297 terms.
+    """A third kernel reads only the labels' logits. Gradients are rounded to 8 bits, and losses are
+    fp32 sums of 297 terms.
     """
     found = interpreted("head", tmp_path)
     loss, gradient = found["errors"]["head"]
@@ -512,13 +510,13 @@ def test_flash_attention_4_is_refused_where_it_is_not_installed_or_too_narrow(
 
 
 class Compilations:
-    """A compiler that runs the captured graph as it is, and counts how often it was asked."""
+    """A compiler that runs the captured graph unchanged and counts its calls."""
 
     def __init__(self) -> None:
         self.number = 0
         self.heads: set[Any] = set()
-        """(heads, width) of tensors `[1, heads, n, width]`: numbers where a form is for these
-        alone.
+        """Return (heads, width) of tensors `[1, heads, n, width]`; numbers are static in a compiled
+        form.
         """
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -550,8 +548,8 @@ def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
 
 
 def test_a_tower_and_a_decoder_with_other_heads_have_forms_of_their_own() -> None:
-    """Torch lowers no backward for any number of heads, which a second model in a process made it
-    ask for.
+    """torch cannot lower a backward for a dynamic number of heads, which a second model in a
+    process used to request.
     """
     compilers = Compilations(), Compilations()
     kernel = flex.FlexKernel(flex.compiled(*compilers))

@@ -1,5 +1,5 @@
-"""Attention kernels over tile tables against masked attention by autograd, and the merge that joins
-their parts.
+"""Attention kernels over tile tables equal masked attention by autograd, and so do their merged
+parts.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Tensors = tuple[torch.Tensor, ...]
 
 @pytest.fixture(params=["calls of their own", "joined"], autouse=True)
 def joining(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows this small are otherwise always joined."""
+    """Make calls free, because rows this small would always be joined."""
     if request.param == "calls of their own":
         monkeypatch.setattr(tile_kernels, "CALL", 0)
 
 
 def draw(n: int, m: int, heads: int, groups: int, seed: int = 0) -> list[torch.Tensor]:
-    """float64 `q[n, heads, 8]`, `k, v[m, groups, 8]`, `dout[n, heads, 8]`."""
+    """Return float64 `q[n, heads, 8]`, `k, v[m, groups, 8]`, `dout[n, heads, 8]`."""
     g = torch.Generator().manual_seed(seed)
     shapes = [(n, heads, 8), (m, groups, 8), (m, groups, 8), (n, heads, 8)]
     return [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in shapes]
@@ -56,7 +56,7 @@ def by_autograd(
     cap: float = 0.0,
     *sinks: torch.Tensor,
 ) -> Tensors:
-    """out, dq, dk, dv, and the sinks' gradient, of the dense reference."""
+    """Return out, dq, dk, dv and the sinks' gradient of the dense reference."""
     leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *sinks)]
     out = dense_attention(*leaves[:3], torch.from_numpy(visible), scale, *leaves[3:] or [None], cap)
     return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
@@ -65,7 +65,7 @@ def by_autograd(
 def by_tiles(
     kernel: Kernel, tensors: list[torch.Tensor], sources: list[tuple], scale: float
 ) -> Tensors:
-    """out, dq, dk, dv from several sources of keys `(indices, table)`: merged forward, summed
+    """Return out, dq, dk, dv from sources of keys `(indices, table)`, merged forward and summed
     backward.
     """
     q, k, v, dout = tensors
@@ -230,7 +230,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Chains run as graphs on the CPU; the list grows by one for each that is made."""
+    """Run chains as graphs on the CPU; the list grows by one for each graph."""
     made: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -300,8 +300,8 @@ def test_new_lengths_and_keys_need_no_new_graph(name: str, graphs: list[int]) ->
 
 
 def test_what_is_saved_for_backward_needs_no_graph_of_its_own(graphs: list[int]) -> None:
-    """It may come back without its wish for a gradient: its bits would be those of another
-    graph.
+    """An offloaded tensor may return without requires_grad, which would select another graph with
+    other bits.
     """
     twice = fused(lambda x, y: x * 2 + y)
     with torch.no_grad():

@@ -1,6 +1,4 @@
-"""The tile table is exactly the mask, for any pack and any cut of it, and small where the mask is
-simple.
-"""
+"""The tile table is exactly the mask, for any pack and any cut of it, and small for simple masks."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ reaches = st.one_of(
 
 @st.composite
 def packs(draw: st.DrawFn, branches: bool | None = None, images: bool | None = None) -> Metadata:
-    """Metadata of a random pack of 2 to 48 tokens."""
+    """Draw metadata of a random pack of 2 to 48 tokens."""
     tokens = draw(st.integers(2, 48))
     return metadata(
         random_batch(
@@ -42,7 +40,7 @@ def packs(draw: st.DrawFn, branches: bool | None = None, images: bool | None = N
 
 
 def plain(*lengths: int) -> Metadata:
-    """Documents of these lengths, no branches, no spans."""
+    """Return documents of these lengths without branches and spans."""
     return Metadata.of_documents(np.repeat(np.arange(len(lengths)), lengths))
 
 
@@ -101,7 +99,7 @@ def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(
 @settings(max_examples=300, deadline=None)
 @given(packs(branches=True))
 def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
-    """One span per document means `every image token of an example sees every other`; images stand
+    """With one span per document, every image token of an example sees every other one; images come
     before branches.
     """
     end = np.maximum.accumulate(meta.leave)  # of the document
@@ -115,8 +113,8 @@ def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
 
 
 def test_windows_and_chunks_end_where_a_branch_does() -> None:
-    """Trees of five levels: a window reaches as deep into a branch beside, which it must not
-    see.
+    """Trees of five levels: a window reaches into the order of a neighbouring branch but must not
+    see it.
     """
     for seed in range(12):
         row = metadata(
@@ -195,6 +193,7 @@ def test_a_long_mixed_pack_is_planned_in_milliseconds_without_a_quadratic_mask()
 
 def test_a_part_is_made_once_for_a_function_and_its_arguments() -> None:
     table = plain(3).own_table
-    first, second = (once(lambda table, number: [number]) for _ in range(2))  # of one name
+    # two functions with the same name
+    first, second = (once(lambda table, number: [number]) for _ in range(2))
     parts = [first(table, 1), first(table, 2), second(table, 1)]
     assert parts == [[1], [2], [1]] and first(table, 1) is parts[0] is not second(table, 1)

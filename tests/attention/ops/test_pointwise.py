@@ -1,4 +1,4 @@
-"""Rotary, norm, activation and dropout against their formulas written naively."""
+"""Rotary embedding, norm, activations and dropout equal naive formulas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rotary_turns_pairs_half_a_head_apart_by_the_tokens_own_position() -> No
 
 
 def llama3_by_the_formula(head_dim: int, base: float, s: RotaryScaling) -> list[float]:
-    """The rule of the Llama 3.1 release, one frequency at a time."""
+    """Return the rule of the Llama 3.1 release, one frequency at a time."""
     scaled = []
     for i in range(0, head_dim, 2):
         frequency = 1.0 / base ** (i / head_dim)
@@ -88,8 +88,8 @@ def test_angles_of_far_positions_are_rounded_once() -> None:
 
 
 def gradients_agree(function: object, naive: object, *inputs: torch.Tensor) -> None:
-    """Value and every gradient of `function` equal those of its naive twin by autograd, from a
-    strided gradient.
+    """Check value and gradients of `function` against its naive twin by autograd, with a strided
+    gradient.
     """
     results = []
     for f in (function, naive):
@@ -176,8 +176,8 @@ def test_dropout_drops_at_its_rate_in_every_row_and_column(probability: float) -
 
 
 def test_dropout_masks_belong_to_tokens_not_to_ranks_or_rows() -> None:
-    """Any cut or order of the tokens draws the same bits; cp peers hold other tokens, so they share
-    no mask.
+    """Any cut or order of the tokens draws the same bits; cp peers have other tokens, so their
+    masks differ.
     """
     x = randn(64, 32)
     whole = dropout(x, 42, torch.arange(64), 0.3)

@@ -40,7 +40,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("    whole = x.new_zeros(", "    whole = x.new_ones(", "padding attends to something"),
         (
-            "                partial.out[rows], partial.lse[rows] = mine",
+            "                partial.out[rows] = out_rows",
             "                pass",
             "scattered rows are lost",
         ),

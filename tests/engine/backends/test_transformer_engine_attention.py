@@ -298,7 +298,7 @@ def kernel_errors(rank: int, world: int, transports: list[str]) -> float:
         for layout in ("contiguous", "balanced")
     ]
     worst = max(np.max(packed_errors(rank, world, case, "cudnn")) for case in cases)
-    assert set(TOLD) == {"attention: cuDNN's for documents under the causal rule"}
+    assert set(TOLD) == {"attention: cuDNN for documents with a causal mask"}
     return float(worst)
 
 
@@ -370,7 +370,7 @@ def test_a_whole_row_of_cudnns_kernel_is_the_dense_one_whose_padding_sees_nothin
             assert (found - exact).abs().max() < TOLERANCE * exact.abs().max()
 
 
-MORE = "their mask is more than documents under the causal rule"
+MORE = "their mask is not causal per document"
 
 
 def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
@@ -405,7 +405,7 @@ def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
         )
     for mine, exact in zip(found, by_autograd(given, allowed(images, images), 0.3), strict=True):
         torch.testing.assert_close(mine, exact, rtol=TOLERANCE, atol=TOLERANCE)
-    assert set(told) == {f"attention: FlexAttention for some rows, {MORE}"}
+    assert set(told) == {f"attention: FlexAttention for some rows, because {MORE}"}
 
 
 def test_auto_takes_cudnns_kernel_where_transformer_engine_is_and_tells_once() -> None:
@@ -422,5 +422,5 @@ def test_auto_takes_cudnns_kernel_where_transformer_engine_is_and_tells_once() -
             "flex",
         ]
         outs = [backend.attention(q, k, v, plan, 0.3) for _ in range(2)]
-    assert backend.warnings() == ["attention: cuDNN's for documents under the causal rule"]
+    assert backend.warnings() == ["attention: cuDNN for documents with a causal mask"]
     assert torch.equal(*outs) and not outs[0].isnan().any() and not outs[0][12:].any()

@@ -452,7 +452,7 @@ def test_a_file_that_is_no_safetensors_is_refused(folder: Path, described: Descr
         assert WEIGHTS in refusal(folder, described)
     path.unlink()
     os.mkfifo(path)
-    assert "no regular file" in refusal(folder, described)
+    assert "not a regular file" in refusal(folder, described)
     path.unlink()
     (folder / "adapter_model.bin").write_bytes(b"")
     assert "adapter_model.bin is refused" in refusal(folder, described)

@@ -140,8 +140,8 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "link to a file": ({"path": "out.png"}, "a symbolic link leads out of --image-root"),
     "link to a folder": ({"path": "up/secret.png"}, "a symbolic link leads out of --image-root"),
     "missing": ({"path": "none.png"}, "no such file under --image-root"),
-    "folder": ({"path": "sub"}, "'sub': it is a directory, no regular file"),
-    "pipe": ({"path": "pipe.png"}, "'pipe.png': it is a named pipe, no regular file"),
+    "folder": ({"path": "sub"}, "'sub': it is a directory, not a regular file"),
+    "pipe": ({"path": "pipe.png"}, "'pipe.png': it is a named pipe, not a regular file"),
     "file as a folder": ({"path": "sub/a.png/b"}, "no such file under --image-root"),
     "device": ({"path": "zero.png"}, "a symbolic link leads out of --image-root"),
     "links in a circle": (

@@ -260,7 +260,7 @@ def test_a_config_beside_vocab_and_merges_says_how_texts_begin(tmp_path: Path) -
     tokenizer: Tokenizer = load_tokenizer(specification)
     assert tokenizer.begins_with == tokenizer.eos_id is not None
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match="tokenizer_config.json is no JSON"):
+    with pytest.raises(ValueError, match="tokenizer_config.json is not valid JSON"):
         load_tokenizer(specification)
 
 
