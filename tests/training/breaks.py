@@ -106,7 +106,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "or not any(handles(",
             "a rank waits for one that Ctrl-C has ended",
         ),
-        ("    if ended_by:  # by a", "    if False:  # by a", "Ctrl-C between two starts is lost"),
+        ("    if ended_by:  # a signal came", "    if False:  # by a", "Ctrl-C between two starts is lost"),
         (
             "if status not in (0, STOPPED)]",
             "if status]",
@@ -166,7 +166,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/training/start/layout.py", "tests/training/test_start.py"): [
         (
-            "if {*check(elsewhere, ranks)} <= {*check(elsewhere, usual)}:",
+            "if set(check(elsewhere, ranks)) <= set(check(elsewhere, usual)):",
             "if False:",
             "a new layout is advised although the old one is valid",
         ),

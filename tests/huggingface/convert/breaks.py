@@ -208,8 +208,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/train.py", "tests/huggingface/convert/test_folder_rules.py"): [
         (
-            "if misfits := weights.image_misfits(where, sources.image_rules):",
-            "if misfits := list[str]():",
+            "misfits = weights.image_misfits(data_path, sources.image_rules)",
+            "misfits = list[str]()",
             "packs by other image rules than the folder's are trained on",
         ),
     ],
