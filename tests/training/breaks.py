@@ -106,7 +106,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "or not any(handles(",
             "a rank waits for one that Ctrl-C has ended",
         ),
-        ("    if ended_by:  # a signal came", "    if False:  # by a", "Ctrl-C between two starts is lost"),
+        (
+            "    if ended_by:  # a signal came",
+            "    if False:  # by a",
+            "Ctrl-C between two starts is lost",
+        ),
         (
             "if status not in (0, STOPPED)]",
             "if status]",

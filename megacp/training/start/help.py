@@ -78,13 +78,12 @@ def show_help(arguments: Sequence[str]) -> None:
 
 
 def _described(action: argparse.Action) -> list[str]:
-    """Return the lines of a flag: its names and allowed values, then its help."""
+    """Return the lines of a flag: its names and allowed values, then its help text."""
     names = ", ".join(action.option_strings)
     values = f" {action.metavar}" if action.metavar else ""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    lines = [f"  {names}{values}"]
-    for line in (action.help or "").splitlines():
-        lines += textwrap.wrap(
-            line, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
-        )
-    return lines
+    text = " ".join((action.help or "").split())  # docstrings contain line breaks
+    wrapped = textwrap.wrap(
+        text, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+    )
+    return [f"  {names}{values}", *wrapped]
