@@ -127,7 +127,7 @@ def test_a_checkpoint_of_nan_is_refused_by_name(
     for more in ([], ["--finetune"]):
         assert main([*TINY, "--load", str(tmp_path), *more]) == 2
         error = capsys.readouterr().err
-        assert f"{tmp_path / 'step_0000002'} holds numbers that are not finite: model." in error
+        assert f"{tmp_path / 'step_0000002'} contains values that are not finite: model." in error
         assert "on rank 0; --load an older checkpoint" in error
 
 

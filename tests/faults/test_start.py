@@ -38,7 +38,7 @@ def refused(ended: Ended) -> str:
 def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_values() -> None:
     messages = {refused(ended) for ended in run_all([QUICK, [*QUICK, "--lr", "0.02"]])}
     assert messages == {
-        "the 2 ranks of this run were not started alike; give all of them the same flags and software:\n"
+        "the 2 ranks of this run were not started alike; start all of them with the same flags and software:\n"
         f"  - --lr: 0.02 on rank 1 (host {HOST}); 0.01 on rank 0 (host {HOST})"
     }
 
@@ -100,9 +100,8 @@ def test_a_save_directory_that_is_not_shared_is_refused_before_the_first_step(
     for folder in folders:
         folder.mkdir()
     (message,) = {refused(ended) for ended in run_all([[*QUICK, "--save", "out"]] * 2, folders)}
-    assert message.startswith(
-        f"rank 1: --save out is not one directory for all machines: the lock of host {HOST}"
-    )
+    assert message.startswith("rank 1: --save out is not the same directory on all machines")
+    assert f"the lock of rank 0 (host {HOST}" in message
 
 
 @pytest.mark.faults

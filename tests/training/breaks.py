@@ -90,14 +90,14 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "1.1 x 10 packs are 12",
         ),
         (
-            "step + max(0, -(-(end - consumed)",
-            "max(0, -(-end",
-            "epochs are counted anew after a resumption",
+            "return step + max(0, steps_left), end",
+            "return -(-end // batch), end",
+            "a resumed run counts its epochs again from the first sample",
         ),
         (
-            "_FEW_UPDATES or warmup > steps / 2)",
-            "_FEW_UPDATES)",
-            "a run that only warms up is not told",
+            "_FEW_UPDATES or warmup > steps / 2",
+            "_FEW_UPDATES",
+            "no warning about a run that only warms up",
         ),
     ],
     ("megacp/training/start/processes.py", "tests/training/test_start.py"): [

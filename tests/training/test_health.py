@@ -362,7 +362,7 @@ def test_a_run_that_torchrun_restarts_goes_on_from_its_newest_checkpoint(
     flags = [*SIX, "--save", str(tmp_path), "--auto-resume"]
     done = torchrun("kill in step", str(where), "4", *flags, restarts=1)
     assert done.returncode == 0, done.stderr
-    assert "holds no checkpoint at all, this run starts from step 0, from scratch" in done.stdout
+    assert "this run starts from step 0, from scratch" in done.stdout
     assert f"resumed from {tmp_path / 'step_0000002'} after step 2" in done.stdout
     assert losses(tmp_path) == losses(undisturbed)
     assert payload(tmp_path / "step_0000006") == payload(undisturbed / "step_0000006")

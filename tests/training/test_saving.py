@@ -160,10 +160,7 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
 ) -> None:
     flags = [*TINY, "--save", str(tmp_path / "out"), "--auto-resume", "--save-interval", "2"]
     run(1, [*flags, "--lr-decay-iters", "4", "--train-iters", "2"])
-    assert (
-        "holds no checkpoint at all, this run starts from step 0, from scratch"
-        in capsys.readouterr().out
-    )
+    assert "this run starts from step 0, from scratch" in capsys.readouterr().out
     run(1, flags)
     assert "step_0000002 after step 2" in capsys.readouterr().out
     assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4]

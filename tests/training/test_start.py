@@ -65,7 +65,7 @@ def test_stored_padding_of_another_degree_is_refused_for_zigzag_in_documents(
     opened("balanced", 4)
     with pytest.raises(
         ValueError,
-        match="multiples of 4, --cp-layout zigzag_document at --context-parallel-size 4 needs",
+        match="multiples of 4, but --cp-layout zigzag_document at --context-parallel-size 4 needs",
     ):
         opened("zigzag_document", 4)
     write_dataset(tmp_path / "one", [random_packs(np.random.default_rng(0), 3)], pad_multiple=1)
@@ -535,7 +535,10 @@ def test_epochs_are_steps_of_the_packs_there_are(
     resumed = [*flags, "--auto-resume", "--save", str(tmp_path / "run"), "--lr", "0.1"]
     assert main([*resumed, "--train-epochs", "1.5"]) == 0
     said = capsys.readouterr().out
-    assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.50" in said
+    assert (
+        "--train-iters 4, from the manifest of --data-path" in said
+        and "step 4/4  epoch 1.50" in said
+    )
     assert said.count("4 updates of 4 packs, 2 of them") == 1
     assert main([*resumed, "--train-epochs", "3", "--global-batch-size", "8"]) == 0
     assert (
@@ -547,13 +550,13 @@ def test_epochs_are_steps_of_the_packs_there_are(
         "the whole rate"
     )
     assert main([*flags, "--train-epochs", "0.04"]) == 2
-    assert "--train-epochs 0.04 of the 10 packs" in capsys.readouterr().err
+    assert "--train-epochs 0.04 of 10 packs" in capsys.readouterr().err
     assert (
         main([*LONG, "--train-epochs", "2"]) == 2
         and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
     )
     assert main([*flags, "--train-epochs", "2", "--train-iters", "4"]) == 2
-    assert "--train-epochs 2 and --train-iters 4 are two lengths" in capsys.readouterr().err
+    assert "--train-epochs 2 and --train-iters 4 both set the length" in capsys.readouterr().err
     for name, text in (("steps", "train-iters: 5"), ("epochs", "train-epochs: 2")):
         (tmp_path / f"{name}.yaml").write_text(text)
     for file, one, value in (("steps", "--train-epochs", "2"), ("epochs", "--train-iters", "5")):
@@ -584,7 +587,7 @@ def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(
         "to warm up" not in notes[0] and "40 updates of 1 pack, 21 of them to warm up" in notes[1]
     )
     assert notes[1].endswith(
-        "teaches a model little: lower the warm-up, or raise --train-epochs or --train-iters"
+        "too few to train a model: lower the warm-up, or raise --train-epochs or --train-iters"
     )
     one = with_values(config, {"train_epochs": None, "train_iters": 1, "lr_warmup_iters": 0})
     assert (

@@ -219,11 +219,12 @@ def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of
 def test_a_model_that_does_not_fit_the_images_is_refused_with_the_flags(tmp_path: Path) -> None:
     data = write_dataset(tmp_path)
     with pytest.raises(
-        ValueError, match="holds images, but the model has no vision tower: set --vision-num-layers"
+        ValueError,
+        match="contains images, but the model has no vision tower: set --vision-num-layers",
     ):
         open_sources(config_for(data, vision_num_layers=0))
     with pytest.raises(
-        ValueError, match="--vision-image-size 16 --vision-patch-size 4 or build the dataset again"
+        ValueError, match="--vision-image-size 16 --vision-patch-size 4 or rebuild the dataset"
     ):
         open_sources(config_for(data, vision_image_size=32))
     with pytest.raises(ValueError, match="--additional-vocab-size of at least 8"):

@@ -30,7 +30,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "",
             "pairs learn at the rate of whole weights",
         ),
-        ("stored.training.lr, f", "config.training.lr, f", "a run goes on at the default rate"),
+        (
+            "rate = stored.training.lr",
+            "rate = config.training.lr",
+            "a resumed run uses the default learning rate",
+        ),
     ],
     ("megacp/huggingface/convert/card.py", "tests/huggingface/convert/test_card.py"): [
         ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
@@ -220,8 +224,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "the export of a run on text has no processor files",
         ),
         (
-            "image_rules=state.image_rules or was.image_rules",
-            "image_rules=state.image_rules",
+            "image_rules = state.image_rules or was.image_rules",
+            "image_rules = state.image_rules",
             "a finetuning on text forgets the image rules",
         ),
     ],

@@ -176,7 +176,7 @@ def test_three_commands_are_a_fine_tune_and_its_export_and_the_folder_is_read_on
     told = capsys.readouterr().out
     assert (
         f"the model is that of {copy}: --num-layers 3" in told
-        and "--seq-length 128, as --data-path was packed" in told
+        and "--seq-length 128, from the manifest of --data-path" in told
     )
     assert f"weights of {copy}; this run starts at step 0" in told
     shutil.rmtree(copy)
