@@ -169,7 +169,7 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
     assert main(flags) == 2
     message = capsys.readouterr().err
     assert (
-        "no checkpoint is whole" in message
+        "no checkpoint is complete" in message
         and "step_0000002" in message
         and "step_0000004" in message
     )
