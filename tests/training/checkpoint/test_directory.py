@@ -171,7 +171,7 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
     assert (
         lock.problem is not None
         and "Function not implemented" in lock.problem
-        and "second run" in lock.problem
+        and "another run" in lock.problem
     )
     lock.release()
 
