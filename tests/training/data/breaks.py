@@ -61,8 +61,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/training/data/blend.py", "tests/training/data/test_loader.py"): [
         ("first = int(nth[here][0])", "first = 0", "each step repeats a dataset's first samples"),
         (
-            "chosen[here] = (\n                self._first[number] + found\n            )  # from packs of the dataset to packs of the blend",
-            "chosen[here] = found  # from packs of the dataset to packs of the blend",
+            "chosen[here] = self._first[number] + found",
+            "chosen[here] = found",
             "all samples are of the first dataset",
         ),
     ],

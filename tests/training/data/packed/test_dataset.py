@@ -225,7 +225,7 @@ def test_an_edited_manifest_one_that_leads_out_of_its_folder_and_one_that_forget
 def test_two_shards_swapped_and_a_file_cut_while_it_is_open_are_named(dataset_path: Path) -> None:
     dataset = PackedDataset(dataset_path)
     os.truncate(dataset_path / "shard_00001/tokens.bin", 5)
-    with pytest.raises(ValueError, match=r"shard_00001/tokens\.bin: has 5 bytes, it had 60"):
+    with pytest.raises(ValueError, match=r"shard_00001/tokens\.bin: has 5 bytes, but had 60"):
         dataset.pack(4)
     for old, new in (("shard_00000", "x"), ("shard_00001", "shard_00000"), ("x", "shard_00001")):
         (dataset_path / old).rename(dataset_path / new)
@@ -237,7 +237,7 @@ def test_a_table_of_other_columns_or_a_pickle_is_refused(tmp_path: Path) -> None
     path = tmp_path / "packs.npy"
     for table in (np.zeros(5), np.array([{}], object), np.zeros(3, tables.SEGMENT_DTYPE)):
         np.save(path, table, allow_pickle=True)
-        with pytest.raises(ValueError, match=r"packs\.npy: is no table of"):
+        with pytest.raises(ValueError, match=r"packs\.npy: is not a table of"):
             tables.table_of(StoredFile(path), tables.PACK_DTYPE)
     write_table(path, np.zeros(3, tables.PACK_DTYPE))
     assert len(tables.table_of(StoredFile(path), tables.PACK_DTYPE)) == 3
@@ -251,7 +251,7 @@ def test_a_dataset_whose_branches_know_no_leave_says_to_build_it_again(tmp_path:
     np.save(tmp_path / "shard_00000/branches.npy", rfn.repack_fields(table))
     sign(tmp_path)
     with pytest.raises(
-        ValueError, match=r"branches\.npy: is no table of .*'leave'.*: build the dataset again$"
+        ValueError, match=r"branches\.npy: is not a table of .*'leave'.*: rebuild the dataset$"
     ):
         PackedDataset(tmp_path)
 
