@@ -86,7 +86,7 @@ class ShardEntry:
         entry = ShardEntry(**{**values, "files": own_files})
         for name in (entry.name, *(file.name for file in entry.files)):
             if not PLAIN_NAME.fullmatch(name):
-                raise ValueError(f"`shards` names {name!r}, which is not a plain file name")
+                raise ValueError(f"`shards` names {name!r}, which is not a plain name")
         return entry
 
 
