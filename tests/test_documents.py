@@ -1,6 +1,4 @@
-"""README and docs/: short where they have to be, and nothing in them points to what is not
-there.
-"""
+"""README and docs/: pages are short where they have to be, and all references in them exist."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ OTHERS = {
 }
 """Flags of other programs."""
 MADE = {"demo_out/model.yaml", "scripts/base_train.py", "attention/cp_attention.py"}
-"""Files that a command writes, or that another project has."""
+"""Files that a command writes, or that belong to another project."""
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 TOURS = ("attention", "engine", "training")
-"""Pages that walk through a package."""
+"""Pages that explain a package step by step."""
 
 
 @pytest.mark.parametrize("name", TOURS)
@@ -44,7 +42,7 @@ def test_the_code_on_a_page_about_a_package_runs(name: str) -> None:
 
 @cache
 def sources() -> str:
-    """All of the code, in which a flag stands as it is typed or as the field that it is made of."""
+    """Return all code, in which a flag occurs as it is typed or as the name of its field."""
     files = [
         path
         for top in ("megacp", "tools", "examples", "tests")
@@ -54,7 +52,7 @@ def sources() -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that headings of a page have in links."""
+    """Return the anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -79,7 +77,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """A path begins at the root, next to the page, or below megacp/, where the module is."""
+    """Return whether a path exists from the root, next to the page, or below megacp/."""
     named = re.findall(
         r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8")
     )

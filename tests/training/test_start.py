@@ -1,6 +1,4 @@
-"""What stands before the first step: datasets that fit, the model of a checkpoint, ranks that
-agree.
-"""
+"""Checks before the first step: datasets, the model of a checkpoint, ranks that agree."""
 
 from __future__ import annotations
 
@@ -127,19 +125,19 @@ REST = [
     *("--seq-length", "64", "--global-batch-size", "4", "--train-iters", "4", "--lr", "0.01"),
     *("--lr-warmup-iters", "2", "--lr-decay-iters", "4"),
 ]
-"""TINY without what a checkpoint says: model and dtype."""
+"""TINY without the flags that a checkpoint determines: model and dtype."""
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of TINY after two steps."""
+    """Train TINY for two steps."""
     folder = tmp_path_factory.mktemp("base") / "out"
     run(1, [*TINY, "--lr-decay-iters", "4", "--train-iters", "2", "--save", str(folder)])
     return folder
 
 
 def copied(base: Path, target: Path) -> Path:
-    """A copy of the checkpoint; its directory."""
+    """Copy the checkpoint; return the copy's directory."""
     (target / "step_0000002").mkdir(parents=True)
     for path in (base / "step_0000002").iterdir():
         (target / "step_0000002" / path.name).write_bytes(path.read_bytes())
@@ -147,7 +145,7 @@ def copied(base: Path, target: Path) -> Path:
 
 
 def change(folder: Path, content: dict[str, Any] | None = None, config: str | None = None) -> None:
-    """Craft the manifest, with a right checksum, and the config, with a right hash."""
+    """Write a crafted manifest with a right checksum, and a config with a right hash."""
     step = folder / "step_0000002"
     manifest = json.loads((step / MANIFEST_FILE).read_text())
     manifest.pop("checksum")
@@ -237,7 +235,7 @@ def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
 def test_ranks_that_a_layout_does_not_allow_are_told_how_to_plan_another(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command is run, and then the run starts."""
+    """Run the command, and check that the run starts."""
     layout, mixed = tmp_path / "layout.yaml", tmp_path / "mixed.yaml"
     layout.write_text("context_parallel_size: 2\ncp_layout: balanced\n")
     mixed.write_text("seq_length: 64\nmicro_batch_size: 1\n")

@@ -1,6 +1,4 @@
-"""A directory of checkpoints: its manifests, what they say of damaged files, and the lock of the
-run that writes.
-"""
+"""A directory of checkpoints: manifests, messages about damaged files, and the lock of the run."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ sys.stdin.read()
 
 
 def holder(directory: Path) -> subprocess.Popen[str]:
-    """Another process that holds the lock until its standard input ends."""
+    """Return another process, which has the lock until its standard input closes."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", _HOLD, str(directory)], text=True, **pipes)
     assert process.stdout is not None and process.stdout.readline() == "held\n"

@@ -1,4 +1,4 @@
-"""Saving in the background, a disk that fills up while it is written to, a crafted checkpoint."""
+"""Background saves, a disk that fills up during a write, and a crafted checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORLD = single_axis("world")
 
 
 def boxes(world: Axis = WORLD, rows: int = 4) -> list[TensorBox]:
-    """This rank's rows of two global tensors of `rows` x 64 elements a rank."""
+    """Return this rank's rows of two global tensors, with `rows` x 64 elements per rank."""
     place = (world.rank * rows, 0)
     shape = (world.size * rows, 64)
     values = torch.arange(rows * 64.0).view(rows, 64) + 1000 * world.rank
@@ -181,8 +181,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(
 
 @pytest.mark.parametrize("below", ["file", "read-only"])
 def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, below: str) -> None:
-    """Root may write where modes forbid it: hence a file as parent, and a real read-only mount
-    where one can be.
+    """Return folders that even root cannot write to: below a file, and on a read-only mount if
+    possible.
     """
     place = tmp_path / "place"
     if below == "file":

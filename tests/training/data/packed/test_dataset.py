@@ -1,6 +1,4 @@
-"""The packed dataset on disk: exact round trips, atomic shards; a damaged, missing or foreign file
-is named.
-"""
+"""The packed dataset on disk: exact round trips, atomic shards, and messages about bad files."""
 
 from __future__ import annotations
 
@@ -131,7 +129,7 @@ def test_a_bad_pack_is_refused_and_leaves_the_shard_usable(
 
 @pytest.fixture
 def dataset_path(tmp_path: Path) -> Path:
-    """Two shards, of 3 and 2 packs with weights and images."""
+    """Write two shards, of 3 and 2 packs with weights and images."""
     rng = np.random.default_rng(0)
     write_dataset(
         tmp_path / "d", [weighted_images(rng, n) for n in (3, 2)], image_rules=IMAGE_RULES
@@ -167,7 +165,7 @@ def test_each_flipped_bit_is_told_at_open_or_when_its_pack_is_read(dataset_path:
 
 
 def exchanged(path: Path, how: str) -> None:
-    """Cut, or something else under the name of a file, which would be read for ever."""
+    """Truncate a file, or replace it by something that a reader would wait for forever."""
     if how == "cut":
         return os.truncate(path, path.stat().st_size - 2)
     path.unlink()
@@ -305,7 +303,7 @@ def test_a_pack_outlives_the_shard_it_came_from(tmp_path: Path) -> None:
 
 
 def megatron() -> ModuleType:
-    """Megatron-core's own indexed dataset, or skip."""
+    """Return Megatron-core's own indexed dataset, or skip the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and megatron at import
         return pytest.importorskip(
@@ -318,7 +316,7 @@ def opened(prefix: Path) -> IndexedReader:
 
 
 def values_of(reader: IndexedReader, start: int, stop: int) -> np.ndarray:
-    """Sequences start..stop, joined."""
+    """Return the concatenated sequences start..stop."""
     return np.frombuffer(reader.stored(start, stop), reader.dtype)
 
 
