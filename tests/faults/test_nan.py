@@ -1,6 +1,4 @@
-"""Numbers that go wrong and stay wrong: the run ends with a reason, and the last good weights are
-still there.
-"""
+"""Numbers that go wrong and stay wrong: the run ends with a reason, and the last good weights remain."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def finite(folder: Path) -> bool:
 
 
 def test_a_loss_that_stays_nan_ends_the_run_and_costs_no_checkpoint(tmp_path: Path) -> None:
-    """Also one that is being written."""
+    """A checkpoint that is being written is kept too."""
     flags = [
         *LONG,
         "--save",
