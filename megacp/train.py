@@ -87,6 +87,7 @@ def prepare_run(
     another machine. Return the configuration with the vocabulary of its datasets, and the datasets.
     Raise ValueError with all reasons why the run cannot start.
     """
+    # Check the flags first: it is cheap, and the datasets may be large or remote.
     require(config, world_size, backend_problems(config, device_type))
     # Raise the soft limit on open files to the hard limit, which needs no permission.
     with contextlib.suppress(ValueError, OSError):
@@ -100,6 +101,7 @@ def dry_run(config: RunConfig) -> str:
 
     Datasets are opened and checked only if the configuration names any.
     """
+    # Without --world-size, report on the smallest number of ranks that the layout allows.
     world_size = config.world_size or config.model_ranks
     if config.model.vocab_size == 0 or config.data.data_path is not None:
         config, _ = prepare_run(config, world_size)
@@ -307,7 +309,7 @@ def _refused(problem: str, world: launch.World, alike: bool) -> int:
 
     If all ranks have the same problem (`alike`), only the first rank of each machine prints it.
     """
-    if world.local_rank > 0:
+    if world.local_rank > 0:  # rank 0 of the machine prints first
         time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
     if world.local_rank == 0 or not alike:
         place = ""
@@ -331,6 +333,7 @@ def program() -> NoReturn:
         status = INTERRUPTED
     except Exception:
         warn(traceback.format_exc().rstrip())
+    # A normal exit would wait for threads of libraries, which may hang after a failure.
     launch.hard_exit(status)
 
 

@@ -227,7 +227,7 @@ def test_a_model_that_does_not_fit_the_images_is_refused_with_the_flags(tmp_path
         ValueError, match="--vision-image-size 16 --vision-patch-size 4 or rebuild the dataset"
     ):
         open_sources(config_for(data, vision_image_size=32))
-    with pytest.raises(ValueError, match="--additional-vocab-size of at least 8"):
+    with pytest.raises(ValueError, match="--additional-vocab-size to at least 8"):
         open_sources(config_for(data, additional_vocab_size=4))
 
 

@@ -176,6 +176,7 @@ class PendingCheckpoint:
 
     def _begin(self) -> Place:
         """Create the folder; rank 0 only."""
+        # fail now rather than after writing gigabytes
         to_json(self._manifest(0, {}))  # raises if `extra` is not JSON
         if isinstance(self._root, Url):
             # A store has no rename: a folder becomes a checkpoint when its manifest is written.
@@ -401,7 +402,7 @@ def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
     None if there is none. Only one rank calls it, and no tensors are read. `load_checkpoint` may
     still skip this checkpoint.
     """
-    for folder in _candidates(place_of(path)):
+    for folder in _candidates(place_of(path)):  # the same order as in `load_checkpoint`
         manifest, config, _ = _opened(folder)
         if manifest is not None:
             return folder, manifest, config

@@ -186,7 +186,7 @@ def latest_of(directory: Place) -> str | None:
     except UnreachableError:
         raise
     except (OSError, ValueError):
-        return None
+        return None  # only a hint is lost: manifests also give the order
     return name if is_step_name(name) else None
 
 
@@ -231,6 +231,7 @@ def remove_leftovers(directory: Path | str) -> list[str]:
     Only the run that holds the lock may call it: an unfinished checkpoint of a live run looks the
     same.
     """
+    # these names are only given to unfinished or half-deleted checkpoints
     left = sorted(path for path in Path(directory).iterdir() if _TEMPORARY.fullmatch(path.name))
     for path in left:
         if path.is_symlink() or not path.is_dir():

@@ -73,6 +73,7 @@ def require_one_model(files: Mapping[str, Path], world: Axis) -> None:
     host = socket.gethostname()
     if len(sharing) == world.size:
         return
+    # deal the files to the ranks that see this copy
     mine = sorted(files)[sharing.index(world.rank) :: len(sharing)]
     found = on_all_ranks(
         world,

@@ -129,8 +129,8 @@ class Shard:
 
         def table(name: str) -> np.ndarray:
             dtype = _TABLES[name]
-            file = opened.get(f"{name}.npy")
-            return np.zeros(0, dtype) if file is None else tables.table_of(file, dtype)
+            stored = opened.get(f"{name}.npy")
+            return np.zeros(0, dtype) if stored is None else tables.table_of(stored, dtype)
 
         self.packs = table("packs")
         self.segments = table("segments")
@@ -141,9 +141,9 @@ class Shard:
         self.image_checksums = table("image_checksums")
         self.boundaries = {}
         for degree in manifest.cp_degrees:
-            file = opened.get(f"shards_cp{degree}.npy")
-            if file is not None:
-                self.boundaries[degree] = tables.table_of(file, BOUNDARY_DTYPE, degree)
+            planned = opened.get(f"shards_cp{degree}.npy")
+            if planned is not None:
+                self.boundaries[degree] = tables.table_of(planned, BOUNDARY_DTYPE, degree)
         if not len(self.packs) == len(self.checksums) == entry.num_packs:
             raise ValueError(
                 f"{directory}: {len(self.packs)} packs, but the manifest says {entry.num_packs}"

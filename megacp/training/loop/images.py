@@ -48,6 +48,7 @@ def image_loading(
     """
     if decoder is None:
         return None
+    # "contiguous" is the default: use the dataset's tables of contiguous shards if it has them
     shards = config.parallel.vision_shards
     return ImageLoading(
         decoder,

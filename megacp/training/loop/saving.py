@@ -76,6 +76,7 @@ class Saver:
 
         The content is empty if the directory cannot be locked.
         """
+        # an object store has no locks
         if is_url(directory):
             warning = f"{directory} cannot be locked: another run that saves there is not detected"
             return [warning], ""
@@ -91,6 +92,7 @@ class Saver:
         """
         self.newest = path
         save = self._config.checkpoint.save
+        # a checkpoint from another directory must be saved again in --save
         if save is not None and path.resolve().parent == place_of(save).resolve():
             self._step = step
             self._updates = updates

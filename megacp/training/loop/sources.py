@@ -112,7 +112,7 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
 
     Raise ValueError with all reasons at once if the packs do not fit the config.
     """
-    if config.data.data_path is None:
+    if config.data.data_path is None:  # a trial run, without any data
         return _mock_sources(config)
     # The first dataset determines the vocabulary; the other datasets must agree with it.
     train, valid = _open_datasets(config.data)
@@ -152,6 +152,7 @@ def _mock_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     """Return the config with a vocabulary size, and generated packs instead of a dataset."""
     if not config.model.vocab_size:
         config = with_values(config, {"vocab_size": 256})
+    # the fingerprint only has to differ between different packs
     vocab_size = config.model.vocab_size
     seq_length = config.data.seq_length
     fingerprint = f"mock/{vocab_size}/{seq_length}"
@@ -170,7 +171,7 @@ def whole_run(training: TrainingConfig, packs: int, step: int, consumed: int) ->
     """
     if training.train_epochs is None:
         return training.train_iters, ENDLESS
-    end = round(training.train_epochs * packs)
+    end = round(training.train_epochs * packs)  # 1.1 x 10 is not exactly 11 in floating point
     batch = training.global_batch_size
     steps_left = -(-(end - consumed) // batch)  # rounded up
     return step + max(0, steps_left), end
@@ -249,6 +250,7 @@ def _open_datasets(
     opened: list[PackedDataset | PackBlend | None] = []
     reasons: list[str] = []
     cache = DataCache()  # one for both flags, since its size limit is meant for the whole run
+    # Open both datasets before raising, to report the errors of both.
     for flag, path in (
         ("--data-path", data.data_path),
         ("--valid-data-path", data.valid_data_path),
@@ -356,6 +358,7 @@ def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[
             f"{where} was built with --vision-family {rules.family}, but the model has a "
             f"{vision.vision_family} tower"
         ]
+    # the same family, but possibly with other sizes of patches
     misfit = rules.misfit(vision)
     return [] if misfit is None else [f"{where} {misfit} or rebuild the dataset"]
 

@@ -179,6 +179,7 @@ def begin_save(
     assert config.checkpoint.save is not None
     grid = model.grid
     sizes = {name: getattr(grid.shape, name) for name in ("tp", "cp", "dp", "pp")}
+    # `sizes` is only for people: a checkpoint can be loaded on any grid
     extra = asdict(state) | {"updates": model.optimizer.updates}
     return PendingCheckpoint(
         config.checkpoint.save,

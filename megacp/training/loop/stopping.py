@@ -36,6 +36,7 @@ class StopSignal:
     @property
     def reason(self) -> int:
         """The number of the reason in REASONS to stop; 0 to continue."""
+        # the clock of each rank may differ: the ranks agree before the next step
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return 2
         return int(self.received)

@@ -114,6 +114,7 @@ def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunCon
     found = peek(place) if place is not None else None
     if found is None:
         return config, ""
+    # only the config is read here; the tensors are loaded after the model has been built
     folder, _, text = found
     stored = from_yaml(text, source=str(folder / CONFIG_FILE))
     return with_model_of(config, stored, folder, given, checkpoint.finetune and not goes_on)

@@ -60,6 +60,8 @@ def world_from_environment() -> World:
     Raise ValueError if they are inconsistent, or if only one of the first two is set: every process
     would then train on its own.
     """
+    # Without any variable, the process is the only rank. LOCAL_WORLD_SIZE may be missing if all
+    # ranks run on one machine.
     size = os.environ.get("WORLD_SIZE", "1")
     defaults = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
     texts = {key: os.environ.get(key, default) for key, default in defaults.items()}
@@ -81,6 +83,7 @@ def ranks_of_one_machine(count: int) -> tuple[dist.Store, list[dict[str, str]]]:
     The caller keeps the store until the ranks end. It accepts any connection, so only this machine
     can reach it.
     """
+    # Listen before the ranks start: no other process can take the port meanwhile.
     listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]
     # The store owns the descriptor from here on.
@@ -118,6 +121,7 @@ def device_type(world: World) -> str:
     belongs to a rank without LOCAL_RANK (`srun --gpus-per-task=1`). Raise ValueError if there are
     otherwise fewer GPUs than local ranks: training on CPUs next to idle GPUs must be requested.
     """
+    # Slurm may show each rank only its own GPU, and then does not set LOCAL_RANK.
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own_gpu = count == 1 and "RANK" in os.environ and "LOCAL_RANK" not in os.environ
     if 0 < count < world.local_size and not own_gpu:
@@ -128,6 +132,7 @@ def device_type(world: World) -> str:
         )
     if count == 0:
         return "cpu"
+    # otherwise every rank would start a compiler thread per core
     compile_threads = max(1, (os.cpu_count() or 1) // world.local_size)
     set_defaults(_CUDA | {"TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads)})
     return "cuda"
@@ -139,7 +144,7 @@ def pick_device(world: World) -> torch.device:
         torch.cuda.set_device(world.local_rank)
         return torch.device("cuda", world.local_rank)
     settle_cpu()
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:  # the user's choice takes precedence
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
     return torch.device("cpu")
 

@@ -223,8 +223,7 @@ def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray
     rows, columns = grid.shape[0] // pool[0], grid.shape[1] // pool[1]
     # [rows * pool_h, columns * pool_w] -> [rows, columns, pool_h, pool_w]
     windows = grid.reshape(rows, pool[0], columns, pool[1]).swapaxes(1, 2)
-    windows = windows.reshape(rows * columns, pool[0] * pool[1])
-    return windows, (rows, columns)
+    return windows.reshape(rows * columns, pool[0] * pool[1]), (rows, columns)
 
 
 def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
