@@ -132,6 +132,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
             return None
         config, sources = prepare_run(config, world.size, launch.device_type(world))
     except ValueError as error:
+        # If another number of ranks is the only problem, tell the user how to plan for it.
         advice = _other_layout(config, arguments, world)
         if advice:
             raise ValueError(f"{error}\n{advice}") from error
@@ -146,6 +147,7 @@ def _require_same_preparation(config: RunConfig, sources: Sources, weights: Weig
     data_path = f"--data-path {shown_path(config.data.data_path)}"
     ours = sources.tokenizer_sha256
     theirs = weights.tokenizer_sha256
+    # either hash may be unknown
     if ours and theirs and ours != theirs:
         raise ValueError(
             f"{data_path} was built with the tokenizer {ours[:12]}, but --load-hf "
@@ -204,6 +206,7 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
         OneLineParser().parse_args(["--version"])
     if world.size == 1:
         return parse(arguments)
+    # argparse prints an error and exits; collect its text for the message of all ranks
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
@@ -236,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = _train(plan, rendezvous, world)
     launch.stop()
     if status == STOPPED and launch.would_restart():
-        return 0
+        return 0  # the run has stopped on request: torchrun must not start it again
     return status
 
 

@@ -343,6 +343,7 @@ class LoadedCheckpoint:
 
 def _kind(name: str) -> str:
     """Return `model` or, for optimizer state, `optimizer.<state>`."""
+    # a name such as "model.decoder.weight" or "optimizer.exp_avg.decoder.weight"
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if first == "optimizer" else first
 

@@ -258,7 +258,7 @@ class DirectoryLock:
         """Why the directory is not protected; None if it is."""
         self.owner = f"host {socket.gethostname()}, process {os.getpid()}"
         """The content of the lock file."""
-        self._descriptor: int | None = None
+        self._descriptor: int | None = None  # the lock lasts as long as it is open
         try:
             self._descriptor = files.lock(path)
         except BlockingIOError as taken:

@@ -129,7 +129,7 @@ class Index:
     def positions(self) -> Iterator[Position]:
         """Yield the position of every box of every file."""
         for file, boxes in self.files.items():
-            begin = 0
+            begin = 0  # boxes are stored without gaps
             for box in boxes:
                 yield Position(file, begin, box)
                 begin += math.prod(box.extents) * self.tensors[box.name].dtype.itemsize
@@ -294,6 +294,7 @@ class Payload:
     def read_whole(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU."""
         shape, dtype = self.tensors[name]
+        # one box at offset 0 that covers the tensor
         tensor = torch.empty(shape, dtype=dtype)
         self.read([TensorBox(name, shape, (0,) * len(shape), tensor)])
         return tensor

@@ -79,6 +79,7 @@ def agree_on_step(
         fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % bits
     weights = sum(batch.weight_sum for batch in batches)
     tokens = sum(batch.real_tokens for batch in batches)
+    # one row per rank, so that a single all-gather is enough
     own = dataclasses.astuple(report or RankReport())
     number = grid.dp.rank if replica is None else replica
     row = [number, fingerprint, weights, tokens, *own]

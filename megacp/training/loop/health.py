@@ -159,6 +159,7 @@ class Health:
         """
         self._image_documents += numbers.image_documents
         self._left_out += numbers.left_out
+        # judge a window of at least this many documents, then begin the next window
         if self._image_documents < IMAGE_DOCUMENTS:
             return ""
         seen = self._image_documents

@@ -122,7 +122,7 @@ def opening_lines(
         return lines
     step = resumed.state.step
     last = config.training.train_iters
-    if start.weights_only:
+    if start.weights_only:  # --finetune or --load-hf
         lines.append(f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer")
     else:
         lines.append(f"resumed from {resumed.path} after step {step}")

@@ -138,6 +138,7 @@ class Trainer:
         training = self.config.training
         save_interval = self.config.checkpoint.save_interval
         consumed = self.state.consumed_samples
+        # --train-epochs may end in the middle of a step: the loader pads the last one
         options = dataclasses.replace(loader_options(self.config, self.rows.packs), end=self.end)
         self.pace = Pace()  # estimates the remaining time; starts after everything is loaded
         try:
@@ -145,6 +146,7 @@ class Trainer:
                 self.sources.train, options, self.rows.data_rank, consumed, self.images, self._plan
             ) as loader:
                 while (step := self.state.step) < training.train_iters:
+                    # a reason to stop is known to all ranks, and no part of the step has been done
                     if reason := self.train_step(loader):
                         self._end_trace()
                         self._save(REASONS[reason])
@@ -288,7 +290,7 @@ class Trainer:
             self.log.note(step, note)
         # after a skipped update, the user may need a checkpoint older than --keep-last allows
         self.saver.keeps_all = not decision.update
-        seconds = taken["step"]
+        seconds = taken["step"]  # wall time, including data and planning
         left = self.config.training.train_iters - step  # remaining steps
         mfu = None
         if self.peak_flops:

@@ -287,7 +287,7 @@ Sink = JsonlSink | TensorBoardSink | ProjectSink
 def _missing(option: str, package: str) -> str:
     """Return the message that a flag needs a package."""
     how = "install the extra `log` (pip install 'megacp[log]')"
-    if package == "trackio":
+    if package == "trackio":  # not part of the extra
         how = "pip install trackio"
     return f"{option} needs the package {package}: {how} or drop the flag"
 

@@ -45,7 +45,7 @@ class Trace:
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
         self._profiler = profile(activities=wanted & set(supported_activities()))
         self._profiler.start()
-        self._timers.annotate = record_function
+        self._timers.annotate = record_function  # shows the phases in the trace
 
     def is_over(self, step: int) -> bool:
         """Return whether the traced steps end with this step."""

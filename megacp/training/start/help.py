@@ -61,6 +61,7 @@ def show_help(arguments: Sequence[str]) -> None:
     others = [argument for argument in arguments if argument not in (*HELP, HELP_ALL)]
     if HELP_ALL in arguments:
         parse([*others, *HELP])  # prints, and ends the program
+    # take the texts from the parser, so that defaults and groups are always right
     shown = {flag(name) for name in FIRST_FIELDS}
     lines = [f"usage: {PROGRAM} [-h] [OPTIONS]", DESCRIPTION]
     for group in flag_groups(others):

@@ -109,6 +109,7 @@ def ranks_of_one_machine(count: int) -> tuple[dist.Store, list[dict[str, str]]]:
 
 def would_restart() -> bool:
     """Whether torchrun restarts the run when this process exits with a status other than 0."""
+    # only torchrun sets these variables
     done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     return done.isdecimal() and allowed.isdecimal() and int(done) < int(allowed)
@@ -215,7 +216,7 @@ class Rendezvous:
                 f"no word on the {topic} from rank {len(values)} within {seconds:g} s"
             ) from late
         # Rank 0 stays until all ranks have read the verdict, because it may hold the store.
-        read = store.add(f"{topic}/read", 1)
+        read = store.add(f"{topic}/read", 1)  # number of ranks that have read the verdict
         deadline = time.monotonic() + _READING_SECONDS
         while self.rank == 0 and read < self.size and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -239,6 +240,7 @@ def rendezvous(world: World, seconds: float) -> Rendezvous:
             f"environment variables: {place} (1 to 65535): start with torchrun or set them "
             "everywhere"
         )
+    # torchrun's agent already serves a store at this address; a plain launcher leaves it to rank 0
     serves = world.rank == 0 and _rank_0_holds_the_store()
     server = "localhost" if serves else host
     timeout = datetime.timedelta(seconds=max(1.0, seconds))
@@ -279,6 +281,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
             return ""
         return store.get(f"life/{key}").decode()
 
+    # the word is new in every start, so that old keys never match it
     word = secrets.token_hex(8)
     agreed = ""
     deadline = time.monotonic() + seconds

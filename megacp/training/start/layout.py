@@ -71,6 +71,7 @@ def other_layout(
     )
     if saved_by is not None:
         said += f"; {saved_by.folder} was saved by {counted(saved_by.ranks, 'rank')}"
+    # The plan replaces the layout flags; flags in other files would override it.
     rest, files, replaced = _without_layout(arguments)
     plan = ["megacp-plan", "--gpu", "here", "--world-size", str(ranks), *rest, "--output", PLANNED]
     if PLANNED in replaced:
@@ -102,11 +103,12 @@ def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list
         name, equals, value = words[0].partition("=")
         field = name.removeprefix("--").replace("-", "_")
         if field in LAYOUT_FIELDS | {"dry_run", "world_size"}:
-            continue
+            continue  # the plan chooses them again
         if name == "--config":
             path = value if equals else words[-1]
             fields = values_of_file(path).keys()
             if layout := [one for one in fields if one in LAYOUT_FIELDS]:
+                # a file such as best.yaml, which megacp-plan writes anew
                 if fields <= LAYOUT_FIELDS | {"dtype"}:
                     replaced.append(path)
                     continue
@@ -119,7 +121,7 @@ def _by_flag(arguments: Sequence[str]) -> list[list[str]]:
     """Group the arguments: each flag with its values."""
     groups: list[list[str]] = []
     for word in arguments:
-        if word.startswith("--") or not groups:
+        if word.startswith("--") or not groups:  # words before the first flag form a group too
             groups.append([])
         groups[-1].append(word)
     return groups

@@ -45,6 +45,7 @@ def start_and_wait(arguments: Sequence[str], count: int) -> int:
     it, they save and stop. Otherwise no step has begun, and all ranks are killed: a rank that waits
     for a missing one would report a failure.
     """
+    # the store must live as long as the ranks
     _store, environments = launch.ranks_of_one_machine(count)
     ranks: list[subprocess.Popen[bytes]] = []
     ended_by: list[int] = []
@@ -52,6 +53,7 @@ def start_and_wait(arguments: Sequence[str], count: int) -> int:
     def pass_on(number: int, frame: FrameType | None) -> None:
         asked = signal.SIGTERM if number == signal.SIGINT else signal.Signals(number)
         running = [one for one in ranks if one.poll() is None]
+        # Before training, a rank has no handler, and some ranks may not even exist.
         if len(ranks) < count or not all(handles(one.pid, asked) for one in running):
             ended_by.append(number)
             asked = signal.SIGKILL
@@ -89,7 +91,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]], ended_by: Sequence[int])
     deadline = math.inf
     ended: list[tuple[int, int]] = []
     while len(ended) < len(ranks):
-        time.sleep(0.05)
+        time.sleep(0.05)  # poll all ranks: any of them may end first
         ended = [
             (status, rank) for rank, one in enumerate(ranks) if (status := one.poll()) is not None
         ]

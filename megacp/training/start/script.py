@@ -52,6 +52,7 @@ def train(values: Mapping[str, Any], nproc: int = 1) -> int:
                     last.append(line)
             except KeyboardInterrupt:
                 run.terminate()
+    # the reason follows the last "error: "
     said = "".join(last).rpartition("error: ")[2].strip()
     if run.returncode == REFUSED:
         raise ValueError(said)
