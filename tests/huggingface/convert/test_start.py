@@ -294,7 +294,7 @@ def test_a_finetuning_has_a_rate_of_its_own_and_a_run_that_goes_on_that_of_its_c
     for flags, rate in [*whole, *pairs, *goes_on]:
         plan = plan_of([*flags, "--log-file", "/dev/null"], launch.World())
         assert plan is not None and plan.config.training.lr == rate
-        assert f"--lr {rate:g}, " in capsys.readouterr().out
+        assert f"--lr {rate:g} (" in capsys.readouterr().out
 
 
 def test_a_run_draws_no_weight_that_it_reads(
