@@ -43,11 +43,11 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 0) -> Any
 POOLS, THREADS = 2, 450
 """Maximum number of pools kept alive, and of threads of a rank before its pool is replaced.
 
-Every gloo group has three threads, one of which wakes up a hundred times per second. Grids of
+Every gloo group has three threads. One of them wakes up a hundred times per second. Grids of
 earlier tests leave tens of threads, so idle ranks are stopped.
 """
 
-_pools: dict[int, RankPool] = {}  # the one used last stands last
+_pools: dict[int, RankPool] = {}  # the most recently used pool is last
 
 
 @atexit.register
@@ -96,7 +96,7 @@ def run_ranks(
     with the traceback of every failed rank (or the stack of one that hangs), and restart the pool.
     """
     root = str(Path(__file__).resolve().parent.parent)
-    if root not in sys.path:  # what the ranks inherit, to find the tests' modules
+    if root not in sys.path:  # the ranks inherit it, and find the tests' modules
         sys.path.insert(0, root)
     preload()
     pool = _pools.pop(world_size, None)

@@ -139,7 +139,7 @@ class Kind:
 ANYTIME = (*RECOVERY, "step", "step", "step", "save")
 KILLED = -signal.SIGKILL
 TOLD = (3, 1, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Statuses of a life that was stopped: 3 after saving; others if training had not begun."""
+"""Statuses of a stopped life: 3 after saving, or another one if training had not begun."""
 KINDS: dict[str, Kind] = {
     "a rank is killed": Kind((1,), ANYTIME, names_rank=True),
     "a rank freezes": Kind(

@@ -60,7 +60,7 @@ def train_sick(
     where: int,
     steps: Sequence[int],
 ) -> int:
-    """Train on the pool's ranks, of which rank `where` is sick; return its status."""
+    """Train on the pool's ranks with a sick rank `where`; return its status."""
     with sick(sickness, rank == where, steps):
         return train_on_rank(rank, world_size, flags)
 

@@ -58,7 +58,7 @@ def killed_later(
     try:
         return train_on_rank(rank, world_size, flags)
     finally:
-        timer.cancel()  # the process goes on to other tests
+        timer.cancel()  # the process continues with other tests
 
 
 @pytest.mark.faults

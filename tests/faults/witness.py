@@ -117,7 +117,7 @@ class Witness:
             self.strike()
 
     def strike(self) -> None:
-        """Let the fault happen, if it strikes at a moment; other faults begin at the start."""
+        """Let the fault happen if it strikes at a moment. Other faults begin at the start."""
         if self.plan.fault in STRIKES:
             self.note("strikes")
             STRIKES[self.plan.fault]()

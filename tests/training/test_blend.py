@@ -1,4 +1,4 @@
-"""Runs on a blend and on an S3 server: what they log, how they resume, and early errors."""
+"""Runs on a blend and on an S3 server: logs, resuming, and early errors."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_all_ranks_know_the_tokens_and_news_of_the_whole_step(shape: dict[str, i
 def test_every_rank_raises_when_peers_read_different_packs(
     shape: dict[str, int], wrong: int, pair: str
 ) -> None:
-    """One token of one pack differs on one rank; no rank may enter a collective without the others."""
+    """One token of one pack differs on one rank; no rank may enter a collective alone."""
     messages = run_ranks(agreement, 4, shape, wrong, None)
     assert len(set(messages)) == 1
     assert f"ranks {pair} of replica {int('dp' in shape)} read different packs" in str(messages[0])

@@ -170,7 +170,7 @@ def compare(what: str, found: dict[str, np.ndarray], expected: dict[str, np.ndar
 
 
 def check(shape: Shape, count: int, done: int = 0) -> None:
-    """Compare the first `count` cases of a grid, except for those of another test."""
+    """Compare the first `count` cases of a grid, without the cases of another test."""
     cases = cases_of(shape, count)[done:]
     if (
         count == 3 and done == 0 and shape["tp"] > 1

@@ -383,7 +383,7 @@ train.program()
 def test_threads_of_libraries_that_still_run_do_not_turn_a_good_end_into_an_abort(
     tmp_path: Path,
 ) -> None:
-    """Threads like those of gloo: one that returns from C++ while the interpreter ends calls
+    """Threads like gloo's: one that returns from C++ while the interpreter ends calls
     std::terminate.
     """
     command = [sys.executable, "-c", BUSY, *TINY, "--train-iters", "2", "--save", str(tmp_path)]

@@ -74,7 +74,7 @@ def _both_ways(rank: int, world_size: int, root: str) -> bool:
     try:
         mine = boxes(world)
         pending = begin(Path(root, "background"), 7, mine, world)
-        for box in mine:  # training goes on
+        for box in mine:  # training continues
             box.tensor.fill_(-1.0)
         gate.set()
         found.append(hashes(pending.commit()))

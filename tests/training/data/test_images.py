@@ -98,7 +98,7 @@ def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(
 
 
 def features(batch: PackedBatch) -> np.ndarray:
-    """Return a stand-in for the model's features, float64 [m]: each window's sum over its patches."""
+    """Return simple features instead of the model's, float64 [m]: sums of each window's patches."""
     flat = (
         batch.vision.patches.reshape(-1, batch.vision.patches.shape[-1]).astype(np.float64).sum(1)
     )

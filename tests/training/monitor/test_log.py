@@ -153,7 +153,7 @@ def events_of(folder: Path):
 def test_every_place_gets_the_same_figures_and_notes(
     package: str, tmp_path, monkeypatch, capsys
 ) -> None:
-    """A stand-in for the API of W&B and Trackio, which needs no network."""
+    """A fake module has the API that W&B and Trackio share, so no network is needed."""
     pytest.importorskip("tensorboard")
     calls: list = []
     made = types.SimpleNamespace(

@@ -46,7 +46,7 @@ def test_times_add_up_until_they_are_taken_also_nested_and_of_a_body_that_raises
 
 
 class Event:
-    """A stand-in for `torch.cuda.Event`, for a GPU whose work takes a given time."""
+    """Replaces `torch.cuda.Event`, for a GPU whose work takes a given time."""
 
     now, waits = 0.0, 0
 

@@ -81,9 +81,9 @@ def test_a_shard_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         writer.add_pack(packs[0])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    killed = ShardWriter(target, 100, 32)  # a build that is killed leaves its temporary directory
+    killed = ShardWriter(target, 100, 32)  # a killed build leaves its temporary directory
     killed.add_pack(packs[0])
-    killed._tokens.data.abandon()  # the operating system closes what a killed process held open
+    killed._tokens.data.abandon()  # the operating system closes the files of a killed process
     with ShardWriter(target, 100, 32) as writer:
         writer.add_pack(packs[1])
         entry = writer.commit()
