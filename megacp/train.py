@@ -1,15 +1,20 @@
-"""Train: `python -m megacp.train --nproc 8 --data-path DIR ...`, under torchrun, or without either
-on one process.
+"""The training command: `python -m megacp.train --nproc 8 --data-path DIR ...`.
 
-Parse the flags, check them, meet the other ranks, agree with them, train. Files of
-`megacp.training.start` do the rest: they print help, start the processes of `--nproc`, and name the
-commands that plan another layout. `--nproc` checks the flags in one process and then starts ranks
-of this machine, so that a refusal is the last message of a run. `--dry-run` prints grid, stages,
-memory and messages for any world size and stops.
+Start it with `--nproc`, with torchrun, or directly for a single process. Each rank parses the
+flags, checks them, meets the other ranks, compares the run with theirs, and trains.
+`megacp.training.start` prints help, starts the processes of `--nproc`, and suggests another layout.
 
-Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one message, 3 stopped early
-after saving (by a signal or --exit-duration), 130 interrupted before there was anything to save.
-torchrun --max-restarts would start the run again for a 3, so it is 0 there.
+`--nproc` first checks the flags in one process and then starts ranks on this machine, so that an
+error message is the last output of a run. `--dry-run` prints grid, stages, memory and messages for
+any world size, and exits.
+
+Exit status:
+* 0: the run finished.
+* 1: the run failed, with a traceback.
+* 2: the flags, files or data are wrong, with one message.
+* 3: the run stopped early and saved (after a signal or --exit-duration). Under
+  `torchrun --max-restarts`, which would restart the run, the status is 0.
+* 130: interrupted before there was anything to save.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from typing import NoReturn
 
 from megacp.training.start.interrupts import INTERRUPTED, leave_at_ctrl_c
 
-# torch is imported below, which takes seconds in which a user may press Ctrl-C
+# Importing torch below takes seconds, and a user may press Ctrl-C meanwhile.
 if __name__ == "__main__" or sys.argv[0].endswith("megacp-train"):
     leave_at_ctrl_c()
 
@@ -54,17 +59,17 @@ from megacp.training.start.processes import ranks_asked, start_and_wait
 from megacp.training.start.script import train as train
 from megacp.training.start.status import REFUSED, STOPPED
 
-_SECONDS_OF_A_REFUSED_RANK = 60.0
-"""How long a rank that cannot run waits for the others, to refuse the run together with them."""
-_SECONDS_FOR_THE_FIRST = 5.0
-"""torchrun ends all ranks of a machine when the first one exits: the others leave the one that
-speaks the time to.
+_SECONDS_TO_REFUSE_TOGETHER = 60.0
+"""How long a rank with an invalid configuration waits for the other ranks, to report one error."""
+_SECONDS_FOR_RANK_0_TO_PRINT = 5.0
+"""Delay before other local ranks exit, so that the first rank can print: torchrun kills all ranks
+when one exits.
 """
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank would run."""
+    """Everything that a rank needs to start training."""
 
     config: RunConfig
     sources: Sources
@@ -76,25 +81,27 @@ class Plan:
 def prepare_run(
     config: RunConfig, world_size: int, device_type: str | None = None
 ) -> tuple[RunConfig, Sources]:
-    """The checked config with its vocabulary resolved, and the packs. Raises ValueError with all
-    reasons.
+    """Check a configuration and open its datasets.
 
-    `device_type` is what the ranks compute on, `cpu` or `cuda`; None leaves it open, as another
-    machine's is.
+    `device_type` is the type of the ranks' devices (`cpu` or `cuda`), or None if the run belongs to
+    another machine. Return the configuration with the vocabulary of its datasets, and the datasets.
+    Raise ValueError with all reasons why the run cannot start.
     """
+    # Check the flags first: it is cheap, and the datasets may be large or remote.
     require(config, world_size, backend_problems(config, device_type))
-    with contextlib.suppress(
-        ValueError, OSError
-    ):  # as many open files as may be without asking anybody
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    # Raise the soft limit on open files to the hard limit, which needs no permission.
+    with contextlib.suppress(ValueError, OSError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return open_sources(config)
 
 
 def dry_run(config: RunConfig) -> str:
-    """The report of a layout for any world size, of a config that fits its datasets where it names
-    any.
+    """Return the report of `--dry-run` for any world size.
+
+    Datasets are opened and checked only if the configuration names any.
     """
+    # Without --world-size, report on the smallest number of ranks that the layout allows.
     world_size = config.world_size or config.model_ranks
     if config.model.vocab_size == 0 or config.data.data_path is not None:
         config, _ = prepare_run(config, world_size)
@@ -104,15 +111,17 @@ def dry_run(config: RunConfig) -> str:
 
 
 def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
-    """What these flags ask of this rank; None when they ask for a report, which is printed. Raises
-    ValueError.
+    """Return the run that the flags describe, or None after printing the report of `--dry-run`.
+
+    Raise ValueError if the run cannot start.
     """
     given = given_names(arguments)
-    config, note = with_stored_model(_parsed(arguments, world), given)
-    config, weights, other = _started(config, given, world.rank)
-    config, length = with_stored_length(config, given, given_flags(arguments))
+    # Values that flags leave open come from a checkpoint, a model folder, or the datasets.
+    config, model_note = with_stored_model(_parsed(arguments, world), given)
+    config, weights, weights_note = _started(config, given, world.rank)
+    config, length_note = with_stored_length(config, given, given_flags(arguments))
     if world.rank == 0:
-        for line in (note, other, length):
+        for line in (model_note, weights_note, length_note):
             if line:
                 say(line)
     try:
@@ -123,28 +132,36 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
             return None
         config, sources = prepare_run(config, world.size, launch.device_type(world))
     except ValueError as error:
-        if advice := _other_layout(config, arguments, world):
+        # If another number of ranks is the only problem, tell the user how to plan for it.
+        advice = _other_layout(config, arguments, world)
+        if advice:
             raise ValueError(f"{error}\n{advice}") from error
         raise
-    ours, theirs = sources.tokenizer_sha256, weights.tokenizer_sha256 if weights is not None else ""
-    if ours and theirs and ours != theirs:
-        raise ValueError(
-            f"--data-path {shown_path(config.data.data_path)} was built with the tokenizer "
-            f"{ours[:12]}, --load-hf "
-            f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer "
-            "of that folder"
-        )
-    if weights is not None and sources.image_rules is not None:
-        where = f"--data-path {shown_path(config.data.data_path)}"
-        if misfits := weights.image_misfits(where, sources.image_rules):
-            raise ValueError("\n".join(misfits))
+    if weights is not None:
+        _require_same_preparation(config, sources, weights)
     return Plan(config, sources, config.grid_shape(world.size), weights)
 
 
+def _require_same_preparation(config: RunConfig, sources: Sources, weights: Weights) -> None:
+    """Raise ValueError if the datasets were not built for the model of --load-hf."""
+    data_path = f"--data-path {shown_path(config.data.data_path)}"
+    ours = sources.tokenizer_sha256
+    theirs = weights.tokenizer_sha256
+    # either hash may be unknown
+    if ours and theirs and ours != theirs:
+        raise ValueError(
+            f"{data_path} was built with the tokenizer {ours[:12]}, but --load-hf "
+            f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer "
+            "of that folder"
+        )
+    if sources.image_rules is not None:
+        misfits = weights.image_misfits(data_path, sources.image_rules)
+        if misfits:
+            raise ValueError("\n".join(misfits))
+
+
 def _other_layout(config: RunConfig, arguments: Sequence[str], world: launch.World) -> str:
-    """Return how to plan another layout, if the one of a refused config does not allow the number
-    of ranks.
-    """
+    """Return how to plan another layout, or "" if the layout allows this number of ranks."""
     ranks = world.size
     if config.dry_run:
         ranks = config.world_size or config.model_ranks
@@ -158,29 +175,29 @@ def _other_layout(config: RunConfig, arguments: Sequence[str], world: launch.Wor
 def _started(
     config: RunConfig, given: Collection[str], rank: int
 ) -> tuple[RunConfig, Weights | None, str]:
-    """The config with the model of --load-hf, its weights, and a note; a run that goes on reads
-    nothing there.
+    """Return the configuration with the model of --load-hf, its weights, and a note to print.
+
+    A resumed run does not read the folder.
     """
     folder = config.checkpoint.load_hf
-    if folder is None or config.checkpoint.load is not None:  # both are refused by `require`
+    # `require` refuses --load-hf together with --load.
+    if folder is None or config.checkpoint.load is not None:
         return config, None, ""
     if resumes(config):
-        note = (
-            f"--auto-resume goes on from {config.checkpoint.save}: --load-hf {folder} is not read"
-        )
-        return (
-            with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))),
-            None,
-            note,
-        )
-    # an optional extra: a run without the flag imports no file of megacp.huggingface
+        unused = dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))
+        note = f"--auto-resume continues {config.checkpoint.save}: --load-hf {folder} is not read"
+        return with_values(config, unused), None, note
+    # megacp.huggingface has optional dependencies: only runs with the flag import it.
     from megacp.huggingface.convert.start import open_start
 
     return open_start(config, given)
 
 
 def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
-    """The config. A value of the wrong type is a ValueError where other ranks must hear of it."""
+    """Parse the flags; print help or the version and exit if they ask for it.
+
+    If there are other ranks, raise ValueError instead of exiting: they must hear of the error.
+    """
     if asks_for_help(arguments):
         with ends_with_its_reader():
             show_help(arguments)
@@ -189,6 +206,7 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
         OneLineParser().parse_args(["--version"])
     if world.size == 1:
         return parse(arguments)
+    # argparse prints an error and exits; collect its text for the message of all ranks
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
@@ -200,14 +218,15 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command and return its exit status."""
     world = launch.World()
     try:
         count, arguments = ranks_asked(sys.argv[1:] if argv is None else argv)
         if count and "--dry-run" in arguments:
             arguments = [*arguments, "--world-size", str(count)]
         elif count and not asks_for_help(arguments):
-            with contextlib.redirect_stdout(io.StringIO()):  # the ranks print it again
+            # Check everything in this process; the ranks print the same notes again.
+            with contextlib.redirect_stdout(io.StringIO()):
                 plan_of(arguments, launch.World(size=count, local_size=count))
             return start_and_wait(arguments, count)
         world = launch.world_from_environment()
@@ -219,60 +238,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused(str(error), world, alike=isinstance(error, AlikeError))
     status = _train(plan, rendezvous, world)
     launch.stop()
-    return 0 if status == STOPPED and launch.would_restart() else status
+    if status == STOPPED and launch.would_restart():
+        return 0  # the run has stopped on request: torchrun must not start it again
+    return status
 
 
 def _plan_or_refuse(arguments: Sequence[str], world: launch.World) -> Plan | None:
-    """`plan_of`; what is wrong here is reported to all ranks, and ends them all."""
+    """Return `plan_of`, or report the problem of this rank to all ranks and end them."""
     try:
         return plan_of(arguments, world)
     except ValueError as error:
         problem = str(error)
-    except OSError as error:  # a disk or a directory that this machine alone cannot read
+    except OSError as error:
+        # A disk or a folder that perhaps only this machine cannot read.
         problem = reason_of(error)
     _refuse_together(world, problem)
 
 
 def _refuse_together(world: launch.World, problem: str) -> NoReturn:
-    """Raise ValueError with this rank's problem, or with what all ranks together have to say."""
+    """Raise ValueError with the problems of all ranks, or of this rank if it cannot meet them."""
     try:
-        rendezvous = launch.rendezvous(world, _SECONDS_OF_A_REFUSED_RANK)
+        rendezvous = launch.rendezvous(world, _SECONDS_TO_REFUSE_TOGETHER)
     except ValueError as silence:
         if isinstance(silence, AlikeError):
             raise
-        raise ValueError(problem) from None  # the others did not come; the problem here is certain
+        # The other ranks did not come, but the problem of this rank is certain.
+        raise ValueError(problem) from None
     require_equal_start(rendezvous, None, problem)
-    raise AssertionError("a rank with a problem was let in")
+    raise AssertionError("a rank with a problem was accepted")
 
 
 def _agree(plan: Plan, world: launch.World) -> launch.Rendezvous:
-    """Meet the other ranks; ValueError on all alike unless all would run the same."""
+    """Meet the other ranks; raise ValueError on all of them unless all would run the same."""
     rendezvous = launch.rendezvous(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     stated = statement(plan.config, plan.sources, launch.device_type(world))
-    known = plan.weights.fingerprint if plan.weights is not None else "none"
-    require_equal_start(rendezvous, {**stated, "the fingerprint of --load-hf": known})
+    fingerprint = "none" if plan.weights is None else plan.weights.fingerprint
+    require_equal_start(rendezvous, {**stated, "the fingerprint of --load-hf": fingerprint})
     return rendezvous
 
 
 def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> int:
-    """Join the grid and train; the exit status."""
+    """Join the grid, train, and return the exit status."""
     minutes = plan.config.parallel.distributed_timeout_minutes
     grid = launch.join(rendezvous, plan.shape, minutes, 6.0 * minutes)
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:
-        report = launch.report_failure(
-            error, "the start", grid.world
-        )  # left for ranks that see no reason of their own
-        if launch.was_hit(
-            error
-        ):  # the loss of a rank is no refusal: whoever restarts the run should try again
+        # Leave the reason for ranks that only notice that this one is gone.
+        report = launch.report_failure(error, "the start", grid.world)
+        if launch.was_hit(error):
+            # Another rank was lost. This is a failure, so that torchrun restarts the run.
             error.add_note(report)
             raise
         reasons = [line.partition(" failed in ")[2] for line in report.splitlines()]
-        return _refused(
-            str(error), world, alike=len(reasons) == world.size and len({*reasons}) == 1
-        )
+        alike = len(reasons) == world.size and len(set(reasons)) == 1
+        return _refused(str(error), world, alike)
     except Exception as error:
         error.add_note(launch.report_failure(error, "the start", grid.world))
         raise
@@ -280,9 +300,7 @@ def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> in
 
 
 def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
-    """The trainer; what an export needs of a Hugging Face folder is put beside the run's
-    checkpoints.
-    """
+    """Build the trainer, and keep the files that an export needs next to the checkpoints."""
     trainer = Trainer(plan.config, grid, plan.sources, plan.weights)
     if plan.weights is not None and grid.rank == 0 and plan.config.checkpoint.save is not None:
         plan.weights.keep(place_of(plan.config.checkpoint.save))
@@ -290,21 +308,25 @@ def trainer_of(plan: Plan, grid: ProcessGrid) -> Trainer:
 
 
 def _refused(problem: str, world: launch.World, alike: bool) -> int:
-    """Print the message, once on each machine where all ranks have it `alike`; the first rank
-    speaks first.
+    """Print why the run cannot start, and return the exit status.
+
+    If all ranks have the same problem (`alike`), only the first rank of each machine prints it.
     """
-    if world.local_rank > 0:
-        time.sleep(_SECONDS_FOR_THE_FIRST)
+    if world.local_rank > 0:  # rank 0 of the machine prints first
+        time.sleep(_SECONDS_FOR_RANK_0_TO_PRINT)
     if world.local_rank == 0 or not alike:
-        place = "" if alike else f" on rank {world.rank}"
-        warn(f"error{place if world.rank else ''}: {problem}")
+        place = ""
+        if world.rank and not alike:
+            place = f" on rank {world.rank}"
+        warn(f"error{place}: {problem}")
     return REFUSED
 
 
 def program() -> NoReturn:
-    """The process: `main`, and an end that waits for nothing."""
+    """Run `main` in a process of its own, and exit without waiting for library threads."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the starter: `>&-`
+        # A starter can close a stream (`>&-`); Python then has None in its place.
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
     status = 1
     try:
@@ -314,6 +336,7 @@ def program() -> NoReturn:
         status = INTERRUPTED
     except Exception:
         warn(traceback.format_exc().rstrip())
+    # A normal exit would wait for threads of libraries, which may hang after a failure.
     launch.hard_exit(status)
 
 

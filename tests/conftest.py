@@ -1,5 +1,5 @@
-"""Settings of all tests: properties try the same examples every time, and no slow moment of the
-machine fails one.
+"""Settings of all tests. Property tests use the same examples every time, and a slow moment of the
+machine does not fail a test.
 """
 
 import gc
@@ -18,16 +18,17 @@ settings.register_profile("megacp", deadline=None, derandomize=True)
 settings.load_profile("megacp")
 
 LEFT = 'read _; grep -ls "$0" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -KILL'
-"""Ends all processes with a word in their environment once the other end of stdin is closed."""
+"""Kills all processes with a marker in their environment when the other end of stdin closes."""
 
-# while tests are collected: modules and their functions stay, and walking them takes a quarter of
-# it
+# During collection: modules and their functions stay alive, and walking them takes a quarter of the
+# time.
 gc.disable()
 
 
 def pytest_configure() -> None:
-    """What tests have started ends with this process, in whatever way it does; a stopped one sees
-    no end of a pipe.
+    """Kill the processes that tests have started when this process ends, however it ends.
+
+    A stopped process would not notice a closed pipe.
     """
     os.environ["MEGACP_TESTS"] = word = secrets.token_hex(8)
     read, _ = os.pipe()
@@ -39,16 +40,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of faults wait most of their time: others compute meanwhile, and none of them is left
-    alone at the end.
+    """Order the tests: tests of faults mostly wait, so other tests run meanwhile, and none of the
+    fault tests is left for the end.
     """
     items.sort(key=lambda item: "faults" not in str(item.path))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collector need not walk it in every test, nor look often
-    at what is new.
-    """
+    """Freeze the imported objects: the garbage collector need not walk them in every test."""
     gc.freeze()
     gc.set_threshold(50_000)
     gc.enable()
@@ -56,9 +55,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_stays_is_walked_once() -> Iterator[None]:
-    """The collector need not look in later files at what the tests of a file have imported and
-    cached.
-    """
+    """Freeze the objects that the tests of a file have imported and cached."""
     yield
     gc.collect()
     gc.freeze()
@@ -66,7 +63,7 @@ def what_stays_is_walked_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def numbers_below_the_normal_ones() -> Iterator[None]:
-    """A test whose process was a CPU rank for a while leaves them zero."""
+    """Reset the variables of a CPU rank after a test whose process was one."""
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_flush_denormal(False)
@@ -74,14 +71,14 @@ def numbers_below_the_normal_ones() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_wait_for_disks() -> Iterator[None]:
-    """No test cuts the power, and thousands of files would wait some milliseconds each."""
+    """Replace fsync: no test cuts the power, and thousands of files would take milliseconds each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which random moments the tests of faults take, and how often."""
+    """Add the options for the number and the seed of random fault moments."""
     parser.addoption(
         "--fault-seed", type=int, default=0, help="first seed of the random moments in tests/faults"
     )
@@ -94,8 +91,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`moments` is random.Random(seed), with the seed in the test's name; one test for each of
-    --fault-repeat seeds.
+    """Create one test per seed. `moments` is random.Random(seed), and the test's name has the seed.
+
+    --fault-repeat sets the number of seeds.
     """
     if "moments" in metafunc.fixturenames:
         first, count = (metafunc.config.getoption(f"--fault-{name}") for name in ("seed", "repeat"))
@@ -107,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def packed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte packs of 64 tokens of real text, vocabulary 257, made by the tool."""
+    """Byte packs of 64 tokens of real text, vocabulary 257, built by the tool."""
     from megacp.prepare import command as preprocess
 
     folder = tmp_path_factory.mktemp("packed")

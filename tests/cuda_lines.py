@@ -1,10 +1,10 @@
-"""Which lines that only CUDA reaches are executed on a CPU: `python tests/cuda_lines.py` (make
+"""List the CUDA-only lines that are executed on a CPU: `python tests/cuda_lines.py` (make
 cuda-lines).
 
-A line counts where it stands in a file of CUDA alone (`WHOLE`), or in a branch of a test for CUDA,
-NCCL or streams. Fake steps and the tests of stand-ins run with these lines marked: each reports
-itself, in whatever thread or process it runs (backward runs in a thread that no tracer of Python
-sees). Functions that Dynamo compiles are left unmarked, and count where they were called.
+A line counts if its file is only for CUDA (`WHOLE`), or if it is in a branch for CUDA, NCCL or
+streams. Fake steps and the tests of stand-ins run with these lines marked. Each marked line reports
+itself, in any thread or process; backward runs in a thread that Python's tracers do not see.
+Functions compiled by Dynamo are not marked, and count if they are called.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ RUNS = (
 
 
 def cuda_lines(source: str, whole: bool) -> dict[int, str]:
-    """Line -> function of the statements that only CUDA reaches."""
+    """Return the CUDA-only statements as a map from line to function."""
     found: dict[int, str] = {}
 
     def add(statements: Sequence[ast.stmt], function: str) -> None:
@@ -124,7 +124,7 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def files() -> dict[Path, dict[int, str]]:
-    """The files that have such lines."""
+    """Return the files with such lines."""
     found = {}
     for path in sorted(
         [path for name in PACKAGES for path in (ROOT / "megacp" / name).rglob("*.py")]
@@ -180,7 +180,7 @@ class _Marked(importlib.machinery.SourceFileLoader):
 
 
 def _compiled(tree: ast.Module) -> Iterator[int]:
-    """Lines of functions that Dynamo takes."""
+    """Return the lines of functions that Dynamo compiles."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and (
             any("fused" in ast.unparse(one) for one in node.decorator_list)
@@ -190,7 +190,7 @@ def _compiled(tree: ast.Module) -> Iterator[int]:
 
 
 class _Finder:
-    """Gives the marked loader to the files above."""
+    """Gives the marking loader to these files."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if not name.startswith(tuple(f"megacp.{package}." for package in PACKAGES)):
@@ -211,7 +211,7 @@ def _files() -> dict[Path, dict[int, str]]:
 
 
 def hit(path: str, line: int) -> None:
-    """A marked line is about to run."""
+    """Report that a marked line is about to run."""
     if (path, line) not in _FOUND["hits"]:
         _FOUND["hits"].add((path, line))
         with open(_FOUND["to"], "a") as out:  # at once: processes of ranks are killed
@@ -219,13 +219,13 @@ def hit(path: str, line: int) -> None:
 
 
 def install(folder: str) -> None:
-    """Called by every Python process that the runs start."""
+    """Install the finder; every Python process of the runs calls it."""
     _FOUND["to"] = f"{folder}/{os.getpid()}.hits"
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
 
 
 def main() -> int:
-    """Run, and print a line a file: executed lines, all of them, and what was not reached."""
+    """Run the tests; print a line per file: executed lines, all lines, and lines not reached."""
     with tempfile.TemporaryDirectory() as folder:
         start = (
             f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport tests.cuda_lines as "

@@ -1,11 +1,11 @@
-"""Every grid that examples/ names as a step on fake tensors: `python tests/fake_grids.py [WORD
+"""Run every grid named in examples/ as a step on fake tensors: `python tests/fake_grids.py [WORD
 ...]` (make fake-grids).
 
-A grid of 64 GPUs is also taken at 1,024. A line says what rank 0 holds, and how much of it the dry
-run estimates. The rows are one causal document each, as the dry run assumes. The exit status is 1
-if an estimate is off by more than 2 %, if half of them are off by more than 0.5 %, or if a rank
-beside rank 0 makes another call. Without a word the small layouts of `tests/verify/fake_cases.py`
-come first; half of them have to be within 1 %, all within 5 %.
+A grid of 64 GPUs also runs at 1,024. A line prints the memory of rank 0, and the dry run's
+estimate. Each row is one causal document, as the dry run assumes. The exit status is 1 if an
+estimate is off by more than 2 %, if half of them are off by more than 0.5 %, or if another rank
+makes different calls than rank 0. Without a word, the small layouts of `tests/verify/fake_cases.py`
+run first; half of them must be within 1 %, all of them within 5 %.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MEDIAN, WORST = 0.005, 0.02
-"""How far dry runs may be off."""
+"""Tolerances of dry runs."""
 RANK = re.compile(
     r"^rank \d+ .*: peak ([\d.]+) GiB .*; the dry run estimates ([\d.]+);", re.MULTILINE
 )
 
 
 def grids() -> Iterator[tuple[str, list[str]]]:
-    """What a grid is called, and the flags of its run."""
+    """The name of a grid, and the flags of its run."""
     from tests.examples.test_launch_files import RECIPES, SCRIPTS, dry_run_flags, estimates, gpus_of
 
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def grids() -> Iterator[tuple[str, list[str]]]:
 
 
 def checked(grid: tuple[str, list[str]]) -> float:
-    """Return by which part the dry run of a grid is off; infinity if its step failed."""
+    """Return the relative error of a grid's dry run; infinity if its step failed."""
     name, flags = grid
     command = [
         sys.executable,
@@ -76,7 +76,7 @@ def checked(grid: tuple[str, list[str]]) -> float:
 
 
 def ratio(name: str) -> float:
-    """The dry run of a layout over its step."""
+    """Return the dry run's estimate of a layout divided by its step's memory."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
@@ -89,8 +89,8 @@ def ratio(name: str) -> float:
 
 
 def layouts() -> bool:
-    """Whether the dry run of small models of all kinds, each under another layout, holds what their
-    steps do: within 5 % each, within 1 % in the median.
+    """Return whether dry runs of small models of all kinds, each with another layout, are accurate:
+    all within 5 %, and the median within 1 %.
     """
     from tests.verify.fake_cases import CASES
 
@@ -103,7 +103,7 @@ def layouts() -> bool:
 
 
 def main(words: list[str]) -> int:
-    """Run the chosen grids, two at a time; before all of them the layouts of small models."""
+    """Run the layouts of small models, then the chosen grids, two at a time."""
     small = bool(words) or layouts()
     chosen = [grid for grid in grids() if all(word in grid[0] for word in words)]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -53,8 +53,8 @@ def all_breaks(root: Path = ROOT) -> list[Break]:
 
 
 def problems(breaks: list[Break], root: Path = ROOT) -> list[str]:
-    """Return a line for every text that is not in its file exactly once, and for every test that
-    does not exist.
+    """Return a line for every text that does not occur exactly once in its file, and for every
+    missing test file.
     """
     found = []
     for row in breaks:

@@ -1,8 +1,8 @@
-"""Run a function on 2, 4 or 8 gloo ranks inside a test, with processes kept alive between tests.
+"""Run a function on 2, 4 or 8 gloo ranks inside a test, with processes that live across tests.
 
-The pool is the one the tools use (`megacp.verify.spawn`). A raise or a hang in one rank is one
-failure with that rank's traceback; the next test then gets a fresh pool. Ranks are forked with the
-tests' modules already imported, so a fresh pool costs tenths of a second.
+The tools use the same pool (`megacp.verify.spawn`). An exception or a hang in one rank is a failure
+with that rank's traceback, and the next test gets a new pool. Ranks are forked after the tests'
+modules have been imported, so a new pool takes tenths of a second.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["RankError", "grid", "preload", "run_ranks"]
 
 @functools.cache
 def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 0) -> Any:
-    """The process grid of this worker for a shape; called inside a rank, groups are made once per
-    worker.
+    """Return the process grid of this worker for a shape. Call it inside a rank; the groups are
+    created once per worker.
     """
     import torch.distributed as dist
 
@@ -41,13 +41,13 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 0) -> Any
 
 
 POOLS, THREADS = 2, 450
-"""Pools kept alive, and threads of a rank from which on its pool is made anew.
+"""Maximum number of pools kept alive, and of threads of a rank before its pool is replaced.
 
-Every gloo group has three, one of which wakes up a hundred times a second, and grids of earlier
-tests leave tens of them: ranks that have nothing to do are stopped.
+Every gloo group has three threads. One of them wakes up a hundred times per second. Grids of
+earlier tests leave tens of threads, so idle ranks are stopped.
 """
 
-_pools: dict[int, RankPool] = {}  # the one used last stands last
+_pools: dict[int, RankPool] = {}  # the most recently used pool is last
 
 
 @atexit.register
@@ -65,11 +65,10 @@ def _signal(pool: RankPool, number: signal.Signals) -> None:
 
 @functools.cache
 def preload() -> None:
-    """Start the process that ranks are forked from, with the tests' modules that this one has
-    imported and use ranks.
+    """Start the process that ranks are forked from, with the modules of tests that use ranks.
 
-    hypothesis alone costs each rank half a second, transformers another one. None of them starts a
-    thread.
+    Importing hypothesis costs half a second per rank, transformers another half. None of the
+    modules starts a thread.
     """
     tests = sorted(
         name
@@ -81,8 +80,8 @@ def preload() -> None:
 
 
 def _half_in_blocks(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Odd ranks keep all but the smallest results in blocks that are used again, where others keep
-    none so small.
+    """Let odd ranks allocate all but the smallest results in reused blocks; even ranks do not reuse
+    such small ones.
     """
     BLOCKS.smallest = 256 if rank % 2 else LARGE
     return function(rank, world_size, *args)
@@ -91,13 +90,13 @@ def _half_in_blocks(rank: int, world_size: int, function: Callable[..., Any], *a
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
 ) -> list[Any]:
-    """Run `function(rank, world_size, *args)` on every rank; results in rank order.
+    """Run `function(rank, world_size, *args)` on every rank; return the results in rank order.
 
-    `function` is a module-level function; arguments and results are picklable. Raises RankError
-    with the traceback of every failed rank (or the stack of one that hangs) and restarts the pool.
+    `function` is a module-level function; arguments and results must be picklable. Raise RankError
+    with the traceback of every failed rank (or the stack of one that hangs), and restart the pool.
     """
     root = str(Path(__file__).resolve().parent.parent)
-    if root not in sys.path:  # what the ranks inherit, to find the tests' modules
+    if root not in sys.path:  # the ranks inherit it, and find the tests' modules
         sys.path.insert(0, root)
     preload()
     pool = _pools.pop(world_size, None)

@@ -25,7 +25,7 @@ OTHERS = {
 }
 """Flags of other programs."""
 MADE = {"demo_out/model.yaml", "scripts/base_train.py", "attention/cp_attention.py"}
-"""Files that a command writes, or that another project has."""
+"""Files that a command writes, or that belong to another project."""
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 

@@ -1,5 +1,5 @@
-"""What the wheel asks for is what its commands import: the requirements, and for each command the
-extras it names.
+"""The requirements of the wheel cover the imports of its commands, and each command names the extras
+that it needs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
     "plan": ("megacp.plan.command", {"data", "fla", "gpu", "hf", "log", "store"}),
     "plot": ("megacp.verify.plot", {"log", "store"}),
 }
-"""Module, and extras that a command may need for its flags or inputs; without them it says what is
-missing.
+"""Module, and the extras that a command may need for its flags or inputs. If an extra is missing,
+the command names it.
 """
 BUILT_FROM_SOURCE = {"apex", "amp_C", "fused_weight_gradient_mlp_cuda"}
-"""Guests that no index has; see README."""
+"""Optional dependencies that are in no package index; see README."""
 GPU_VARIABLES = "GPU_TESTS", "GPU_NEEDS"
 NOT_INSTALLED = {"fla": {"fla-core"}}
-"""Distributions of names where the tests have none."""
+"""Distributions of modules that are not installed where the tests run."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -49,7 +49,7 @@ def test_each_command_says_its_version(name: str, capsys: pytest.CaptureFixture[
 
 
 def packaging() -> dict[str, Any]:
-    """The tables of setup.py: EXTRAS, COMMANDS, and install_requires."""
+    """Return the tables of setup.py: EXTRAS, COMMANDS, and install_requires."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     call = next(
         n
@@ -66,13 +66,13 @@ def packaging() -> dict[str, Any]:
 
 
 def distribution(requirement: str) -> str:
-    """`PyYAML>=6` -> `pyyaml`."""
+    """Return the name in a requirement: `PyYAML>=6` -> `pyyaml`."""
     return re.split("[<>=![; ]", requirement)[0].lower().replace("_", "-")
 
 
 @functools.cache
 def owners() -> dict[str, set[str]]:
-    """Distributions that an importable name belongs to."""
+    """Return the distributions that an importable name belongs to."""
     return {
         name: {distribution(d) for d in found}
         for name, found in importlib.metadata.packages_distributions().items()
@@ -86,8 +86,9 @@ def file_of(module: str) -> Path | None:
 
 @functools.cache
 def imports(module: str, late: bool) -> frozenset[str]:
-    """Dotted names that a module of ours imports, packages above it included; `late`: inside
-    functions, too.
+    """Return the dotted names that a module of megacp imports, including the packages above it.
+
+    With `late`, also names imported inside functions.
     """
     file = file_of(module)
     assert file is not None
@@ -111,7 +112,7 @@ def imports(module: str, late: bool) -> frozenset[str]:
 
 
 def _may_not_run(node: ast.AST) -> bool:
-    """A function, a block for types, a `try` that goes on without what it imports."""
+    """Return whether a node is a function, a block for types, or a `try` around an import."""
     if isinstance(node, ast.Try):
         return any(getattr(handler.type, "id", "") == "ImportError" for handler in node.handlers)
     if isinstance(node, ast.If):
@@ -120,7 +121,7 @@ def _may_not_run(node: ast.AST) -> bool:
 
 
 def third_party(start: str, late: bool) -> set[str]:
-    """Top-level names of others that a module imports, itself or through ours."""
+    """Return third-party modules that a module imports, directly or through megacp's modules."""
     waiting, seen, found = [start], set[str](), set[str]()
     while waiting:
         module = waiting.pop()
@@ -149,7 +150,7 @@ def undeclared(names: set[str], declared: list[str]) -> set[str]:
 def test_a_command_starts_with_the_requirements_and_reaches_no_more_than_its_extras(
     command: str,
 ) -> None:
-    """`--help` works on a machine without the extras, and an extra brings all that a flag needs."""
+    """Check `--help` on a machine without extras, and that an extra has all packages of its flags."""
     tables, (module, extras) = packaging(), COMMANDS[command]
     assert f'"{command}": "{module}:' in (ROOT / "setup.py").read_text(encoding="utf-8")
     assert undeclared(third_party(module, late=False), tables["requires"]) == set()

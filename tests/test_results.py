@@ -1,4 +1,4 @@
-"""Every command that writes a file writes it where nothing is, and says so where it does not."""
+"""Every command writes its file only to a free path, and otherwise prints a message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN = ["--world-size", "1", "--num-layers", "2", "--vocab-size", "512", "--seq-
 
 
 def tool(name: str) -> Callable[[Sequence[str]], int]:
-    """The `main` of a file in tools/."""
+    """Return the `main` of a file in tools/."""
     return runpy.run_path(str(TOOLS / f"{name}.py"))["main"]  # type: ignore[no-any-return]
 
 
@@ -71,7 +71,7 @@ COMMANDS: dict[str, tuple[Callable[[Path, str, Path, list[str]], int], str, str]
 def test_a_result_is_written_where_nothing_is(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A new file in a new folder; then nothing over it without a word, nor through a link."""
+    """Check a new file in a new folder; then that it is not overwritten, even through a link."""
     run, flag, file = COMMANDS[name]
     path = tmp_path / "new" / "folder" / file
     assert run(tmp_path, flag, path, []) == 0

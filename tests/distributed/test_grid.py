@@ -428,7 +428,7 @@ def _joins(rank: int, world_size: int, port: int) -> str:
 def test_a_rank_that_does_not_come_to_make_the_process_group_is_named() -> None:
     told, _ = run_ranks(_joins, 2, free_port())
     assert (
-        told == "rank 1 did not come to make the process group: stopped, dead, or still computing"
+        told == "rank 1 did not come to create the process group: stopped, dead, or still computing"
     )
 
 

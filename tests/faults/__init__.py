@@ -1,3 +1,1 @@
-"""What breaks a run, a build or a file, and the stated outcome; the long half is marked
-`faults`.
-"""
+"""Faults of a run, a build or a file, and their stated outcome; the long half is marked `faults`."""

@@ -1,8 +1,7 @@
-"""Machines of an elastic run on loopback: each a torchrun agent with its ranks, which can be lost
-for good.
+"""Machines of an elastic run on loopback. Each is a torchrun agent with its ranks, and can be lost.
 
-Key property: a lost machine is the agent and all below it, killed at once, so nobody hears a word
-from it. Rejected: to kill a rank only, whose agent would tell the others and start it again.
+A lost machine is the agent and all its descendants, killed at once, so that no other process is
+notified. Killing only a rank would not do: its agent would notify the other agents and restart it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from pathlib import Path
 from tests.faults.processes import ROOT, free_port
 
 RENDEZVOUS = "join_timeout=300,last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"
-"""torchrun's own values wait 30 s for more machines and up to 15 s for a sign of life."""
+"""Short waits: torchrun's defaults are 30 s for more machines and 15 s for a sign of life."""
 
 
 def _below(pid: int) -> list[int]:
-    """The process and all its descendants."""
+    """Return the process and all its descendants."""
     found = [pid]
     for one in found:
         for task in Path(f"/proc/{one}/task").glob("*/children"):
@@ -33,7 +32,7 @@ def _below(pid: int) -> list[int]:
 
 @dataclass
 class Machines:
-    """`count` agents of one run; the first one holds the rendezvous."""
+    """`count` agents of one run; the first one has the rendezvous."""
 
     flags: Sequence[str]
     folder: Path
@@ -45,7 +44,7 @@ class Machines:
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, machine: int) -> None:
-        """Start an agent; what it writes is in `output`."""
+        """Start an agent; `output` returns what it writes."""
         endpoint = f"127.0.0.1:{self.port}"
         launcher = [
             "torch.distributed.run",
@@ -73,7 +72,7 @@ class Machines:
             )
 
     def lose(self, machine: int) -> None:
-        """The machine is gone: its agent and its ranks, at one moment."""
+        """Lose the machine: kill its agent and its ranks at once."""
         doomed = _below(self.agents[machine].pid)
         for pid in doomed:
             os.kill(pid, signal.SIGSTOP)
@@ -82,11 +81,11 @@ class Machines:
         self.agents.pop(machine).wait()
 
     def output(self, machine: int) -> str:
-        """What an agent and its ranks have written, in all its lives."""
+        """Return the output of an agent and its ranks, from all its lives."""
         return self._output(machine).read_text(errors="replace")
 
     def wait(self, timeout: float) -> dict[int, int]:
-        """The exit status of each agent that is left."""
+        """Return the exit status of each remaining agent."""
         deadline = time.monotonic() + timeout
         return {
             machine: agent.wait(max(1.0, deadline - time.monotonic()))
@@ -94,7 +93,7 @@ class Machines:
         }
 
     def end(self) -> None:
-        """Nothing of them is left."""
+        """Kill all remaining processes."""
         for machine in list(self.agents):
             if self.agents[machine].poll() is None:
                 self.lose(machine)

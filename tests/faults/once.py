@@ -1,21 +1,20 @@
-"""Every sample once: runs that die 40 times, and end as if they never had: `make test-once`.
+"""Every sample once: runs die 40 times, and end as if they had not: `make test-once`.
 
     python -m tests.faults.once --seed 7 --deaths 40
 
 Two tiny models with experts are trained, one with a gated delta rule and one with Mamba-2 in half
-of its layers. Each is started anew after every death, on up to 8 ranks and on another grid, drawn
-among those that the checks of a run accept. Deaths are of the kinds of docs/faults.md, at random
-moments, some of them before the first step after the death before. In the end all is compared with
-a run of one process that nothing has disturbed:
+of its layers. After every death, the run is restarted on up to 8 ranks and another grid, drawn from
+the grids that a run accepts. Deaths are of the kinds in docs/faults.md, at random moments, some of
+them before the first step after the previous death. At the end, the run is compared with an
+undisturbed run of one process:
 
-* the packs that each step was trained on, as the ranks have seen them: every sample once, none
-  lost, none twice;
-* the steps and samples of the run's log;
+* the packs of each step, as the ranks have seen them: every sample once, none lost, none twice;
+* the steps and samples in the run's log;
 * the loss of each step, and the last checkpoint with both moments of AdamW, to 1e-8 in float64.
 
-A life is a line. The last lines say how long it took from a death to the next step. The exit status
-is 1 when anything differs, when a life ends in another way than its fault explains, or when no life
-can go on.
+Each life prints a line. The last lines show the time from a death to the next step. The exit status
+is 1 if anything differs, if a life ends differently from what its fault explains, or if no life can
+resume.
 """
 
 from __future__ import annotations
@@ -64,21 +63,19 @@ from tests.training.data.datasets import write_dataset
 
 TOLERANCE = 1e-8
 BATCH = 12
-"""Packs of a step: dp may be 1, 2, 3, 4 or 6."""
+"""Packs per step, so that dp may be 1, 2, 3, 4 or 6."""
 EPOCHS = 2
 STEPS_PER_DEATH = 1.5
-"""Steps of a run for each of its deaths: a life seldom comes further than that beyond the one
-before.
-"""
+"""Steps of a run per death. A life seldom gets further than this number of steps."""
 ENDS_WITHIN = 600.0
-"""Seconds after which a life that has been struck, or is to finish, hangs."""
+"""Seconds after which a life hangs, if it has been struck or should finish."""
 QUICK, PATIENT = 0.25, 4.0
-"""--distributed-timeout-minutes of a life whose ranks are to find out by it that one is missing,
-and of others.
+"""--distributed-timeout-minutes of a life whose ranks must detect a missing rank by it, and of other
+lives.
 """
 PR_SET_CHILD_SUBREAPER = 36
-"""Linux's name of an option of a process (prctl.h): it becomes the parent of ranks whose launcher
-was killed.
+"""Linux's name of a process option (prctl.h): the process becomes the parent of ranks whose launcher
+has been killed.
 """
 
 MODEL: dict[str, Value] = {
@@ -126,23 +123,23 @@ class Kind:
     """A way to die."""
 
     statuses: tuple[int, ...]
-    """Exit statuses that the launcher may have."""
+    """Allowed exit statuses of the launcher."""
     moments: tuple[str, ...]
-    """When it strikes."""
+    """The moment at which it strikes."""
     waits: bool = False
-    """Whether the other ranks find out only by --distributed-timeout-minutes."""
+    """Whether the other ranks notice only after --distributed-timeout-minutes."""
     at_once: bool = False
-    """Whether it strikes where its moment begins, and not within the next tenths of a second."""
+    """Whether it strikes at the start of its moment, not some tenths of a second later."""
     names_rank: bool = False
-    """Whether what the others say names the rank."""
+    """Whether the messages of the other ranks name the rank."""
     of_many: bool = False
-    """Whether it takes a launcher, and more than one rank."""
+    """Whether it needs a launcher, and more than one rank."""
 
 
 ANYTIME = (*RECOVERY, "step", "step", "step", "save")
 KILLED = -signal.SIGKILL
 TOLD = (3, 1, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Of a life that was told to stop: 3 after saving, others where its training had not begun."""
+"""Statuses of a stopped life: 3 after saving, or another one if training had not begun."""
 KINDS: dict[str, Kind] = {
     "a rank is killed": Kind((1,), ANYTIME, names_rank=True),
     "a rank freezes": Kind(
@@ -167,11 +164,11 @@ KINDS: dict[str, Kind] = {
     "a second run comes": Kind((KILLED,), ("step",)),
 }
 DAMAGES = ("cut", "flipped", "removed")
-"""What may become of a file of the newest checkpoint while no rank runs."""
+"""Damage to a file of the newest checkpoint while no rank runs."""
 
 
 def write_packs(folder: Path, count: int, seed: int) -> None:
-    """Packs of three documents; the first tokens of a pack are its number."""
+    """Write packs of three documents; the first tokens of a pack are its number."""
     numbers = np.random.default_rng(seed)
     packs = []
     for pack in range(count):
@@ -183,8 +180,8 @@ def write_packs(folder: Path, count: int, seed: int) -> None:
 
 
 def drawn_grid(moments: random.Random, base: RunConfig) -> tuple[int, dict[str, Value]]:
-    """A number of ranks, mostly 8, and flags of layout, schedule, sharding and saving that a run
-    accepts.
+    """Draw a number of ranks, mostly 8, and flags of layout, schedule, sharding and saving that a
+    run accepts.
     """
     for _ in range(10_000):
         world = moments.choice([8, 8, 8, 8, 8, 6, 4, 4, 3, 2, 1])
@@ -224,7 +221,7 @@ def drawn_grid(moments: random.Random, base: RunConfig) -> tuple[int, dict[str, 
 
 
 def in_words(world: int, values: Mapping[str, Value]) -> str:
-    """A grid in a few words."""
+    """Describe a grid in a few words."""
     shape = with_values(RunConfig(), values).grid_shape(world)
     sizes = {"dp": shape.dp, "pp": shape.pp, "cp": shape.cp, "tp": shape.tp}
     parts = [f"{name} {size}" for name, size in sizes.items() if size != 1]
@@ -244,31 +241,31 @@ def in_words(world: int, values: Mapping[str, Value]) -> str:
 
 @dataclass
 class Life:
-    """A start of the program and what became of it."""
+    """A start of the program, and its outcome."""
 
     folder: Path
     world: int
     plan: Plan
     flags: list[str]
     words: str = ""
-    """Its grid, for people."""
+    """Its grid, for the printed line."""
     begun: float = 0.0
-    """When it was started."""
+    """The time of its start."""
     process: int = 0
-    """The launcher, which is also the number of the process group."""
+    """The launcher; its id is also the number of the process group."""
     status: int | None = None
     """Exit status of the launcher."""
     struck: float | None = None
-    """When the fault struck, for one that this process brings about."""
+    """The time of the fault, if this process causes it."""
     ended: float = 0.0
-    """When its last process had ended."""
+    """The time at which its last process had ended."""
     is_told: bool = False
-    """Whether its ranks were told to stop after their launcher had ended."""
+    """Whether its ranks were stopped after their launcher had ended."""
     records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """The lines of each process."""
 
     def start(self) -> None:
-        """Start launcher and ranks in a process group of their own."""
+        """Start launcher and ranks in a new process group."""
         self.folder.mkdir()
         environment = {
             **os.environ,
@@ -302,17 +299,17 @@ class Life:
                 os.setpgid(self.process, self.process)
 
     def said(self) -> str:
-        """All that its processes have printed."""
+        """Return the output of all its processes."""
         return (self.folder / "said.txt").read_text(errors="replace")
 
     def read(self) -> None:
-        """Take the lines of its witnesses; the last one may have been cut by a kill."""
+        """Read the lines of its witnesses; a kill may have truncated the last one."""
         for path in self.folder.glob("*.jsonl"):
             lines = path.read_text().splitlines()
             self.records[path.stem] = [json.loads(line) for line in lines if line.endswith("}")]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The lines of an event of all its processes, in the order of time."""
+        """Return the lines of an event from all its processes, in the order of time."""
         lines = [
             line
             for of_process in self.records.values()
@@ -322,11 +319,10 @@ class Life:
         return sorted(lines, key=lambda line: line["time"])
 
     def wait(self, until: Callable[[], bool] | None = None) -> None:
-        """Wait until all its processes have ended, or for something before that; AssertionError if
-        it hangs.
+        """Wait until all its processes have ended, or for an earlier event.
 
-        Ranks that are left alone are ended as an operator would do it: those of a killed launcher
-        are told to stop, and one that freezes or hangs is killed when the other ranks have ended.
+        Raise AssertionError if it hangs. Ranks that are left are ended as an operator would: ranks
+        of a killed launcher are stopped, and a rank that hangs is killed after the other ranks.
         """
         deadline = time.monotonic() + ENDS_WITHIN
         while left := self._left():
@@ -352,14 +348,12 @@ class Life:
         self.read()
 
     def notes(self) -> str:
-        """What the rank of the plan has noted until now."""
+        """Return the events of the rank in the plan up to now."""
         path = self.folder / f"rank_{self.plan.rank}.jsonl"
         return path.read_text() if path.exists() else ""
 
     def _left(self) -> list[int]:
-        """Its processes that have not ended. Takes the exit status of the launcher, and of ranks
-        that it has left.
-        """
+        """Return its running processes. Record the exit status of the launcher, and of its orphans."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-self.process, os.WNOHANG))[0]:
                 if found[0] == self.process:
@@ -367,7 +361,7 @@ class Life:
         return processes_of_group(self.process)
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill its remaining processes."""
         if self.process == 0 or self.ended > 0.0:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -377,16 +371,14 @@ class Life:
 
 
 def send(processes: Sequence[int], number: int) -> None:
-    """Send a signal to all that have not ended."""
+    """Send a signal to all running processes."""
     for pid in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def processes_of_group(group: int) -> list[int]:
-    """The processes of a group that have not ended; its launcher's children that it has not waited
-    for are no more.
-    """
+    """Return the running processes of a group, except for the launcher's children that have ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -398,7 +390,7 @@ def processes_of_group(group: int) -> list[int]:
 
 @dataclass
 class Run:
-    """A run of one model: its lives, and the undisturbed one that it is compared with."""
+    """A run of one model: its lives, and the undisturbed run for comparison."""
 
     name: str
     folder: Path
@@ -434,13 +426,13 @@ class Run:
     # -- the lives -------------------------------------------------------------------------------------------------
 
     def step(self) -> int:
-        """The step of the checkpoint from which the next life goes on; 0: there is none."""
+        """Return the step of the checkpoint from which the next life resumes; 0 without one."""
         if not committed(self.save):
             return 0
         return load_checkpoint(self.save, single_axis("world")).step
 
     def life(self, kind: str, forked: bool = True, recovery: bool = False) -> Life:
-        """The next life, on a drawn grid, with a fault of this kind; "" has none."""
+        """Run the next life on a drawn grid, with a fault of this kind; "" has none."""
         moments, number = self.moments, len(self.lives) + 1
         while True:
             world, grid = drawn_grid(moments, self.base)
@@ -458,8 +450,8 @@ class Run:
     def _planned(
         self, plan: Plan, kind: str, world: int, grid: dict[str, Value], recovery: bool
     ) -> tuple[Plan, float]:
-        """The plan with a moment for the fault, and the minutes that ranks wait for one that is
-        missing.
+        """Return the plan with a moment for the fault, and the minutes that ranks wait for a missing
+        rank.
         """
         moments, begun, of = self.moments, self.step(), KINDS[kind]
         allowed = [one for one in of.moments if (one in RECOVERY) == recovery] or of.moments
@@ -477,9 +469,7 @@ class Run:
         return planned, QUICK if is_found_late(planned) else PATIENT
 
     def _drawn_step(self, moment: str, begun: int, grid: dict[str, Value]) -> int:
-        """The step in which a life that goes on after step `begun` dies, or the one that it saves
-        then.
-        """
+        """Draw the step in which a life that resumes after step `begun` dies or saves."""
         if begun == 0:  # it leaves a checkpoint, so that the next life goes on from something
             grid.update(save_interval=1, async_save=False)
             return 3
@@ -491,8 +481,9 @@ class Run:
         return min(step, self.steps)  # the last one is always saved
 
     def damage(self) -> str:
-        """Damage a file of the newest checkpoint while no rank runs, if there are two whole ones;
-        in words.
+        """Damage a file of the newest checkpoint while no rank runs, if there are two intact ones.
+
+        Return a description.
         """
         folders = committed(self.save)
         if len(folders) < 2 or self.step() != int(folders[0].name[5:12]):
@@ -537,7 +528,7 @@ class Run:
         self.judge(life)
 
     def refuse_second(self, first: Life) -> None:
-        """Start another run in the same directory, which is to be refused."""
+        """Start another run in the same directory, which must be refused."""
         folder = first.folder.with_name(f"{first.folder.name}_second")
         second = Life(
             folder, 2, Plan(str(folder)), [*self.flags, "--save", str(self.save), "--auto-resume"]
@@ -549,7 +540,7 @@ class Run:
         )
 
     def judge(self, life: Life) -> None:
-        """AssertionError where a life ended in another way than its fault explains."""
+        """Raise AssertionError if a life did not end as its fault explains."""
         if life.status == 0 and self.is_finished():
             return
         kind, said = KINDS[life.plan.fault], life.said()
@@ -570,11 +561,11 @@ class Run:
             assert named, f"{where}: is not named\n{said[-6000:]}"
 
     def is_finished(self) -> bool:
-        """Whether the last step is saved."""
+        """Return whether the last step is saved."""
         return self.step() == self.steps
 
     def go(self, forked_for: int) -> None:
-        """Live and die until all deaths are died, then to the end."""
+        """Live until all deaths have happened, then to the end."""
         self.undisturbed.start()
         self.undisturbed.wait()
         assert self.undisturbed.status == 0, self.undisturbed.said()
@@ -617,7 +608,7 @@ class Run:
     # -- what is left of them --------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
-        """Print what the lives add up to, and return what differs from the undisturbed run."""
+        """Print a summary of the lives, and return the differences from the undisturbed run."""
         problems = []
         found = counted(self.lives)
         steps = range(1, self.steps + 1)
@@ -662,16 +653,16 @@ class Run:
         return [f"{self.name}: {problem}" for problem in problems]
 
     def ends(self) -> Iterator[tuple[bool, float]]:
-        """Of each death: whether ranks found out by a timeout, and the seconds until the last of
-        them had ended.
+        """Return for each death whether ranks noticed by a timeout, and the seconds until the last
+        of them had ended.
         """
         for life in self.lives:
             if life.struck is not None and life.plan.fault != "a pack is damaged":
                 yield is_found_late(life.plan), life.ended - life.struck
 
     def recoveries(self) -> Iterator[tuple[int, bool, dict[str, float]]]:
-        """Of each life that came to a step: its ranks, whether they were forked, and the seconds of
-        its parts.
+        """Return for each life that reached a step: its ranks, whether they were forked, and the
+        seconds of its parts.
         """
         for life in self.lives:
             trained = life.events("trained")
@@ -696,23 +687,22 @@ PARTS = (
     "reading the checkpoint",
     "the first step",
 )
-"""Of a life that comes to a step, in order."""
+"""Parts of a life that reaches a step, in order."""
 
 
 def is_found_late(plan: Plan) -> bool:
-    """Whether ranks find out only by --distributed-timeout-minutes: no connection that they have
-    closes.
+    """Return whether ranks notice only by --distributed-timeout-minutes, because none of their
+    connections closes.
     """
     survives = plan.fault not in ("the machine is lost", "a rank has another flag")
     return KINDS[plan.fault].waits or (survives and plan.moment in ("start", "join"))
 
 
 def counted(lives: Sequence[Life]) -> dict[int, list[int]]:
-    """The packs of each step of the run, sorted: those of the last life that trained it, as all its
-    ranks saw them.
+    """Return the packs of each step of the run, sorted, from the last life that trained it.
 
-    A life goes on from a checkpoint and trains every later step anew. So the last one counts.
-    AssertionError where ranks that share rows saw different packs.
+    A life resumes from a checkpoint and trains every later step again, so the last one counts.
+    Raise AssertionError if ranks that share rows saw different packs.
     """
     found: dict[int, list[int]] = {}
     for life in lives:
@@ -737,8 +727,8 @@ def counted(lives: Sequence[Life]) -> dict[int, list[int]]:
 
 
 def rows_that_count(folder: Path) -> dict[int, dict[str, Any]]:
-    """The rows of training of a run's log by step; a row of kind `run` ends those of later steps
-    above it.
+    """Return the training rows of a run's log by step. A row of kind `run` removes later steps above
+    it.
     """
     found: dict[int, dict[str, Any]] = {}
     for line in (folder / "log.jsonl").read_text().splitlines():
@@ -751,8 +741,8 @@ def rows_that_count(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def differences(one: Path, other: Path) -> dict[str, float]:
-    """The largest difference between the last checkpoints of two runs, by what they hold; inf where
-    names differ.
+    """Return the largest difference between the last checkpoints of two runs, by kind of tensor; inf
+    if names differ.
     """
     world, found = single_axis("world"), {}
     mine, theirs = (load_checkpoint(folder, world) for folder in (one, other))
@@ -803,7 +793,7 @@ def report(runs: Sequence[Run]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the lives of both models; 0 where nothing was lost and nothing differs."""
+    """Run the lives of both models; return 0 if nothing was lost and nothing differs."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.once", description=__doc__.partition("\n")[0]
     )

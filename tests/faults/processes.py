@@ -1,7 +1,6 @@
-"""Real ranks of `megacp.train`, each a process with flags, an environment and a folder of its own.
+"""Real ranks of `megacp.train`: each is a process with its own flags, environment and folder.
 
-Key property: what differs between machines can differ here between processes of one. Rejected: a
-pool of ranks, which share one start.
+Processes on one machine can therefore differ like machines. A pool of ranks would share one start.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, and what it wrote."""
+    """The end of a process, and its output."""
 
     status: int
     out: str
@@ -30,9 +29,7 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port that nobody listens at now, below those that the system gives to the connections of
-    other tests.
-    """
+    """Return a free port, below the ports that the system gives to connections of other tests."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -41,7 +38,7 @@ def free_port() -> int:
 
 
 def environment(rank: int, size: int, port: int, **changed: str | None) -> dict[str, str]:
-    """What a launcher would set; None in `changed` leaves a variable out."""
+    """Return a launcher's environment; None in `changed` removes a variable."""
     values: dict[str, str | None] = {
         key: text for key, text in os.environ.items() if "TORCHELASTIC" not in key
     }
@@ -68,7 +65,7 @@ def launch(
     folder: Path | None = None,
     module: str = "megacp.train",
 ) -> subprocess.Popen[str]:
-    """One process; `folder` is where it stands."""
+    """Start one process in `folder`."""
     command = [sys.executable, "-m", module, *flags]
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -77,8 +74,8 @@ def launch(
 
 
 def ends(processes: Sequence[subprocess.Popen[str]], timeout: float = 200.0) -> list[Ended]:
-    """How all of them end, in order; none outlives this call. One that hangs fails with its
-    stacks.
+    """Return how all processes end, in order; none outlives this call. A process that hangs fails the
+    test with its stacks.
     """
     try:
         return [_end(process, timeout) for process in processes]
@@ -102,7 +99,7 @@ def _end(process: subprocess.Popen[str], timeout: float) -> Ended:
 def run_all(
     flags: Sequence[Sequence[str]], folders: Sequence[Path] | None = None, timeout: float = 200.0
 ) -> list[Ended]:
-    """One rank for each list of flags, started by hand."""
+    """Start one rank by hand for each list of flags, and return how they end."""
     port, size = free_port(), len(flags)
     places = folders or [ROOT] * size
     return ends(

@@ -1,8 +1,7 @@
-"""`megacp.train` with numbers that go wrong: `python -m tests.faults.sick_run SICKNESS RANK STEP
-FLAGS...`.
+"""`megacp.train` with bad numbers: `python -m tests.faults.sick_run SICKNESS RANK STEP FLAGS...`.
 
-Key property: the real loop runs; only what one rank's loss or weight is from a step on is changed.
-Rejected: a learning rate that makes a run diverge, which does so at another step on every machine.
+The real loop runs; only one rank's loss or weight is changed, from a given step on. A learning rate
+that diverges would do so at another step on every machine.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ SICKNESSES = ("nan loss", "nan loss once", "nan weight", "spike")
 
 @contextmanager
 def sick(sickness: str, here: bool, steps: Sequence[int]) -> Iterator[None]:
-    """`steps`, where `here`: their losses are NaN or 1000 times themselves, or a weight becomes NaN
-    after the first.
+    """Make losses of `steps` NaN or 1000 times as large, or a weight NaN after the first of them, if
+    `here`.
     """
     real_loss, real_train = OutputHead.forward, ParallelModel.train
     now = {"step": 0}
@@ -61,7 +60,7 @@ def train_sick(
     where: int,
     steps: Sequence[int],
 ) -> int:
-    """A run on the pool's ranks of which rank `where` is sick; its status."""
+    """Train on the pool's ranks with a sick rank `where`; return its status."""
     with sick(sickness, rank == where, steps):
         return train_on_rank(rank, world_size, flags)
 

@@ -1,8 +1,8 @@
-"""Kills and flipped bits at random moments and places: what is left is whole, and going on gives
-the same result.
+"""Kills and flipped bits at random moments and places: intact data remains, and resuming gives the
+same result.
 
-`make test-faults FAULTS='--fault-seed 7 --fault-repeat 20'` takes other moments; the seed stands in
-each test's name.
+`make test-faults FAULTS='--fault-seed 7 --fault-repeat 20'` uses other moments; each test's name has
+its seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORLD = single_axis("world")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A run of two ranks that saves after every step, and its seconds."""
+    """Return a run of two ranks that saves after every step, and its seconds."""
     folder = tmp_path_factory.mktemp("undisturbed")
     begin = time.monotonic()
     run(2, [*LONG, "--save", str(folder)])
@@ -51,14 +51,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 def killed_later(
     rank: int, world_size: int, flags: Sequence[str], where: int, seconds: float
 ) -> int:
-    """Train, and kill rank `where` (2: both) some seconds after the start, wherever it is then."""
+    """Train, and kill rank `where` (2: both) some seconds after the start, at any place."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
     if where in (rank, 2):
         timer.start()
     try:
         return train_on_rank(rank, world_size, flags)
     finally:
-        timer.cancel()  # the process goes on to other tests
+        timer.cancel()  # the process continues with other tests
 
 
 @pytest.mark.faults
@@ -169,7 +169,7 @@ def test_a_bit_flipped_anywhere_in_a_dataset_is_never_read_in_silence(
 
 
 def everything(directory: Path) -> list[bytes]:
-    """Tokens, weights, segments and image bytes of all packs."""
+    """Return tokens, weights, segments and image bytes of all packs."""
     dataset = PackedDataset(directory)
     found = []
     for pack in (dataset.pack(i) for i in range(len(dataset))):

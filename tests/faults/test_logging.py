@@ -1,6 +1,4 @@
-"""Places that a run writes to which go away or fill up: the run trains on, saves, and says what it
-could not write.
-"""
+"""Outputs of a run that close or fill up: the run continues, saves, and reports the failed output."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ def notes(folder: Path) -> list[str]:
 def test_a_reader_that_has_read_enough_does_not_end_the_run(
     tmp_path: Path, launcher: list[str]
 ) -> None:
-    """`| head -1`: would catch a traceback before the first save, and status 120 at the end of a
-    finished run.
+    """`| head -1`: detects a traceback before the first save, and status 120 at the end of a finished
+    run.
     """
     flags = [*TINY, "--save", str(tmp_path), "--save-interval", "2"]
     run = subprocess.Popen(
@@ -57,7 +55,7 @@ def test_a_reader_that_has_read_enough_does_not_end_the_run(
     error = run.stderr.read()
     run.stderr.close()
     assert run.wait(timeout=120) == 0, error
-    assert error.count("standard output cannot be written (Broken pipe): the run goes on") == 1
+    assert error.count("standard output cannot be written (Broken pipe): the run continues") == 1
     assert "Traceback" not in error and "Exception ignored" not in error
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
     assert [path.name for path in sorted(tmp_path.glob("step_*"))] == [
@@ -71,7 +69,7 @@ def test_a_reader_that_has_read_enough_does_not_end_the_run(
 
 @pytest.mark.faults
 def test_ranks_that_start_without_standard_output_end_well(tmp_path: Path) -> None:
-    """`>&-`: would catch a good run of two that ends with status 1."""
+    """`>&-`: detects a good run of two ranks that ends with status 1."""
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *TORCHRUN, *TINY, "--save", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=120
@@ -83,8 +81,8 @@ def test_ranks_that_start_without_standard_output_end_well(tmp_path: Path) -> No
 @pytest.mark.faults
 @pytest.mark.parametrize("events", [False, True], ids=["jsonl", "jsonl and TensorBoard"])
 def test_a_full_disk_under_the_log_file_does_not_end_the_run(tmp_path: Path, events: bool) -> None:
-    """The log may grow to 4 MiB and 1,000 bytes; checkpoints are smaller. Would catch half a line
-    in the file.
+    """The log may grow to 4 MiB and 1,000 bytes; checkpoints are smaller. Detects half a line in the
+    file.
     """
     whole = [*TINY, "--lr-decay-iters", "30", "--save", str(tmp_path), "--save-interval", "10"]
     first = subprocess.run(
@@ -108,11 +106,8 @@ def test_a_full_disk_under_the_log_file_does_not_end_the_run(tmp_path: Path, eve
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 0, done.stderr
-    told = (
-        f"{tmp_path / 'log.jsonl'} cannot be written (File too large): the run goes on without "
-        "its lines"
-    )
-    assert done.stdout.count(told) == 1 and "Traceback" not in done.stderr
+    warning = f"{tmp_path / 'log.jsonl'} cannot be written (File too large): the run continues"
+    assert done.stdout.count(warning) == 1 and "Traceback" not in done.stderr
     assert "finished after step 30" in done.stdout and (tmp_path / "step_0000030").is_dir()
     kept = sorted(losses(tmp_path))  # json of every line: none is cut
     assert kept[:3] == [1, 2, 3] and 3 <= len(kept) < 30
@@ -127,7 +122,7 @@ GENERATE = [str(Path(__file__).resolve().parents[2] / "tools" / "generate.py")]
 
 
 def program(name: Sequence[str], *flags: object) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; one that hangs, or fills the memory, fails the test."""
+    """Run a program to its end; the test fails if it hangs or fills the memory."""
     limit = f"ulimit -v {8 << 20}; exec"
     command = [os.fsencode(str(text)) for text in (sys.executable, *name, *flags)]
     words: Sequence[bytes] = [b"bash", b"-c", f'{limit} "$@"'.encode(), b"bash", *command]
@@ -135,7 +130,7 @@ def program(name: Sequence[str], *flags: object) -> subprocess.CompletedProcess[
 
 
 def refused(done: subprocess.CompletedProcess[str], *parts: str) -> bool:
-    """Whether a program ended with status 2 and one message that holds all parts, without a
+    """Return whether a program ended with status 2 and one message with all parts, without a
     traceback.
     """
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

@@ -1,5 +1,5 @@
-"""Ranks that hang, machines that are lost, terminals that hang up: everybody else ends, saves or
-starts again.
+"""Ranks that hang, machines that are lost, terminals that hang up: all other processes end, save or
+restart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIX = [*TINY, "--train-iters", "6", "--save-interval", "2", "--distributed-timeo
 def survivors(
     tmp_path: Path, fault: str, where: int, size: int, flags: list[str]
 ) -> dict[int, Ended]:
-    """How the other ranks end when the one at `where` has a fault in step 3; it is killed after
+    """Return how the other ranks end after the rank `where` has a fault in step 3; it is killed after
     them.
     """
     port = free_port()
@@ -82,7 +82,7 @@ def survivors(
 def test_a_rank_that_hangs_ends_the_others_and_is_named(
     tmp_path: Path, fault: str, where: int, size: int, flags: list[str], told: str
 ) -> None:
-    """Also a report that would wait for a store that does not answer has its end."""
+    """A report that waits for a store without an answer also ends."""
     for rank, ended in survivors(
         tmp_path, fault, where, size, [*flags, "--global-batch-size", "12"]
     ).items():
@@ -91,7 +91,7 @@ def test_a_rank_that_hangs_ends_the_others_and_is_named(
 
 
 def slow_save(tmp_path: Path, where: int, *flags: str) -> list[Ended]:
-    """Two ranks, of which one takes 25 s to write; a collective may take 15."""
+    """One of two ranks takes 25 s to write; a collective may take 15 s."""
     port = free_port()
     saving = ["--save-interval", "0", *flags, "--save", str(tmp_path / "out")]
     arguments = ["slow in writing", str(where), "0", *SIX, *saving]
@@ -156,7 +156,7 @@ def test_the_ranks_of_a_killed_agent_go_on_and_save(tmp_path: Path) -> None:
 
 
 def wait_for(happened: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Until it happened."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline
@@ -239,7 +239,7 @@ def test_a_run_whose_minutes_are_over_says_so_and_a_signal_counts_less() -> None
 
 
 def started(command: list[str], folder: Path, ignoring: bool = False) -> subprocess.Popen[str]:
-    """A run that has made three steps."""
+    """Return a run that has made three steps."""
     disposition: Callable[[], object] = lambda: signal.signal(  # noqa: E731
         signal.SIGHUP, signal.SIG_IGN if ignoring else signal.SIG_DFL
     )

@@ -1,6 +1,4 @@
-"""Numbers that go wrong and stay wrong: the run ends with a reason, and the last good weights are
-still there.
-"""
+"""Numbers that go wrong and stay wrong: the run ends with a reason, and the last good weights remain."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def finite(folder: Path) -> bool:
 
 
 def test_a_loss_that_stays_nan_ends_the_run_and_costs_no_checkpoint(tmp_path: Path) -> None:
-    """Also one that is being written."""
+    """A checkpoint that is being written is kept too."""
     flags = [
         *LONG,
         "--save",
@@ -127,7 +125,7 @@ def test_a_checkpoint_of_nan_is_refused_by_name(
     for more in ([], ["--finetune"]):
         assert main([*TINY, "--load", str(tmp_path), *more]) == 2
         error = capsys.readouterr().err
-        assert f"{tmp_path / 'step_0000002'} holds numbers that are not finite: model." in error
+        assert f"{tmp_path / 'step_0000002'} contains values that are not finite: model." in error
         assert "on rank 0; --load an older checkpoint" in error
 
 

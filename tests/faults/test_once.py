@@ -1,5 +1,5 @@
-"""`make test-once` in small: a run that dies ends as an undisturbed one, and a break of what is
-resumed is seen.
+"""`make test-once` in small: a run that dies ends like an undisturbed run, and errors of resuming are
+detected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.faults.witness import BASE, PREPARED, SEQ_LENGTH, STRIKES, Plan, name
 
 
 def lives_of(folder: Path, *deaths: str, first: str = "") -> subprocess.CompletedProcess[str]:
-    """The lives of the model with Mamba-2, in a process that is broken by `first`."""
+    """Run the lives of the model with Mamba-2, in a process changed by `first`."""
     arguments = ["--model", "Mamba", "--keep", str(folder), "--forked-for", "99", *deaths]
     program = (
         f"import sys\n{first}\nfrom tests.faults.once import main\nsys.exit(main({arguments!r}))"
@@ -78,7 +78,7 @@ def test_a_resumed_run_that_is_not_the_same_is_seen(tmp_path: Path, broken: str,
 
 
 def life_of(folder: Path, world: int, *trained: tuple[int, int, list[int]]) -> Life:
-    """A life that has trained (step, number of the row, packs), one entry a rank and step."""
+    """Return a life that has trained (step, number of the row, packs), one entry per rank and step."""
     life = Life(folder, world, Plan(str(folder)), [])
     size = len({index for _, index, _ in trained})
     lines = [

@@ -1,6 +1,4 @@
-"""Three simulated nodes of Ray: the bytes of one run, also when a node or the driver is killed on
-the way.
-"""
+"""Three simulated nodes of Ray write the bytes of one run, even if a node or the driver is killed."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
-    """Records, and the files of their build by one worker."""
+    """Return records, and the files of their build by one worker."""
     folder = tmp_path_factory.mktemp("ray")
     write_records(folder / "a.jsonl", RECORDS)
     run([folder / "a.jsonl"], folder / "one", unit_bytes=UNIT_BYTES, seed=3)
@@ -45,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, by
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three nodes of a CPU each on this machine."""
+    """Start three nodes on this machine, with a CPU each."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'megacp[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -59,7 +57,7 @@ def cluster() -> Iterator[Any]:
 
 
 def started(source: Path, output: Path, address: str) -> subprocess.Popen[str]:
-    """A build on the cluster, in a process of its own."""
+    """Start a build on the cluster, in a separate process."""
     flags = [
         "--input",
         str(source),
@@ -77,14 +75,14 @@ def started(source: Path, output: Path, address: str) -> subprocess.Popen[str]:
 
 
 def finished(build: subprocess.Popen[str]) -> str:
-    """What a build says on standard error, once it has ended well."""
+    """Return the standard error of a build that must end well."""
     _, told = build.communicate(timeout=240)
     assert build.returncode == 0, told
     return told
 
 
 def wait_for_units(output: Path, count: int, build: subprocess.Popen[str]) -> None:
-    """Until so many units are finished, while the build runs."""
+    """Wait until this number of units is finished, while the build runs."""
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and build.poll() is None:
         if len(list(output.glob(".build/[0-9]*.json"))) >= count:
@@ -116,7 +114,7 @@ def test_a_bad_record_ends_the_build_with_its_line(
 def test_a_driver_that_is_killed_goes_on_where_it_was(
     corpus: tuple[Path, dict[str, bytes]], cluster: Any, tmp_path: Path, moments: random.Random
 ) -> None:
-    """Its workers may still write when the next driver begins."""
+    """Workers of the killed driver may still write when the next driver begins."""
     source, expected = corpus
     build = started(source, tmp_path / "d", cluster.address)
     wait_for_units(tmp_path / "d", moments.randrange(1, 20), build)

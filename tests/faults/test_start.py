@@ -1,5 +1,5 @@
-"""Ranks that were not started alike, miss each other or do not see one directory: one message on
-each, no step.
+"""Ranks that differ at the start, miss each other or see different directories: one message on each
+rank, and no step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMPATIENT = [*TINY, "--distributed-timeout-minutes", "0.25"]
 
 
 def refused(ended: Ended) -> str:
-    """The one message of a rank that was refused."""
+    """Return the only message of a rank that was refused."""
     assert ended.status == 2, ended
     assert "Traceback" not in ended.err and "step 1/" not in ended.out
     _, *messages = re.split(r"^error(?: on rank \d+)?: ", ended.err, flags=re.MULTILINE)
@@ -38,7 +38,7 @@ def refused(ended: Ended) -> str:
 def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_values() -> None:
     messages = {refused(ended) for ended in run_all([QUICK, [*QUICK, "--lr", "0.02"]])}
     assert messages == {
-        "the 2 ranks of this run were not started alike; give all of them the same flags and software:\n"
+        "the 2 ranks of this run were not started alike; start all of them with the same flags and software:\n"
         f"  - --lr: 0.02 on rank 1 (host {HOST}); 0.01 on rank 0 (host {HOST})"
     }
 
@@ -48,7 +48,7 @@ SILENT = (
     "--global-batch-size 8 --save elsewhere --dtype float32 --eval-iters 2 --save-interval 3 --lr-warmup-iters 1 "
     "--distributed-timeout-minutes 5"
 ).split()
-"""Flags that ranks could have differed in without an end that says so."""
+"""Flags in which ranks could once differ without an error."""
 
 
 @pytest.mark.faults
@@ -100,9 +100,8 @@ def test_a_save_directory_that_is_not_shared_is_refused_before_the_first_step(
     for folder in folders:
         folder.mkdir()
     (message,) = {refused(ended) for ended in run_all([[*QUICK, "--save", "out"]] * 2, folders)}
-    assert message.startswith(
-        f"rank 1: --save out is not one directory for all machines: the lock of host {HOST}"
-    )
+    assert message.startswith("rank 1: --save out is not the same directory on all machines")
+    assert f"the lock of rank 0 (host {HOST}" in message
 
 
 @pytest.mark.faults
@@ -146,7 +145,7 @@ SIZES = (
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """Without anything of a checkout in it."""
+    """Return an environment without anything of a checkout."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -161,7 +160,7 @@ OFFLINE = ["--no-deps", "--no-index"]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of what is here, built from a copy."""
+    """Build the wheel from a copy of the working tree."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -186,8 +185,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """A virtual environment with the wheel, which sees the packages of this one behind it; an empty
-    folder in it.
+    """Return a virtual environment with the wheel, in which the packages of this one are visible,
+    and an empty folder.
     """
     folder = wheel.parents[1]
     subprocess.run(
@@ -223,7 +222,7 @@ def installed(wheel: Path) -> Path:
 
 
 def run(installed: Path, command: str, *flags: str, status: int = 0) -> str:
-    """What a command of the wheel prints in an empty folder."""
+    """Return the output of a command of the wheel in an empty folder."""
     program = str(installed / "venv" / "bin" / f"megacp-{command}")
     done = subprocess.run(
         [program, *flags],
@@ -274,8 +273,8 @@ def test_every_command_of_the_wheel_starts_in_an_empty_folder(installed: Path) -
 
 @pytest.mark.faults
 def test_the_commands_of_the_wheel_make_a_model(installed: Path) -> None:
-    """Build, train, generate, convert there and back, plot, parity on two ranks; and what is
-    refused is one line.
+    """Build, train, generate, convert there and back, plot, and check parity on two ranks. Each error
+    is one line.
     """
     folder = installed / "empty"
     (folder / "records.jsonl").write_text(

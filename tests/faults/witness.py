@@ -1,10 +1,9 @@
-"""A process of a run in `tests.faults.once`: the real `megacp.train`, with a witness and at most
-one fault.
+"""A process of a run in `tests.faults.once`: the real `megacp.train`, with a witness and at most one
+fault.
 
-Key property: the program is not changed. The witness notes when a life reaches its parts and which
-packs each step was trained on, read from the tokens themselves, so that it does not depend on what
-the loader says of itself. Rejected: to take the packs from the loader's numbers, which a loader
-that skips a pack would get wrong together with the packs.
+The program itself does not change. The witness records when a life reaches its parts, and the packs
+of each step. It reads them from the tokens. A loader that skips a pack would also report wrong
+numbers, so the loader's numbers are not used.
 
 A life is a launcher (`--nproc`) and its ranks. Each of these processes finds its plan in the
 environment.
@@ -40,42 +39,41 @@ PLAN = "MEGACP_TESTS_PLAN"
 """Environment variable with the path of the plan."""
 SEQ_LENGTH = 32
 DIGITS, BASE = 3, 32
-"""The first tokens of a pack are its number: digits of this base, each as the token BASE + digit.
-"""
+"""The first tokens of a pack are its number: digits of this base, each as the token BASE + digit."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to become of a life."""
+    """The plan of a life."""
 
     folder: str
-    """Where its witnesses write, a file for each process."""
+    """Folder of its witnesses, with a file per process."""
     forked: bool = True
-    """Whether ranks are forked, with everything imported, or started as `--nproc` does."""
+    """Whether ranks are forked with everything imported, or started like `--nproc` does."""
     fault: str = ""
     rank: int = 0
-    """The rank that has the fault, or whose progress decides when it strikes."""
+    """The rank with the fault, or the rank whose progress determines when it strikes."""
     moment: str = "step"
-    """What that rank begins when the fault strikes: one of `RECOVERY`, or step, or save."""
+    """What this rank begins when the fault strikes: one of `RECOVERY`, step, or save."""
     step: int = 0
-    """The step of the run to which a moment within training belongs."""
+    """The step that a moment within training belongs to."""
     delay: float = 0.0
     """Seconds between the moment and the fault."""
 
     def write(self) -> str:
-        """Write it into its folder; the path of the file."""
+        """Write the plan to its folder; return the path."""
         path = Path(self.folder) / "plan.json"
         path.write_text(json.dumps(asdict(self)))
         return str(path)
 
 
 RECOVERY = ("start", "join", "read", "resume")
-"""What a rank of a restarted life begins before its first step: the program, the process group, the
-checkpoint, and the training loop."""
+"""Parts that a rank of a restarted life begins before its first step: the program, the process group,
+the checkpoint, and the training loop."""
 
 
 def name_of(number: int) -> list[int]:
-    """The tokens that a pack begins with."""
+    """Return the tokens at the start of a pack."""
     digits = []
     for _ in range(DIGITS):
         number, digit = divmod(number, BASE)
@@ -84,9 +82,7 @@ def name_of(number: int) -> list[int]:
 
 
 def packs_of(row: PlannedRow) -> list[int]:
-    """The packs that a row is computed from, by their tokens; padding in the place of a pack is
-    none.
-    """
+    """Return the packs in a row, by their tokens, without padding that replaces a pack."""
     batch = row.batch
     found = []
     for begin in range(0, len(batch), SEQ_LENGTH):
@@ -98,7 +94,7 @@ def packs_of(row: PlannedRow) -> list[int]:
 
 
 class Witness:
-    """Notes what this process does, a JSON line at a time, and lets the fault strike."""
+    """Records the events of this process, one JSON line each, and lets the fault strike."""
 
     def __init__(self, plan: Plan, name: str) -> None:
         self.plan = plan
@@ -106,12 +102,12 @@ class Witness:
         self._is_struck = name == f"rank_{plan.rank}"
 
     def note(self, event: str, **more: Any) -> None:
-        """Write a line at once: the process may be killed after it."""
+        """Write a line immediately: the process may be killed after it."""
         line = {"event": event, "time": time.time(), **more}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def begins(self, moment: str, step: int = 0) -> None:
-        """Note that this process begins a part of its life, at which the fault may strike."""
+        """Record that this process begins a part of its life, at which the fault may strike."""
         self.note(moment, step=step)
         if not self._is_struck or (moment, step) != (self.plan.moment, self.plan.step):
             return
@@ -121,7 +117,7 @@ class Witness:
             self.strike()
 
     def strike(self) -> None:
-        """Let the fault happen, if it is one that strikes; others were prepared at the start."""
+        """Let the fault happen if it strikes at a moment. Other faults begin at the start."""
         if self.plan.fault in STRIKES:
             self.note("strikes")
             STRIKES[self.plan.fault]()
@@ -143,7 +139,7 @@ STRIKES: dict[str, Callable[[], None]] = {
     "the launcher is killed": lambda: os.kill(os.getppid(), signal.SIGKILL),
     "the machine is lost": lambda: os.killpg(os.getpgrp(), signal.SIGKILL),
 }
-"""What a process does at its moment."""
+"""Faults that strike at a moment."""
 
 
 def _fill_disk(witness: Witness) -> None:
@@ -175,7 +171,7 @@ def _kill(place: str) -> Callable[[Witness], None]:
 
 
 def _other_flag(witness: Witness) -> None:
-    """Start this rank with another learning rate than the others have."""
+    """Start this rank with another learning rate than the other ranks."""
     witness.note("strikes")
     sys.argv += ["--lr", "0.02"]
 
@@ -187,11 +183,11 @@ PREPARED: dict[str, Callable[[Witness], None]] = {
     "rank 0 is killed before `latest`": _kill("kill before latest"),
     "a rank has another flag": _other_flag,
 }
-"""Faults that a rank is given at its start."""
+"""Faults that begin at the start of a rank."""
 
 
 def witnessed(witness: Witness) -> None:
-    """Let the parts of a life be noted as they begin."""
+    """Record the parts of a life when they begin."""
     join, load, run = launch.join, trainer.load, trainer.Trainer.run
     real_train, write = ParallelModel.train, commit.write_boxes
 
@@ -224,7 +220,7 @@ def witnessed(witness: Witness) -> None:
 
 
 class Forked:
-    """A rank that `--nproc` starts, as a fork of its launcher, which has everything imported."""
+    """A rank started by `--nproc`, as a fork of its launcher, which has imported everything."""
 
     def __init__(
         self,
@@ -232,7 +228,7 @@ class Forked:
         environment: Mapping[str, str],
         before: Callable[[], object] | None = None,
     ) -> None:
-        """`before`: what `subprocess` calls as `preexec_fn`."""
+        """`before`: the `preexec_fn` of `subprocess`."""
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -252,7 +248,7 @@ class Forked:
             main()
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
+        """Return the exit status, or None while it runs."""
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -270,7 +266,7 @@ class Forked:
 
 
 def _start_of_ranks(witness: Witness) -> Callable[..., Any]:
-    """What stands for `subprocess.Popen` in the launcher: the ranks have a witness too."""
+    """Return a stand-in for the launcher's `subprocess.Popen`, which adds a witness to the ranks."""
     real = subprocess.Popen
 
     def start(command: Sequence[str], env: Mapping[str, str], **others: Any) -> Any:
@@ -284,7 +280,7 @@ def _start_of_ranks(witness: Witness) -> Callable[..., Any]:
 
 
 def main() -> NoReturn:
-    """Be a launcher or a rank, by the environment and `sys.argv`, and end with its status."""
+    """Run a launcher or a rank, by the environment and `sys.argv`, and exit with its status."""
     torch.set_num_threads(
         1
     )  # threads of OpenMP would spin while others compute, and no fork has those of its parent

@@ -94,14 +94,14 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "1.1 x 10 packs are 12",
         ),
         (
-            "step + max(0, -(-(end - consumed)",
-            "max(0, -(-end",
-            "epochs are counted anew after a resumption",
+            "return step + max(0, steps_left), end",
+            "return -(-end // batch), end",
+            "a resumed run counts its epochs again from the first sample",
         ),
         (
-            "_FEW_UPDATES or warmup > steps / 2)",
-            "_FEW_UPDATES)",
-            "a run that only warms up is not told",
+            "_FEW_UPDATES or warmup > steps / 2",
+            "_FEW_UPDATES",
+            "no warning about a run that only warms up",
         ),
     ],
     ("megacp/training/start/processes.py", "tests/training/test_start.py"): [
@@ -110,7 +110,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "or not any(handles(",
             "a rank waits for one that Ctrl-C has ended",
         ),
-        ("    if ended_by:  # by a", "    if False:  # by a", "Ctrl-C between two starts is lost"),
+        (
+            "    if ended_by:  # a signal came",
+            "    if False:  # by a",
+            "Ctrl-C between two starts is lost",
+        ),
         (
             "if status not in (0, STOPPED)]",
             "if status]",
@@ -170,7 +174,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/training/start/layout.py", "tests/training/test_start.py"): [
         (
-            "if {*check(elsewhere, ranks)} <= {*check(elsewhere, usual)}:",
+            "if set(check(elsewhere, ranks)) <= set(check(elsewhere, usual)):",
             "if False:",
             "a new layout is advised although the old one is valid",
         ),

@@ -1,9 +1,9 @@
 """`megacp.train` with a fault in one rank: `torchrun ... -m tests.training.faulty_rank FAULT RANK
 STEP FLAGS...`.
 
-Key property: the fault happens in the real program at a known place, once; after a restart by
-torchrun it does not come back. Rejected: killing from outside after some seconds, which hits
-another place each time.
+The fault happens in the real program, at a known place, only once: after a restart by torchrun it
+does not happen again. Killing the process from outside after some seconds would hit another place
+each time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _in_step(happen: Callable[[], None]) -> Callable[[int], None]:
         real = ParallelModel._total
 
         def total(self: ParallelModel, losses: Any) -> float:
-            """After forward and backward of a step, before its end."""
+            """Run the fault after forward and backward of a step, before its end."""
             self.__dict__["steps_begun"] = self.__dict__.get("steps_begun", 0) + 1
             if self.__dict__["steps_begun"] == step:
                 happen()
@@ -67,7 +67,7 @@ def _slow_in_writing(step: int) -> None:
 
 
 def _kill_in_reading(step: int) -> None:
-    """The rank dies once the checkpoint is chosen, before it reads its part."""
+    """Kill the rank after a checkpoint has been chosen, before it reads its part."""
 
     def read(self: commit.LoadedCheckpoint, boxes: Any) -> None:
         _die(signal.SIGKILL)

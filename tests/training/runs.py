@@ -1,6 +1,4 @@
-"""Tiny training runs for the tests of the loop, of saving and of faults: flags, ranks, and what a
-run has logged.
-"""
+"""Tiny training runs for the tests of the loop, of saving and of faults: flags, ranks and logs."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "ep": "ex
 
 
 def grid_flags(**sizes: int) -> list[str]:
-    """`tp=2` to `--tensor-model-parallel-size 2`."""
+    """Convert `tp=2` to `--tensor-model-parallel-size 2`."""
     return [
         text
         for axis, size in sizes.items()
@@ -64,16 +62,15 @@ def grid_flags(**sizes: int) -> list[str]:
 
 
 def losses(folder: Path, name: str = "loss") -> dict[int, float]:
-    """Training losses, or another figure, by step from the JSONL log, all digits."""
+    """Return training losses, or another figure, by step, with all digits of the JSONL log."""
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return {row["step"]: row[name] for row in rows if row["kind"] == "train"}
 
 
 def train_on_rank(rank: int, world_size: int, asked: Sequence[str] | RunConfig) -> int:
-    """Run `main`'s work on the pool's process group, whose store may hold the last words of an
-    earlier test.
+    """Run `main` on the pool's process group, whose store may have reports of an earlier test.
 
-    `asked` is flags, or what they say: to read them costs each rank as much as a tiny step.
+    `asked` is a list of flags, or a parsed config: parsing costs each rank as much as a tiny step.
     """
     if world_size > 1:
         run_store().delete_key(f"megacp_failure/{rank}")
@@ -94,7 +91,5 @@ def run(world_size: int, flags: Sequence[str]) -> None:
 
 
 def save(model: ParallelModel, progress: RunState, config: RunConfig) -> Path:
-    """Commit a checkpoint of the run below `--save`; returns its directory. Collective over all
-    ranks.
-    """
+    """Commit a checkpoint of the run below `--save`; return its directory. Collective."""
     return begin_save(model, progress, config, background=False).commit(config.checkpoint.keep_last)

@@ -1,6 +1,4 @@
-"""Runs on a blend and on an S3 server: what they say, how they resume, what they refuse before they
-start.
-"""
+"""Runs on a blend and on an S3 server: logs, resuming, and early errors."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ FLAGS = [*TINY, "--vocab-size", "100", "--seq-length", "32"]
 def blend_flags(
     folder: Path, flag: str = "--data-path", weights: tuple[str, ...] = ("0.6", "0.3", "0.1")
 ) -> list[str]:
-    """Flags of a blend of three datasets, made where they are not there."""
+    """Return the flags of a blend of three datasets, which are built if missing."""
     for number, (name, count) in enumerate(SIZES.items()):
         if not (folder / name).exists():
             write_dataset(folder / name, [random_packs(np.random.default_rng(number), count)])
@@ -50,7 +48,7 @@ def blend_flags(
 
 
 def lines(folder: Path, kind: str) -> list[dict]:
-    """Lines of one kind of a run's log."""
+    """Return the lines of one kind in a run's log."""
     return [
         row
         for row in map(json.loads, (folder / "log.jsonl").read_text().splitlines())
@@ -69,7 +67,7 @@ def test_a_run_tells_the_shares_and_epochs_of_its_datasets(
         "blend: pointing gives 30.0000% of the samples; 4 packs, numbers 9 to 12",
         "blend: text gives 10.0000% of the samples; 30 packs, numbers 13 to 42",
     ]
-    # pointing's 4 packs are through after 12 samples, the 9 of captions after 16
+    # pointing's 4 packs are exhausted after 12 samples, the 9 packs of captions after 16
     assert told[3:] == [
         "blend: after 12 samples captions 58.33%, epoch 0.78, pointing 33.33%, epoch 1.00, text 8.33%, epoch 0.03",
         "blend: after 16 samples captions 56.25%, epoch 1.00, pointing 31.25%, epoch 1.25, text 12.50%, epoch 0.07",
@@ -165,7 +163,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def data(server: S3Server, packed_dataset: Path) -> tuple[Path, Url]:
-    """One dataset built by two workers from an object of a failing store: in a folder, and copied
+    """Build a dataset by two workers from an object of an unreliable store: in a folder, and copied
     into objects.
     """
     root = packed_dataset.parent
@@ -186,7 +184,7 @@ def data(server: S3Server, packed_dataset: Path) -> tuple[Path, Url]:
 
 @pytest.fixture
 def run_flags(data: tuple[Path, Url], tmp_path: Path) -> list[str]:
-    """A run on the objects, each pack of which is in several blocks."""
+    """Train on the objects; each pack is in several blocks."""
     return [*STORE_FLAGS, "--data-path", str(data[1]), "--log-file", str(tmp_path / "log.jsonl")]
 
 
@@ -214,9 +212,7 @@ def test_a_build_into_a_failing_store_has_the_files_of_a_disk(data: tuple[Path, 
 def test_a_run_on_a_failing_store_is_that_on_a_disk_on_any_grid(
     server: S3Server, data: tuple[Path, Url], run_flags: list[str], tmp_path: Path
 ) -> None:
-    """Saved by 2 tp ranks, in the background; gone on with by 2 dp ranks, then sampled from: the
-    same losses.
-    """
+    """Save on 2 tp ranks in the background, resume on 2 dp ranks, then generate: the same losses."""
     disk = tmp_path / "disk"
     assert (
         main(

@@ -1,5 +1,5 @@
-"""The same training step on a GPU. Run with `pytest -m gpu` on a machine that has one; skipped with
-the reason elsewhere.
+"""The same training step on a GPU. Run `pytest -m gpu` on a machine with a GPU; the tests are
+skipped on other machines.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def train(device: str, **settings: object) -> tuple[list[float], list[np.ndarray
 
 @pytest.mark.parametrize(("recompute", "tile"), [("none", 48), ("selective", 0), ("full", 0)])
 def test_a_gpu_trains_like_the_cpu_in_float64(recompute: str, tile: int) -> None:
-    """Also an MLP over tiles as one over the whole row."""
+    """Check an MLP in tiles against an MLP over the whole row."""
     losses, parameters = train(
         "cuda", dtype="float64", recompute_granularity=recompute, mlp_chunk_tokens=tile
     )
@@ -67,9 +67,7 @@ def test_a_gpu_trains_like_the_cpu_in_float64(recompute: str, tile: int) -> None
 
 @pytest.mark.parametrize("chunk", [0, 32])
 def test_bfloat16_on_a_gpu_stays_near_float64(chunk: int) -> None:
-    """Also where weight gradients are added to wide totals by the product itself, the head's and
-    those of linears.
-    """
+    """Check weight gradients that a matrix product accumulates in float32, of head and linears."""
     fused = {"cross_entropy_chunk_tokens": chunk, "gradient_accumulation_fusion": chunk > 0}
     losses, _ = train("cuda", dtype="bfloat16", **fused)
     expected, _ = train("cpu", dtype="float64")

@@ -1,6 +1,4 @@
-"""Token-exact loss normalisation, agreement on the packs of a step, and the traps of loss and tied
-weights.
-"""
+"""Token-exact loss normalisation, agreement on the packs of a step, and pitfalls of tied weights."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ from tests.training.runs import TINY
 
 
 def eight_tokens() -> PackedBatch:
-    """Eight tokens of one document of which the last three are counted."""
+    """Eight tokens of one document; only the last three are counted."""
     weights, leave = (np.arange(8) >= 5).astype(np.float32), np.full(8, 8, np.int32)
     return PackedBatch(np.arange(8), np.arange(8), weights, np.arange(8), leave, 0 * leave, (0,))
 
@@ -51,8 +49,8 @@ def eight_tokens() -> PackedBatch:
 def gradient_of_eight_tokens(
     rank: int, world_size: int, shape: dict[str, int], layout: str
 ) -> tuple[float, float]:
-    """d/dw of the mean of `w * (place + 1)` over the counted tokens, and the same by averaging
-    means of ranks.
+    """Return d/dw of the mean of `w * (place + 1)` over the counted tokens, and the same as an
+    average of the ranks' means.
     """
     mine = grid(**shape)
     batch = eight_tokens()
@@ -74,9 +72,7 @@ def gradient_of_eight_tokens(
 
 @pytest.mark.parametrize(("cp", "trap"), [(2, 6.75), (4, 5.25)])
 def test_the_last_three_of_eight_tokens_give_exactly_seven(cp: int, trap: float) -> None:
-    """The mean of 6, 7 and 8. Dividing by the tokens of each rank and averaging gives the other
-    number.
-    """
+    """The right gradient is the mean of 6, 7 and 8. Averaging the ranks' means gives another number."""
     assert run_ranks(gradient_of_eight_tokens, cp, {"cp": cp}, "zigzag") == [(7.0, trap)] * cp
     assert {
         found for found, _ in run_ranks(gradient_of_eight_tokens, cp, {"cp": cp}, "contiguous")
@@ -133,7 +129,7 @@ def test_all_ranks_know_the_tokens_and_news_of_the_whole_step(shape: dict[str, i
 def test_every_rank_raises_when_peers_read_different_packs(
     shape: dict[str, int], wrong: int, pair: str
 ) -> None:
-    """One token of one pack differs on one rank; nobody may go on alone into a collective."""
+    """One token of one pack differs on one rank; no rank may enter a collective alone."""
     messages = run_ranks(agreement, 4, shape, wrong, None)
     assert len(set(messages)) == 1
     assert f"ranks {pair} of replica {int('dp' in shape)} read different packs" in str(messages[0])
@@ -145,13 +141,13 @@ def test_data_parallel_ranks_may_read_different_packs_and_order_matters_to_peers
     one, two = step_batches(2, 1)
     assert agree_on_step([one, two], grid()) == agree_on_step(
         [two, one], grid()
-    )  # alone, any order is right
+    )  # with a single rank, any order is right
 
 
 def step_of_nothing(
     rank: int, world_size: int, shape: dict[str, int], values: Values
 ) -> list[object]:
-    """Of a row whose tokens have no weight, and of one of padding alone."""
+    """Check a row whose tokens have no weight, and a row of only padding."""
     mine, found = grid(**shape), []
     model = ParallelModel(config_of({"vocab_size": 8, **values}, shape), mine)
     row = dataclasses.replace(eight_tokens(), loss_weights=np.zeros(8, np.float32))
@@ -209,7 +205,7 @@ def test_dropout_is_keyed_by_seed_step_pack_and_place() -> None:
 def ends_of_a_tied_model(
     rank: int, world_size: int, shape: dict[str, int], values: Values
 ) -> list[bytes]:
-    """The bits of this rank's copies of the embedding table after three steps."""
+    """Return the bits of this rank's copies of the embedding table after three steps."""
     mine = grid(**shape)
     model = ParallelModel(config_of(values, shape), mine)
     for number in (1, 2, 3):
@@ -285,8 +281,8 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 
 def _arrived(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[int], int]:
-    """Rows of earlier microbatches on the device as each of four arrives, and how many are left
-    after the step.
+    """Return the rows of earlier microbatches on the device as each of four arrives, and the number
+    left after the step.
     """
     model = ParallelModel(with_values(RunConfig(), {**SIZES, **values}), grid(pp=world_size))
     rules, here, alive = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed"), [], []
@@ -315,7 +311,7 @@ def test_a_row_comes_to_the_device_once_and_leaves_with_its_last_chunk(case: str
 
 
 def _met(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[str, int]]:
-    """Names and sizes of the axes whose ranks a new model lets meet."""
+    """Return names and sizes of the axes that a new model uses first."""
     met: list[tuple[str, int]] = []
     real = step.connect
 
@@ -361,7 +357,7 @@ def test_ranks_of_split_axes_meet_before_the_first_step() -> None:
 
 
 class Groups(TorchDispatchMode):
-    """Ranks of the groups of all collectives, messages left out."""
+    """Return the ranks of the groups of all collectives, except for messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +375,7 @@ class Groups(TorchDispatchMode):
 def _strangers(
     rank: int, world_size: int, values: dict[str, Any]
 ) -> tuple[int, list[tuple[int, ...]]]:
-    """Groups of a step's collectives, and those among them that did not meet before."""
+    """Return the groups of a step's collectives, and those used for the first time."""
     config = with_values(RunConfig(), {**SIZES, **values})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -415,7 +411,7 @@ MOST_FRAMES = 15
 
 
 def own_frames() -> list[str]:
-    """Functions of the package on the stack, from `Trainer.run` to the caller's caller."""
+    """Return the functions of the package on the stack, from `Trainer.run` to the caller's caller."""
     frame, names = sys._getframe(2), list[str]()
     while frame is not None:
         if Path(frame.f_code.co_filename).is_relative_to(Path(megacp.__file__).parent):

@@ -1,8 +1,7 @@
-"""Sharded gradients and parameters: what travels and what stays, and the same bits in checkpoints
-as under ZeRO-1.
+"""Sharded gradients and parameters: transferred and kept bytes, and equal checkpoints under ZeRO-1.
 
-That every grid trains like one process under every strategy stands in `test_golden_gradients` and
-`test_vision_parity`.
+`test_golden_gradients` and `test_vision_parity` check that every grid trains like one process under
+every strategy.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def sharded(strategy: str, **values: Any) -> Values:
 def _calls(
     rank: int, world_size: int, shape: dict[str, int], values: Values, packs: int
 ) -> dict[str, int]:
-    """Collectives over dp x cp in the second step, after everything has been made once."""
+    """Return the collectives over dp x cp in the second step, when all buffers exist."""
     place = grid(**shape)
     model = ParallelModel(config_of(values, shape), place)
     found: Counter[str] = Counter()
@@ -104,8 +103,8 @@ def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int) -> None:
 
 
 def _state_bytes(model: ParallelModel) -> int:
-    """Bytes of parameters, moments, master weights and gradients that this rank keeps; each storage
-    once.
+    """Return the bytes of parameters, moments, master weights and gradients on this rank; each
+    storage counts once.
     """
     shards = model.parameters.shards
     kept = [s.values for s in shards] + [
@@ -133,7 +132,7 @@ def test_state_is_sixteen_bytes_a_parameter_over_the_ranks() -> None:
 
 
 def _drawn(rank: int, world_size: int, values: Values) -> tuple[int, int]:
-    """Numbers that a rank draws, and those that it keeps of them."""
+    """Return the numbers that a rank draws, and the part that it keeps."""
     counts, randn = list[int](), torch.randn
 
     def counted(*shape: int, generator: torch.Generator) -> torch.Tensor:
@@ -152,7 +151,7 @@ def _drawn(rank: int, world_size: int, values: Values) -> tuple[int, int]:
 
 
 def test_a_rank_draws_the_rows_that_it_keeps() -> None:
-    """Every matrix has a multiple of 128 rows, and 64 are drawn from one seed."""
+    """Check that every matrix has a multiple of 128 rows, and that 64 are drawn from one seed."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 128, "vocab_size": 128, "num_layers": 1}
     for drawn, kept in run_ranks(
         _drawn, 2, sharded("optim_grads_params", dtype="bfloat16", **sizes)
@@ -186,13 +185,13 @@ GRIDS: list[Case] = [
 TABLE = [(GRIDS[0], place) for place in GRIDS[1:]] + [
     (place, GRIDS[(i + 4) % 10]) for i, place in enumerate(GRIDS[1:])
 ]
-"""Every grid reads a checkpoint of one process, and is read by another grid."""
+"""Every grid reads a checkpoint of one process; another grid reads its checkpoint."""
 STAGES = [
     ({"dp": ranks}, ["--dtype", "bfloat16", *more])
     for ranks, more in ((2, []), (4, GRADIENTS), (2, FULL))
 ]
 HALVES = list(zip(STAGES, STAGES[1:] + STAGES[:1], strict=True))
-"""Each strategy reads the bfloat16 model of another, with its master weights."""
+"""Each strategy reads the bfloat16 model of another strategy, with its master weights."""
 
 
 def ranks(case: Case) -> int:
@@ -208,7 +207,7 @@ def flags_of(case: Case) -> list[str]:
 
 
 def _read_and_write_again(rank: int, world_size: int, asked: RunConfig, target: str) -> int:
-    """Load `--load` on this grid and save it from there; the optimizer's count of updates."""
+    """Load `--load` on this grid and save it again; return the optimizer's count of updates."""
     config, sources = prepare_run(asked, world_size)
     shape = config.grid_shape(world_size)
     model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
@@ -229,7 +228,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where each grid's checkpoint after two of four steps is, once it was asked for."""
+    """Return each grid's checkpoint after two of four steps; it is made on the first request."""
     return {"root": tmp_path_factory.mktemp("grids")}
 
 
@@ -276,7 +275,7 @@ def test_state_is_equal_bit_for_bit_after_any_change_of_grid(
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of four steps on one process."""
+    """Return the losses of four steps on one process."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     run(1, [*TINY, "--save", str(folder)])
     return losses(folder)

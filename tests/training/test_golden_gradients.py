@@ -1,13 +1,12 @@
-"""Golden gradients: in float64 any grid, with any options, equals one process that uses an explicit
-dense mask.
+"""Golden gradients: in float64, any grid with any options equals one process with a dense mask.
 
-Loss, gradient norm, every gradient of two steps, every weight after them and the validation loss,
-to 1e-10 relative: sums in another order move the last bits of float64 (1e-16), depth and AdamW
-leave about 1e-12. A lost, doubled or misplaced gradient differs by far more. Copies (replicated
-weights, tied embeddings) must have the same bits anywhere.
+Compared are the loss, the gradient norm, every gradient of two steps, the weights after them, and
+the validation loss, to 1e-10 relative. Sums in another order change the last bits of float64
+(1e-16); depth and AdamW amplify this to about 1e-12. A lost, doubled or misplaced gradient differs
+by far more. Copies (replicated weights, tied embeddings) must have the same bits everywhere.
 
-The options are dealt to the grids by a fixed covering design: every option meets every axis, not
-every other option.
+A fixed covering design deals the options to the grids: every option meets every axis, but not every
+other option.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ HYBRIDS: dict[str, Values] = {
     "pairs on both ends": {**_HYBRID, "linear_attention_freq": "[0,1,1,0]", "hidden_dropout": 0.15},
     "pairs on the last layer, experts": {**_HYBRID, **MOE, "linear_attention_freq": "[1,1,1,0]"},
 }
-"""Low-rank pairs on q and v, which Mamba-2 layers do not have: stages of only such layers train
+"""Low-rank pairs on q and v. Mamba-2 layers have no q and v, so stages with only such layers train
 nothing.
 """
 Shape = dict[str, int]
 
 
 def shapes(ranks: int) -> list[Shape]:
-    """Every factorization of `ranks` over the four axes."""
+    """Return every factorization of `ranks` over the four axes."""
     axes = ("dp", "tp", "pp", "cp")
     found = itertools.product(*[[n for n in range(1, ranks + 1) if ranks % n == 0]] * 4)
     return [dict(zip(axes, sizes, strict=True)) for sizes in found if np.prod(sizes) == ranks]
@@ -85,7 +84,7 @@ STRATEGIES = ("optim", "optim_grads_params", "optim_grads")
 
 
 def context_options(number: int, cp: int) -> Values:
-    """Transport and layout of a case; a hierarchy has groups of two ranks."""
+    """Return the flags of a case's transport and layout; a hierarchy has groups of two ranks."""
     transport = TRANSPORTS[number % 5]
     hierarchy = (2, cp // 2) if transport == "a2a+p2p" and cp > 1 else None
     layout = LAYOUTS[(number + number // 5) % 4]
@@ -97,9 +96,7 @@ def context_options(number: int, cp: int) -> Values:
 
 
 def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
-    """`count` cases for a grid: (model, what the reference needs too, options of the grid
-    alone).
-    """
+    """Return `count` cases for a grid: (model, options of grid and reference, options of the grid)."""
     start = [s for n in (1, 2, 4, 8) for s in shapes(n)].index(shape)
     cases = []
     for number in range(start, start + count):
@@ -132,14 +129,14 @@ def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
 
 
 def microbatches(shape: Shape) -> int:
-    """Packs of a step, as many on each replica: each of the four kinds, at least one for each
-    replica and stage.
+    """Return the number of packs in a step: the same on each replica, with each of the four kinds,
+    and at least one per replica and stage.
     """
     return shape["dp"] * max(-(-4 // shape["dp"]), shape["pp"])
 
 
 def steps(count: int) -> list[list[Any]]:
-    """Two steps of packs that differ in length, documents, branches, spans, padding and loss
+    """Return two steps of packs that differ in length, documents, branches, spans, padding and loss
     weights.
     """
     return [step_batches(count, seed) for seed in (1, 2)]
@@ -173,7 +170,7 @@ def compare(what: str, found: dict[str, np.ndarray], expected: dict[str, np.ndar
 
 
 def check(shape: Shape, count: int, done: int = 0) -> None:
-    """Compare the first `count` cases of a grid, leaving out those that another test has done."""
+    """Compare the first `count` cases of a grid, without the cases of another test."""
     cases = cases_of(shape, count)[done:]
     if (
         count == 3 and done == 0 and shape["tp"] > 1
@@ -242,8 +239,7 @@ UNEVEN: list[tuple[Shape, str, Values, Values]] = [
     ({"dp": 6}, UNTIED, {}, {"num_distributed_optimizer_instances": 2}),
     ({"dp": 3, "cp": 2}, TIED, {}, {STRATEGY: "optim_grads", "ddp_bucket_size": 500}),
 ]
-"""Widths of 32 and 48 and a vocabulary of 53 leave some ranks of 3 and 6 with fewer rows or none.
-"""
+"""Widths of 32 and 48 and a vocabulary of 53 leave some ranks of 3 and 6 with fewer or no rows."""
 
 
 @pytest.mark.slow
@@ -280,8 +276,8 @@ PARTLY_TRAINED: list[tuple[Shape, int, list[tuple[str, Values]]]] = [
     ({"pp": 2}, 2, [(THIRD, {V: 2})]),
     ({"pp": 2}, 0, [(ENDS, {}), (ENDS, {V: 2, RECOMPUTE: "full", OFFLOAD: 0.5})]),
 ]
-"""Grid, the first virtual stage with something to train, and (model, options). Later stages that
-train nothing pass the gradient on."""
+"""Grid, the first virtual stage that trains parameters, and (model, options). Later stages without
+trained parameters pass the gradient on."""
 ON_MORE_RANKS: list[tuple[Shape, int, list[tuple[str, Values]]]] = [
     ({"pp": 4}, 3, [(LAST, {}), (ROUTED, {RECOMPUTE: "full"})]),
     ({"pp": 4}, 2, [(THIRD, {OFFLOAD: 1.0})]),

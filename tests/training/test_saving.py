@@ -1,6 +1,4 @@
-"""Saving in the background, stopping by the clock, restarting by itself, fine-tuning, one run per
-directory.
-"""
+"""Background saves, stops by the clock, automatic restarts, fine-tuning, one run per directory."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ WORLD = single_axis("world")
 
 
 def payload(folder: Path) -> dict[str, str]:
-    """Hashes of everything that training decides: the config names the flags of saving itself."""
+    """Return the hashes of the checkpoint, except for the config, which has flags of saving."""
     paths = [path for path in folder.iterdir() if path.name not in ("config.yaml", "manifest.json")]
     return {path.name: sha256_of(path)[1] for path in paths}
 
@@ -64,8 +62,8 @@ def test_checkpoints_in_the_background_are_bytewise_those_at_once(
 
 
 def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, slow: bool) -> str:
-    """Train with a writer that may be so slow that two steps of the 12 end meanwhile; that of rank
-    `broken` fails, all others succeed. Returns the error.
+    """Train with a slow writer, so that two of the 12 steps end meanwhile. The writer of rank
+    `broken` fails. Return the error.
     """
     real, folder_of_run = commit.write_boxes, Path(flags[flags.index("--save") + 1])
 
@@ -137,7 +135,7 @@ def test_what_ranks_tell_of_their_files_is_ordered() -> None:
 
 
 def _clock_of_one_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
-    """Train where the time of rank 1 alone is over, from its third look at the clock on."""
+    """Train; the time of only rank 1 is over when it looks at the clock for the third time."""
     looks = itertools.count(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -160,10 +158,7 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
 ) -> None:
     flags = [*TINY, "--save", str(tmp_path / "out"), "--auto-resume", "--save-interval", "2"]
     run(1, [*flags, "--lr-decay-iters", "4", "--train-iters", "2"])
-    assert (
-        "holds no checkpoint at all, this run starts from step 0, from scratch"
-        in capsys.readouterr().out
-    )
+    assert "this run starts from step 0, from scratch" in capsys.readouterr().out
     run(1, flags)
     assert "step_0000002 after step 2" in capsys.readouterr().out
     assert sorted(losses(tmp_path / "out")) == [1, 2, 3, 4]
@@ -172,7 +167,7 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
     assert main(flags) == 2
     message = capsys.readouterr().err
     assert (
-        "no checkpoint is whole" in message
+        "no checkpoint is complete" in message
         and "step_0000002" in message
         and "step_0000004" in message
     )
@@ -352,8 +347,8 @@ def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
 
 
 def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> list[str]:
-    """Train; in step 2 the loss, or only a gradient, of rank 1's first row is not finite. What was
-    said of it.
+    """Train; in step 2 the loss, or only a gradient, of rank 1's first row is not finite. Return the
+    messages about it.
     """
     real_loss, real_train = OutputHead.forward, ParallelModel.train
     now = {"step": 0, "microbatch": 0}

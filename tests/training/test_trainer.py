@@ -1,5 +1,5 @@
-"""The training loop end to end: resume is bitwise, any grid resumes any other, bad input ends
-before anything is written.
+"""The training loop end to end: resuming is bitwise equal, any grid resumes any other grid, and bad
+input ends the run before anything is written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Rollouts that share their beginning, as one tree: the gradient of all of them, for the tokens of
-a few.
-"""
+"""Rollouts with a common beginning as one tree: the gradient of all of them at lower cost."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ VALUES: dict[str, Any] = {
 
 
 def rows(rollouts: Sequence[dict[str, Any]]) -> tuple[PackedBatch, list[PackedBatch]]:
-    """The tree of some records, and each of them as a row of its own."""
+    """Return the tree of some records, and each record as a row."""
     maker, rules = DocumentMaker(load_tokenizer("byte"), True, {}), RecordRules(prefix_tree=True)
     samples = [
         parse_record({"rollouts": rollouts}, rules),
@@ -44,8 +42,8 @@ def rows(rollouts: Sequence[dict[str, Any]]) -> tuple[PackedBatch, list[PackedBa
 
 
 def family() -> list[dict[str, Any]]:
-    """Six rollouts of one prompt; some agree on more than it, two are the same, and all have
-    weights of their own.
+    """Return six rollouts of one prompt: some agree on more than the prompt, two are equal, and all
+    have different weights.
     """
     texts = [
         "yes, by all means",

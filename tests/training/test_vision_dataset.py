@@ -1,4 +1,4 @@
-"""From JSONL with images and a video to a training step: on ranks it is the step of one process."""
+"""From JSONL with images and a video to a training step: ranks compute the step of one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def image_part(width: int, height: int, seed: int) -> dict[str, str]:
 
 
 def write_dataset(folder: Path) -> Path:
-    """Records with one to three images and answers as branches, one video, some text."""
+    """Return records with one to three images and answers as branches, one with a video, some text."""
     records: list[dict[str, Any]] = []
     for i in range(10):
         images = [image_part(16 + 4 * j, 12 + 3 * i, 10 * i + j) for j in range(1 + i % 3)]
@@ -82,7 +82,7 @@ def config_for(data: Path, **values: Any) -> RunConfig:
 
 
 def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) -> tuple[Any, ...]:
-    """(loss, gradient norm, strategies, patches decoded here, documents left out)."""
+    """Return (loss, gradient norm, strategies, decoded patches, number of dropped documents)."""
     config, sources = open_sources(config)
     mine = grid(**shape)
     model = ParallelModel(config, mine)
@@ -130,7 +130,7 @@ def test_a_stored_dataset_is_decoded_by_ranks_as_by_one_process(tmp_path: Path) 
         assert packs[0].images is not None
         frames = packs[0].images.units["frame"]
         seen_video |= bool((frames >= 0).sum() > 5)
-        # just the tokens that the transformers library's processor gives token type 1
+        # exactly the tokens to which the transformers library's processor gives token type 1
         assert np.array_equal(batch.span > 0, np.isin(batch.tokens, list(TINY.token_ids.values())))
     assert seen_video
 
@@ -180,7 +180,7 @@ def test_a_damaged_image_ends_the_run_with_the_flag_that_leaves_its_document_out
 
 
 def flags_of(config: RunConfig, folder: Path) -> list[str]:
-    """The command line of what differs from the defaults."""
+    """Return the command line of all values that differ from the defaults."""
     folder.mkdir()
     defaults = flatten(RunConfig())
     words = ["--log-file", str(folder / "log.jsonl")]
@@ -219,14 +219,15 @@ def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of
 def test_a_model_that_does_not_fit_the_images_is_refused_with_the_flags(tmp_path: Path) -> None:
     data = write_dataset(tmp_path)
     with pytest.raises(
-        ValueError, match="holds images, but the model has no vision tower: set --vision-num-layers"
+        ValueError,
+        match="contains images, but the model has no vision tower: set --vision-num-layers",
     ):
         open_sources(config_for(data, vision_num_layers=0))
     with pytest.raises(
-        ValueError, match="--vision-image-size 16 --vision-patch-size 4 or build the dataset again"
+        ValueError, match="--vision-image-size 16 --vision-patch-size 4 or rebuild the dataset"
     ):
         open_sources(config_for(data, vision_image_size=32))
-    with pytest.raises(ValueError, match="--additional-vocab-size of at least 8"):
+    with pytest.raises(ValueError, match="--additional-vocab-size to at least 8"):
         open_sources(config_for(data, additional_vocab_size=4))
 
 
@@ -254,7 +255,7 @@ def test_a_parity_check_takes_the_stored_images_and_keeps_their_patch_sizes(
 
 
 class SecondItemBroken(MockDecoder):
-    """Every second image or video of a pack cannot be decoded."""
+    """Raise ImageError for every second image or video of a pack."""
 
     def __init__(self, images: MockImages) -> None:
         super().__init__(images)
@@ -285,7 +286,7 @@ def setup_of(shape: dict[str, int], world: int) -> ParitySetup:
 def one_step(
     rank: int, world: int, setup: ParitySetup, shape: dict[str, int], reference: bool
 ) -> tuple[Any, ...]:
-    """(replica, fingerprints, what was left out, loss, gradient norm)."""
+    """Return (replica, fingerprints, dropped documents, loss, gradient norm)."""
     config = setup.reference if reference else setup.config
     mine = grid(**shape)
     model = ParallelModel(config, mine)
@@ -341,7 +342,7 @@ def test_pixels_are_narrowed_before_the_step_without_a_change_of_bits(
 
 
 def test_a_step_works_out_nothing_that_the_loader_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of tokens and of patches, where patches stand, levels and chunks of states."""
+    """Return tiles of tokens and of patches, places of patches, levels and chunks of states."""
     monkeypatch.setitem(FUSED, (convolved_delta_rule, "cpu", torch.float64), fused_convolved)
     monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: chunk_gated_delta_rule)
     setup = prepare(

@@ -1,10 +1,10 @@
-"""A tiny vision-language model in float64: any grid, transport, strategy and feature exchange
-equals one process.
+"""A tiny vision-language model in float64: any grid, transport, strategy and feature exchange equals
+one process.
 
-Rows hold several documents with branches, images of several crops and videos, some rows nothing but
-text; on large cp most rows leave ranks without images. All gradients (tower, connector, embedding,
-text) and updated parameters of two steps are compared, to 1e-10 relative: sums in another order
-leave 1e-15.
+Rows have several documents with branches, images of several crops and videos; some rows are only
+text. With large cp, most rows leave ranks without images. All gradients (tower, connector,
+embedding, text) and the updated parameters of two steps are compared, to 1e-10 relative. Sums in
+another order differ by 1e-15.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from tests.reference.packs import branched
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 SHARDED, PARAMS = "data_parallel_sharding_strategy", "optim_grads_params"
 BETWEEN = {"seed": 8, "global_batch_size": 4}
-"""The second of four rows of each step has no image, others have fewer units than there are ranks.
-"""
+"""The second of four rows of each step has no image; other rows have fewer units than ranks."""
 
 OFFLOADED = {"activation_offload": 0.5, "mlp_chunk_tokens": 7}
 
@@ -172,7 +171,7 @@ CASES += [
     for tp, pp, cp in itertools.product((1, 2, 4, 8), repeat=3)
     if tp * pp * cp <= 8
 ]
-"""Every factorization of eight ranks."""
+"""Return every factorization of eight ranks."""
 
 
 def setup_of(world: int, values: dict[str, Any]) -> ParitySetup:

@@ -1,9 +1,9 @@
-"""Whole checkpoints: written by each rank alone, committed by all together, and the newest whole
-one loaded.
+"""Whole checkpoints: each rank writes its files, all ranks commit together, and the newest complete
+checkpoint is loaded.
 
-A checkpoint appears by one rename after all ranks have written. Only the constructor of
-`PendingCheckpoint` and its `commit` talk to other ranks, on the caller's thread: files may be
-written while training goes on.
+A checkpoint appears by one rename after all ranks have written their files. Only the constructor of
+`PendingCheckpoint` and its `commit` communicate, on the caller's thread. Files can therefore be
+written while training continues.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import logging
 import shutil
 import threading
@@ -58,34 +57,36 @@ from megacp.training.checkpoint.storage import (
 
 _log = logging.getLogger(__name__)
 _NAMED = 20
-"""Tensors or files that a message names."""
-_REMOVED = "was removed while it was read, as --keep-last of a running job does: start again, from the newest one"
+"""Maximum number of tensors or files in a message."""
+_REMOVED = (
+    "was removed while it was read (--keep-last of a running job does that): try again with the "
+    "newest checkpoint"
+)
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; raised on every rank with the reasons of the ranks that
+    """A checkpoint could not be written. Every rank raises it, with the reasons of all ranks that
     failed.
     """
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint says besides its tensors; that of rank 0 counts."""
+    """The contents of a checkpoint besides its tensors; only rank 0 writes them."""
 
     step: int
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Must be JSON."""
+    """Values that can be written as JSON."""
     config_yaml: str = ""
     grid: Mapping[str, int] = field(default_factory=dict)
 
 
 class PendingCheckpoint:
-    """A checkpoint between its begin, which is this constructor, and `commit`; both are collective
-    over `world`.
+    """A checkpoint between its constructor and `commit`; both are collective over `world`.
 
-    `boxes` of all ranks together hold each element of each tensor once (`boxes.boxes_to_save`).
-    `background` copies them and writes on a thread; else `commit` writes. Saving a step that exists
-    makes `step_0000100.2`.
+    The `boxes` of all ranks together contain each element of each tensor once
+    (`boxes.boxes_to_save`). With `background` they are copied, and a thread writes the copies;
+    otherwise `commit` writes. If the step has been saved already, the name is `step_0000100.2`.
     """
 
     def __init__(
@@ -96,77 +97,76 @@ class PendingCheckpoint:
         world: Axis,
         background: bool = False,
     ) -> None:
-        self._root, self._contents, self._world = place_of(root), contents, world
+        self._root = place_of(root)
+        self._contents = contents
+        self._world = world
         self.step = contents.step
         self.notes: list[str] = []
-        """What there is to say after `commit`: of old checkpoints that could not be removed."""
+        """Log lines after `commit`: old checkpoints that could not be removed."""
         self._outcome: Future[tuple[FileRecord, Stored]] = Future()
+        # rank 0 creates the folder and sends its name, which all ranks need for their files
         with self._explained():
             self._folder: Place = on_rank_0(world, self._begin, SaveError)
-        held = [*boxes]
-        for number, box in enumerate(
-            boxes if background else ()
-        ):  # values of their own, of a GPU in pinned memory
-            values, on_gpu = box.tensor.detach(), box.tensor.is_cuda
-            own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu).copy_(
-                values, non_blocking=on_gpu
-            )
-            held[number] = dataclasses.replace(box, tensor=own)
-        self._boxes: Sequence[TensorBox] = held
-        if background and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        self._background = background
+        self._boxes: Sequence[TensorBox] = [*boxes]
         if background:
-            # a thread begins with the first GPU as its own, where every rank would then hold a
-            # context
-            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            # training continues: the thread needs its own copies of the values
+            self._boxes = [dataclasses.replace(box, tensor=_copied(box.tensor)) for box in boxes]
+            device = None
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+                # A new thread uses GPU 0 by default; every rank would create a context there.
+                device = torch.cuda.current_device()
             threading.Thread(
                 target=self._write, args=(device,), name="megacp save", daemon=True
             ).start()
-        self._background = background
 
     @property
     def writing(self) -> bool:
-        """Whether this rank's thread is still at work."""
+        """Whether this rank's thread is still writing."""
         return self._background and not self._outcome.done()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's thread could not write: `commit` will raise."""
+        """Whether this rank's thread has failed, so that `commit` will raise an error."""
         return self._outcome.done() and self._outcome.exception() is not None
 
     def commit(self, keep_last: int = 0) -> Place:
-        """Wait for this rank's files, then commit those of all ranks; the checkpoint's directory.
+        """Wait for this rank's files, commit the files of all ranks, and return the directory.
 
-        `keep_last` > 0 removes older checkpoints beyond that many. Raises SaveError on every rank
-        when anything failed on any; committed checkpoints are untouched then.
+        If `keep_last` > 0, remove older checkpoints until this many are left. Raise SaveError on
+        every rank if anything failed on any rank; committed checkpoints are not changed then.
         """
+
+        def wait() -> None:
+            self._outcome.result()
+
         try:
             with self._explained():
                 if not self._background:
                     self._write()
-                on_all_ranks(
-                    self._world,
-                    lambda: self._outcome.exception() and self._outcome.result(),
-                    SaveError,
-                )
+                # all files are complete before rank 0 writes the index and the manifest
+                on_all_ranks(self._world, wait, SaveError)
                 of_ranks = gather_to_first(self._outcome.result(), self._world)
                 final: Place = on_rank_0(
                     self._world, lambda: self._complete(of_ranks or []), SaveError
                 )
         except SaveError:
             if self._world.rank == 0:
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # without a manifest it is no checkpoint
-                    shutil.rmtree(self._folder) if isinstance(
-                        self._folder, Path
-                    ) else self._folder.remove_below()
+                # If this fails too, the folder has no manifest and does not count as a checkpoint.
+                with contextlib.suppress(OSError, ValueError):
+                    if isinstance(self._folder, Path):
+                        shutil.rmtree(self._folder)
+                    else:
+                        self._folder.remove_below()
             raise
+        # the new checkpoint is committed: a failure to remove old ones is only a note
         self.notes = on_rank_0(self._world, lambda: point_and_prune(final, keep_last), SaveError)
         return final
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
+        """Add the step and the directory to a SaveError."""
         try:
             yield
         except SaveError as why:
@@ -175,43 +175,42 @@ class PendingCheckpoint:
             ) from why
 
     def _begin(self) -> Place:
-        """Make the folder; rank 0 only."""
-        to_json(self._manifest(0, {}))  # refuses an `extra` that is no JSON
+        """Create the folder; rank 0 only."""
+        # fail now rather than after writing gigabytes
+        to_json(self._manifest(0, {}))  # raises if `extra` is not JSON
         if isinstance(self._root, Url):
-            return (
-                self._free_name()
-            )  # nothing is renamed there: only the manifest makes it a checkpoint
+            # A store has no rename: a folder becomes a checkpoint when its manifest is written.
+            return self._free_name()
         folder = temporary(self._root / f"step_{self.step:07d}")
         folder.mkdir(parents=True)
         return folder
 
     def _write(self, device: int | None = None) -> None:
+        """Write this rank's file, and set the outcome."""
         try:
             if device is not None:
                 torch.cuda.set_device(device)
             self._outcome.set_result(write_boxes(self._folder, self._world.rank, self._boxes))
-        except Exception as error:  # `commit` tells it to all ranks
+        except Exception as error:  # `commit` raises it on all ranks
             self._outcome.set_exception(error)
-        self._boxes = ()
+        self._boxes = ()  # free the copies
 
     def _complete(self, of_ranks: list[tuple[FileRecord, Stored]]) -> Place:
-        """Add index, config and manifest to what all ranks have written, and rename a local folder;
-        rank 0 only.
+        """Add index, config and manifest to the files of all ranks, and rename a local folder.
+
+        Rank 0 only.
         """
         records = {rank_file(rank): record for rank, (record, _) in enumerate(of_ranks)}
         index = index_of([stored for _, stored in of_ranks]).to_json()
-        for name, content in (
-            (INDEX_FILE, index),
-            (CONFIG_FILE, self._contents.config_yaml.encode()),
-        ):
+        config = self._contents.config_yaml.encode()
+        for name, content in ((INDEX_FILE, index), (CONFIG_FILE, config)):
             write_content(self._folder / name, content)
             records[name] = FileRecord(len(content), hashlib.sha256(content).hexdigest())
-        serial = (
-            max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
-        )
-        write_content(
-            self._folder / MANIFEST_FILE, to_json(self._manifest(serial, records)).encode()
-        )
+        serials = [read_manifest(folder).serial for folder in committed(self._root)]
+        serial = max(serials, default=0) + 1
+        # the manifest is the last file: a folder without it is incomplete
+        manifest = to_json(self._manifest(serial, records))
+        write_content(self._folder / MANIFEST_FILE, manifest.encode())
         if isinstance(self._folder, Url):
             return self._folder
         final = self._free_name()
@@ -223,24 +222,36 @@ class PendingCheckpoint:
         return CheckpointManifest(what.step, serial, self._world.size, what.grid, files, what.extra)
 
     def _free_name(self) -> Place:
-        """The first name for this step that nothing has, not even what a crash has left."""
+        """Return the first name for this step that is free, even of leftovers of a crash."""
         base = f"step_{self.step:07d}"
-        names = itertools.chain([base], (f"{base}.{attempt}" for attempt in itertools.count(2)))
-        return next(self._root / name for name in names if not (self._root / name).exists())
+        name = base
+        attempt = 1
+        while (self._root / name).exists():
+            attempt += 1
+            name = f"{base}.{attempt}"
+        return self._root / name
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in CPU memory. From a GPU, the copy is asynchronous, to pinned memory."""
+    values = tensor.detach()
+    on_gpu = tensor.is_cuda
+    own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+    return own.copy_(values, non_blocking=on_gpu)
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A verified checkpoint, ready to be read; the same one on every rank."""
+    """A verified checkpoint, ready to be read; the same on every rank."""
 
     path: Place
     manifest: CheckpointManifest
     passed_over: tuple[str, ...]
-    """What was wrong with newer checkpoints that were not taken, one line per file; empty when the
-    newest is whole.
+    """Problems of newer checkpoints that were skipped, one line per file; empty if the newest one
+    is complete.
     """
     config_yaml: str
-    """The resolved config it was saved with."""
+    """The resolved config of the run that saved it."""
     world: Axis
 
     @property
@@ -250,27 +261,27 @@ class LoadedCheckpoint:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """The small JSON state it was saved with."""
+        """The JSON state that was saved with it."""
         return dict(self.manifest.extra)
 
     def payload(self) -> Payload:
-        """The tensors of the checkpoint, opened for reading. Raises like `Payload`."""
+        """Open the tensors of the checkpoint for reading. Raise the same errors as `Payload`."""
         return Payload(self.path, self.manifest.files)
 
     def read(self, boxes: Sequence[TensorBox]) -> None:
-        """Fill the tensors of `boxes` (`boxes.boxes_to_load`), whatever grid wrote them. Collective
-        over `world`.
+        """Fill the tensors of `boxes` (`boxes.boxes_to_load`), saved on any grid. Collective.
 
-        Raises ValueError on every rank, before anything is read. It names tensors that are missing,
-        have another shape or dtype, or are in the checkpoint but on no rank. A kind that no rank
-        asks for may be left out.
+        Raise ValueError on every rank, before anything is read, if a tensor is missing, has another
+        shape or dtype, or is in the checkpoint but on no rank. The message names these tensors. A
+        kind of tensor that no rank reads may be missing from `boxes`.
         """
-        opened: list[Payload] = []
+        opened: list[Payload] = []  # a list, because `check` cannot return a value
 
         def check() -> None:
             with self.reading():
                 opened.append(self.payload())
-            if problems := opened[0].problems(boxes):
+            problems = opened[0].problems(boxes)
+            if problems:
                 raise ValueError(
                     f"checkpoint {self.path} does not fit this run: "
                     f"{listed(problems, _NAMED, '; ')}"
@@ -285,19 +296,21 @@ class LoadedCheckpoint:
         on_all_ranks(self.world, fill, ValueError)
 
     def _refuse_unused(self, stored: list[str], boxes: Sequence[TensorBox]) -> None:
-        """Raise when the run asks for a kind of tensor but no rank asks for some tensor of that
-        kind.
+        """Raise ValueError if the checkpoint has a tensor that no rank reads.
+
+        Such a tensor is accepted if no rank reads any tensor of its kind.
         """
         asked = {box.name for box in boxes}
         device = boxes[0].tensor.device if boxes else "cpu"
+        # [stored]: 1 if a rank reads the tensor
         marks = torch.tensor([name in asked for name in stored], dtype=torch.int32, device=device)
         found = all_reduce(marks, self.world, "max").tolist()
-        wanted = {_kind(name) for name, mark in zip(stored, found, strict=True) if mark}
-        unused = [
-            name
-            for name, mark in zip(stored, found, strict=True)
-            if not mark and _kind(name) in wanted
-        ]
+        read_by_some = {name for name, mark in zip(stored, found, strict=True) if mark}
+        wanted_kinds = {_kind(name) for name in read_by_some}
+        unused = []
+        for name in stored:
+            if name not in read_by_some and _kind(name) in wanted_kinds:
+                unused.append(name)
         if unused:
             lines = [f"{name} is in the checkpoint but not in this model" for name in unused]
             raise ValueError(
@@ -305,8 +318,9 @@ class LoadedCheckpoint:
             )
 
     def whole_tensors(self, kind: str = "model") -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of a kind (`optimizer.exp_avg`), whole, by global name in sorted order, one
-        at a time; no other rank is needed.
+        """Yield the whole tensors of a kind (`optimizer.exp_avg`), sorted by global name.
+
+        Only one tensor at a time is in memory, and no communication is needed.
         """
         with self.reading():
             payload = self.payload()
@@ -318,30 +332,30 @@ class LoadedCheckpoint:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn what goes wrong inside, where only this rank reads the payload, into a ValueError
-        with one reason.
-        """
+        """Convert errors of reading this rank's payload to a ValueError with one reason."""
         try:
             yield
         except (OSError, ValueError) as error:
+            # a folder that has disappeared explains any error better than the error itself
             why = f"cannot be read: {reason_of(error)}" if self.path.is_dir() else _REMOVED
             raise ValueError(f"{self.path} {why}") from error
 
 
 def _kind(name: str) -> str:
-    """`model` or, for the optimizer, `optimizer.<state>`."""
+    """Return `model` or, for optimizer state, `optimizer.<state>`."""
+    # a name such as "model.decoder.weight" or "optimizer.exp_avg.decoder.weight"
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if first == "optimizer" else first
 
 
 def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -> LoadedCheckpoint:
-    """Choose and verify a checkpoint: `path` is a directory of checkpoints or one step directory.
-    Collective.
+    """Choose and verify a checkpoint in `path`, a directory of checkpoints or one step directory.
 
-    In a directory, `latest` is tried first, then the others from the newest on; what is passed over
-    is logged and listed in the result. A step directory is taken or refused. Every file is hashed
-    by one of the ranks, and on each machine unless all see one folder (`is_shared`). Raises
-    ValueError on every rank that names the damaged files when nothing whole is left.
+    In a directory, `latest` is tried first, then the other checkpoints from the newest to the
+    oldest. Skipped checkpoints are logged and listed in the result. A step directory is loaded or
+    refused. Every file is hashed by one rank per machine, or by one rank in total if all ranks see
+    the same folder (`is_shared`). Collective. Raise ValueError on every rank, naming the damaged
+    files, if no complete checkpoint is left.
     """
     root = place_of(path)
     candidates: list[Place] = on_rank_0(world, lambda: _candidates(root), ValueError)
@@ -351,42 +365,45 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
             f"{MANIFEST_FILE})"
         )
     problems: list[str] = []
+    # Every decision below is made on rank 0 or from gathered results: all ranks load the same.
     for folder in candidates:
         manifest, config, wrong = on_rank_0(world, partial(_opened, folder), ValueError)
         if manifest is not None:
-            # the largest first, dealt out in turn: each rank hashes its share
+            # sorted by size and dealt round-robin, so that each rank hashes about the same amount
             names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-            sharing = (
-                list(range(world.size))
-                if is_shared
-                else sharers([folder / name for name in names], world)
-            )
+            if is_shared:
+                sharing = list(range(world.size))
+            else:
+                sharing = sharers([folder / name for name in names], world)
             mine = names[sharing.index(world.rank) :: len(sharing)]
             found = on_all_ranks(world, lambda: damage(folder, manifest.files, mine), ValueError)  # noqa: B023
-            wrong = [
-                f"rank {rank}: {line}" for rank, of_rank in enumerate(found) for line in of_rank
-            ]
+            wrong = []
+            for rank, of_rank in enumerate(found):
+                wrong += [f"rank {rank}: {line}" for line in of_rank]
             if not wrong:
-                for line in problems if world.rank == 0 else []:
-                    _log.warning(
-                        "checkpoint passed over, %s is loaded instead: %s",
-                        folder,
-                        for_terminal(line),
-                    )
+                if world.rank == 0:
+                    _log_skipped(problems, folder)
                 return LoadedCheckpoint(folder, manifest, tuple(problems), config, world)
+        # A removed folder looks damaged: give the real reason
         if not on_rank_0(world, folder.is_dir, ValueError):
             wrong = [f"{folder} {_REMOVED}"]
         problems += wrong
-    raise ValueError(f"--load {root}: no checkpoint is whole: {listed(problems, _NAMED, '; ')}")
+    raise ValueError(f"--load {root}: no checkpoint is complete: {listed(problems, _NAMED, '; ')}")
+
+
+def _log_skipped(problems: Sequence[str], folder: Place) -> None:
+    """Warn about each problem of the checkpoints that are newer than `folder`."""
+    for line in problems:
+        _log.warning("checkpoint skipped, %s is loaded instead: %s", folder, for_terminal(line))
 
 
 def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
-    """The first step directory that would be loaded, its manifest and its config; None where there
-    is none.
+    """Return the first step directory that would be loaded, its manifest and its config.
 
-    Only one rank reads it, and no tensors: `load_checkpoint` may yet pass over it.
+    None if there is none. Only one rank calls it, and no tensors are read. `load_checkpoint` may
+    still skip this checkpoint.
     """
-    for folder in _candidates(place_of(path)):
+    for folder in _candidates(place_of(path)):  # the same order as in `load_checkpoint`
         manifest, config, _ = _opened(folder)
         if manifest is not None:
             return folder, manifest, config
@@ -394,24 +411,29 @@ def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
 
 
 def _candidates(root: Place) -> list[Place]:
-    """What to try, in order. Damaged manifests come before older whole ones, so that they are
-    reported.
+    """Return the step directories to try, in order.
+
+    Directories with damaged manifests come before older complete ones, so that they are reported.
     """
     if (root / MANIFEST_FILE).exists() or is_step_name(root.name):
         return [root] if root.is_dir() else []
     whole, damaged = step_folders(root)
+    # sorting is stable: `latest` comes first, and the order of the remaining ones is kept
     latest = root / (latest_of(root) or "")
     return sorted([*damaged, *whole], key=lambda folder: folder != latest)
 
 
 def _opened(folder: Place) -> tuple[CheckpointManifest | None, str, list[str]]:
-    """The manifest and the config; None and what is wrong when one of them is damaged."""
+    """Return the manifest and the config of a checkpoint; None and the problems if one of them is
+    damaged.
+    """
     try:
         manifest = read_manifest(folder)
-        if wrong := damage(folder, manifest.files, [CONFIG_FILE]):
+        wrong = damage(folder, manifest.files, [CONFIG_FILE])
+        if wrong:
             return None, "", wrong
         return manifest, read_content(folder / CONFIG_FILE).decode(), []
-    except UnreachableError:  # says nothing of the checkpoint: an earlier one is no answer
+    except UnreachableError:  # not a problem of this checkpoint: do not use an older one
         raise
     except (OSError, ValueError) as error:
         return None, "", [str(error)]

@@ -1,6 +1,4 @@
-"""One action on all ranks: all succeed, or all raise the same error with the reasons of those that
-failed.
-"""
+"""One action on all ranks: all of them succeed, or all raise the same error with all reasons."""
 
 from __future__ import annotations
 
@@ -23,33 +21,36 @@ _T = TypeVar("_T")
 def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) -> list[_T]:
     """Run `action` on every rank and return its results in rank order.
 
-    Raises `error` on all ranks if the action raised on any of them, or if a rank is lost or late.
+    Raise `error` on all ranks if the action failed on any of them, or if a rank is lost or late.
     """
     result: _T | None = None
     own: Exception | None = None
     try:
         result = action()
-    except Exception as raised:  # whatever it is, the other ranks wait to hear of it
+    except Exception as raised:  # any error, because the other ranks wait for this one's outcome
         own = raised
     if isinstance(world, WorldAxis) and world.host is not None:
         _await_files(world.host, error)
-    outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
+    outcome = (result, None if own is None else reason_of(own))
+    outcomes = gather_objects(outcome, world)
+    # by reason, so that an error of all ranks is reported once
     failures: dict[str, list[int]] = {}
     for rank, (_, why) in enumerate(outcomes):
         if why is not None:
             failures.setdefault(why, []).append(rank)
     if failures:
-        lines = (f"rank {', '.join(map(str, ranks))}: {why}" for why, ranks in failures.items())
+        lines = []
+        for why, ranks in failures.items():
+            lines.append(f"rank {', '.join(map(str, ranks))}: {why}")
         raise error("; ".join(lines)) from own
     return [value for value, _ in outcomes]
 
 
 def _await_files(host: HostGroup, error: type[Exception]) -> None:
-    """Wait for ranks whose files take longer than the timeout of collectives; `error` says which
-    rank did not come.
+    """Wait for ranks that read or write files for longer than the timeout of collectives.
 
-    The wait does not use the run's store, which may have gone with torchrun's agent while its ranks
-    continue and save.
+    Raise `error`, naming a missing rank, if they take too long. The wait does not use the run's
+    store: it may end with torchrun's agent, while the ranks continue and save.
     """
     begun = time.monotonic()
     try:
@@ -57,55 +58,53 @@ def _await_files(host: HostGroup, error: type[Exception]) -> None:
     except RuntimeError as missed:
         why = str(missed).partition("\n")[0]
         is_lost = time.monotonic() - begun < host.seconds
+        cause = "rank was lost" if is_lost else "rank, disk or network is slow"
         raise error(
-            f"a {'rank was lost' if is_lost else 'rank, disk or network is slow'}: not all ranks "
-            "have read or written "
-            f"their part of a checkpoint within {host.seconds:g} s (6 x "
-            f"--distributed-timeout-minutes): {why}"
+            f"a {cause}: not all ranks have read or written their part of a checkpoint within "
+            f"{host.seconds:g} s (6 x --distributed-timeout-minutes): {why}"
         ) from missed
 
 
 def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:
-    """Run `action` on rank 0 only; its result on every rank, or `error` on all ranks."""
+    """Run `action` on rank 0; return its result on every rank, or raise `error` on all ranks."""
     result = on_all_ranks(world, lambda: action() if world.rank == 0 else None, error)[0]
-    return result  # type: ignore[return-value]  # the first rank has an action
+    return result  # type: ignore[return-value]  # rank 0 ran the action
 
 
 def sharers(files: Iterable[Place], world: Axis) -> list[int]:
-    """Return the ranks that see the same local files as this one, on the same machine; it is one of
-    them.
+    """Return the ranks on this machine that see the same local files, including this rank.
 
-    The files decide, not their folder: a container or a bind mount may put another file into a
-    folder that two ranks share, and copies of one folder on two disks may have equal numbers. A
-    file's number with its size and times is that of one file. Files in a store are the same for
-    all.
+    The files are compared, not their folder: a container or a bind mount may replace a file in a
+    folder that two ranks share, and copies of a folder on two disks may have equal inode numbers.
+    An inode number together with size and times identifies a file. Files in an object store are the
+    same for all ranks.
     """
     local = sorted({file for file in files if isinstance(file, Path)})
     found: list[str] = []
     if local:
-        boot = Path("/proc/sys/kernel/random/boot_id")  # for machines of one name
+        boot = Path("/proc/sys/kernel/random/boot_id")  # two machines may have the same host name
         found = [socket.gethostname(), boot.read_text() if boot.exists() else ""]
     for path in local:
         try:
             one = path.stat()
-        except OSError:  # it is reported where it is read
+        except OSError:  # reported when the file is read
             found.append("missing")
             continue
         found.append(f"{one.st_dev} {one.st_ino} {one.st_size} {one.st_mtime_ns} {one.st_ctime_ns}")
-    own = hashlib.sha256(
-        "\n".join(found).encode()
-    ).hexdigest()  # a checkpoint has a file of each rank
+    # a hash, because there is one file per rank and all ranks exchange the list
+    own = hashlib.sha256("\n".join(found).encode()).hexdigest()
     return [rank for rank, other in enumerate(gather_objects(own, world)) if other == own]
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed, in words.
+    """Return the reason for an error, as text.
 
-    An operating-system error below it is what counts: torch's archive writer turns a full disk into
-    a RuntimeError that says where in the archive it was.
+    An underlying operating-system error takes precedence: for a full disk, torch's archive writer
+    raises a RuntimeError that only gives a position in the archive.
     """
     cause: BaseException | None = error if isinstance(error, (OSError, RuntimeError)) else None
     while cause is not None:
+        # errors without a number, such as io.UnsupportedOperation, have only their own message
         if isinstance(cause, OSError) and cause.errno is not None:
             where = f" {cause.filename}" if cause.filename else ""
             return (

@@ -1,14 +1,14 @@
-"""The tensors of a checkpoint: one safetensors file a rank, and one index of which box of which
-tensor lies where.
+"""The tensors of a checkpoint: one safetensors file per rank, and an index of the boxes in them.
 
-A rank writes its own boxes and reads the bytes it needs, and talks to no other rank in between.
-Header and positions of every file follow from the index. Files are read, not mapped: a mapped file
-that is cut ends the process.
+A rank writes its own boxes and reads the bytes that it needs, without communication. The header and
+the positions in every file follow from the index. Files are read instead of memory-mapped: if a
+mapped file is truncated, the process dies.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -33,29 +33,26 @@ STORED_DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
 }
-"""The dtypes of checkpoints by their names in the format."""
+"""The dtypes of checkpoints, by their names in the safetensors format."""
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _PART = 64 << 20
-"""Bytes that are written at a time: a tensor that is mapped from a file is then never in memory as
-a whole.
-"""
+"""Bytes per write, so that a memory-mapped tensor is never in memory as a whole."""
 _SECONDS = 10.0
-"""Seconds to wait for a folder that another machine has just made: network file systems show it
-late.
+"""Seconds to wait for a folder that another machine has just created. Network file systems may show
+it late.
 """
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
-    """The first bytes of a safetensors file with these tensors (name, dtype, shape); their values
-    follow in this order.
+    """Return the header of a safetensors file with these tensors (name, dtype, shape).
 
-    Give the widest dtypes first: the format wants no gaps, and that order keeps every tensor
-    aligned.
+    Their values follow in the same order. Give the widest dtypes first: the format allows no gaps,
+    and this order keeps every tensor aligned.
     """
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -64,31 +61,32 @@ def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
         content[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # pad, so that the values begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
 def write_values(stream: BinaryIO, tensor: torch.Tensor) -> None:
-    """Append the values of one tensor of any device."""
+    """Append the values of one tensor on any device."""
     values = as_bytes(tensor.detach().cpu().contiguous())
+    # a part of a memory-mapped tensor can be dropped from memory once it has been written
     for begin in range(0, len(values), _PART):
         stream.write(values[begin : begin + _PART])
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class GlobalTensor(NamedTuple):
-    """A tensor as the whole run sees it."""
+    """Shape and dtype of a tensor in the whole run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class StoredBox(NamedTuple):
-    """A part of a global tensor, as it is stored."""
+    """A stored part of a global tensor."""
 
     name: str
     offsets: tuple[int, ...]
@@ -96,7 +94,7 @@ class StoredBox(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A stored box and its first byte, counted from the end of its file's header."""
+    """A stored box and the offset of its first byte after the header of its file."""
 
     file: str
     begin: int
@@ -105,64 +103,67 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """The tensors by name, and the boxes of each file in the order of their values."""
+    """The tensors by name, and the boxes of each file in the order they are stored."""
 
     tensors: Mapping[str, GlobalTensor]
     files: Mapping[str, Sequence[StoredBox]]
 
     def header(self, file: str) -> bytes:
-        """The bytes that this file must begin with: a box has its tensor's name, and its ranges
-        unless it is whole.
+        """Return the header that this file must have.
+
+        A box that covers its tensor has the tensor's name. Any other box also has its ranges, such
+        as `name[0:4, 8:16]`.
         """
         entries = []
         for box in self.files[file]:
             shape, dtype = self.tensors[box.name]
-            ranges = (
-                f"{begin}:{begin + extent}"
-                for begin, extent in zip(box.offsets, box.extents, strict=True)
-            )
-            name = box.name if box.extents == shape else f"{box.name}[{', '.join(ranges)}]"
+            name = box.name
+            if box.extents != shape:
+                ranges = []
+                for begin, extent in zip(box.offsets, box.extents, strict=True):
+                    ranges.append(f"{begin}:{begin + extent}")
+                name += f"[{', '.join(ranges)}]"
             entries.append((name, dtype, box.extents))
         return header(entries)
 
     def positions(self) -> Iterator[Position]:
-        """Every box of every file."""
+        """Yield the position of every box of every file."""
         for file, boxes in self.files.items():
-            begin = 0
+            begin = 0  # boxes are stored without gaps
             for box in boxes:
                 yield Position(file, begin, box)
                 begin += math.prod(box.extents) * self.tensors[box.name].dtype.itemsize
 
     def to_json(self) -> bytes:
-        """The index as text."""
-        tensors = {
-            name: {"dtype": _NAMES[dtype], "shape": shape}
-            for name, (shape, dtype) in self.tensors.items()
-        }
-        return json.dumps({"tensors": tensors, "files": self.files}, separators=(",", ":")).encode()
+        """Return the content of the index file."""
+        tensors = {}
+        for name, (shape, dtype) in self.tensors.items():
+            tensors[name] = {"dtype": _NAMES[dtype], "shape": shape}
+        content = {"tensors": tensors, "files": self.files}
+        return json.dumps(content, separators=(",", ":")).encode()
 
 
 Stored = list[tuple[StoredBox, GlobalTensor]]
-"""The boxes of one file, in its order, each with the tensor it is of."""
+"""The boxes of one file in order, each with its global tensor."""
 
 
 def write_boxes(folder: Place, rank: int, boxes: Sequence[TensorBox]) -> tuple[FileRecord, Stored]:
-    """Write the file of a rank into a folder that all ranks share; what it holds. Talks to no other
-    rank.
+    """Write the file of a rank to a folder shared by all ranks, without communication.
+
+    Return the file's size and hash, and the boxes written.
     """
-    filled = sorted(
-        (box for box in boxes if box.tensor.numel()), key=lambda box: -box.tensor.dtype.itemsize
-    )
-    stored: Stored = [
-        (
-            StoredBox(box.name, box.offsets, tuple(box.tensor.shape)),
-            GlobalTensor(box.global_shape, box.tensor.dtype),
-        )
-        for box in filled
-    ]
+    # the widest dtypes first, as `header` needs them; empty boxes are not stored
+    filled = [box for box in boxes if box.tensor.numel()]
+    filled.sort(key=lambda box: -box.tensor.dtype.itemsize)
+    stored: Stored = []
+    for box in filled:
+        part = StoredBox(box.name, box.offsets, tuple(box.tensor.shape))
+        stored.append((part, GlobalTensor(box.global_shape, box.tensor.dtype)))
 
     def fill(stream: BinaryIO) -> None:
-        own = Index({box.name: tensor for box, tensor in stored}, {"": [box for box, _ in stored]})
+        # an index of only this file yields its header
+        tensors = {part.name: tensor for part, tensor in stored}
+        own = Index(tensors, {"": [part for part, _ in stored]})
         stream.write(own.header(""))
         for box in filled:
             write_values(stream, box.tensor)
@@ -171,125 +172,129 @@ def write_boxes(folder: Place, rank: int, boxes: Sequence[TensorBox]) -> tuple[F
 
 
 def index_of(of_ranks: Sequence[Stored]) -> Index:
-    """The index of the files of all ranks. ValueError unless the boxes of every tensor make it up,
-    each element once.
+    """Return the index of the files of all ranks.
 
-    A wrong `counted` would write a copy twice, or a parameter on no rank.
+    Raise ValueError unless the boxes of every tensor contain each of its elements once. A wrong
+    `counted` would write a copy twice, or write a parameter on no rank.
     """
     tensors: dict[str, GlobalTensor] = {}
     boxes: Counter[StoredBox] = Counter()
-    held: Counter[str] = Counter()
-    for box, tensor in (stored for of_rank in of_ranks for stored in of_rank):
+    held: Counter[str] = Counter()  # elements of each tensor
+    for box, tensor in itertools.chain.from_iterable(of_ranks):
         if tensors.setdefault(box.name, tensor) != tensor:
             raise ValueError(f"two boxes disagree on shape or dtype of {box.name}")
         boxes[box] += 1
         held[box.name] += math.prod(box.extents)
+    # counting elements finds missing parts; comparing boxes finds copies
     wrong = {name for name, (shape, _) in tensors.items() if held[name] != math.prod(shape)}
     wrong |= {box.name for box, count in boxes.items() if count > 1}
     if wrong:
-        raise ValueError(f"the boxes of {listed(sorted(wrong), 20)} are not each element once")
-    return Index(
-        tensors,
-        {rank_file(rank): [box for box, _ in stored] for rank, stored in enumerate(of_ranks)},
-    )
+        names = listed(sorted(wrong), 20)
+        raise ValueError(f"the boxes of {names} do not contain each element exactly once")
+    files = {}
+    for rank, stored in enumerate(of_ranks):
+        files[rank_file(rank)] = [box for box, _ in stored]
+    return Index(tensors, files)
 
 
 class Payload:
-    """Written tensors, opened for reading; `files` are their files as the manifest states them,
-    already hashed.
+    """The tensors of a checkpoint, opened for reading.
 
-    Raises ValueError when the index is damaged or refers to a file that `files` does not name.
+    `files` are the records in the manifest; the files have been hashed already. Raise ValueError if
+    the index is damaged or refers to a file that is not in `files`.
     """
 
     def __init__(self, folder: Place, files: Mapping[str, FileRecord]) -> None:
-        self._folder, self._records = folder, files
-        if wrong := damage(folder, files, [INDEX_FILE]):
+        self._folder = folder
+        self._records = files
+        # hash only the index: the other files may be large, and have been hashed before
+        wrong = damage(folder, files, [INDEX_FILE])
+        if wrong:
             raise ValueError(wrong[0])
         try:
             content = json.loads(read_content(folder / INDEX_FILE, files[INDEX_FILE].size))
-            tensors = {
-                name: GlobalTensor(tuple(value["shape"]), STORED_DTYPES[value["dtype"]])
-                for name, value in content["tensors"].items()
-            }
-            boxes = {
-                file: [
+            tensors = {}
+            for name, value in content["tensors"].items():
+                dtype = STORED_DTYPES[value["dtype"]]
+                tensors[name] = GlobalTensor(tuple(value["shape"]), dtype)
+            boxes = {}
+            for file, of_file in content["files"].items():
+                boxes[file] = [
                     StoredBox(name, tuple(offsets), tuple(extents))
                     for name, offsets, extents in of_file
                 ]
-                for file, of_file in content["files"].items()
-            }
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{folder / INDEX_FILE} is damaged: it is no index: {error}"
+                f"{folder / INDEX_FILE} is damaged: it is not an index: {error}"
             ) from error
-        if unknown := set(boxes) - set(files):
+        unknown = set(boxes) - set(files)
+        if unknown:
             raise ValueError(
                 f"{folder / INDEX_FILE} refers to files outside the manifest: {sorted(unknown)[:3]}"
             )
         self._index = Index(tensors, boxes)
-        self._header = functools.cache(self._index.header)  # the converter reads tensor by tensor
+        # cached, because the converter reads tensor by tensor
+        self._header = functools.cache(self._index.header)
         self._positions: dict[str, list[Position]] = defaultdict(list)
         for position in self._index.positions():
             self._positions[position.box.name].append(position)
 
     @property
     def tensors(self) -> Mapping[str, GlobalTensor]:
-        """Global shape and dtype of every stored tensor by name."""
+        """Global shape and dtype of every stored tensor, by name."""
         return self._index.tensors
 
     def problems(self, boxes: Iterable[TensorBox]) -> list[str]:
-        """Why these boxes cannot be read, one line per tensor: missing, another shape, another
-        dtype.
+        """Return why these boxes cannot be read, one line per tensor that is missing or differs in
+        shape or dtype.
         """
         found: dict[str, str] = {}
         for box in boxes:
-            stored, asked = self.tensors.get(box.name), (tuple(box.global_shape), box.tensor.dtype)
+            stored = self.tensors.get(box.name)
+            shape = tuple(box.global_shape)
+            dtype = box.tensor.dtype
             if stored is None:
                 found[box.name] = f"{box.name} is not in the checkpoint"
-            elif stored != asked:
-                was, now = f"{stored.dtype} {stored.shape}", f"{asked[1]} {asked[0]}"
-                found[box.name] = f"{box.name} is {was} in the checkpoint, {now} here"
+            elif stored != (shape, dtype):
+                was = f"{stored.dtype} {stored.shape}"
+                found[box.name] = f"{box.name} is {was} in the checkpoint, {dtype} {shape} here"
         return list(found.values())
 
     def read(self, boxes: Iterable[TensorBox]) -> None:
-        """Fill the boxes' tensors from the files that hold a part of them. `problems` must be
-        empty.
+        """Fill the tensors of the boxes from the files that have a part of them.
 
-        Raises ValueError when a file does not hold what the index says, OSError when it cannot be
-        opened.
+        `problems` must be empty. Raise ValueError if a file does not match the index, and OSError
+        if it cannot be opened.
         """
+        # Collect the reads first, so that each file is opened once and read from front to back.
         reads: dict[str, list[_Read]] = defaultdict(list)
         for box in boxes:
+            if not box.tensor.numel():
+                continue
             found = 0
-            for position in self._positions[box.name] if box.tensor.numel() else []:
-                stored = position.box
-                low = tuple(
-                    map(max, stored.offsets, box.offsets)
-                )  # the first of the elements that both have
-                ends = zip(
-                    stored.offsets, stored.extents, box.offsets, box.tensor.shape, strict=True
-                )
-                extents = tuple(
-                    min(a + n, b + m) - begin for (a, n, b, m), begin in zip(ends, low, strict=True)
-                )
-                if all(extent > 0 for extent in extents):
-                    reads[position.file].append(_Read(position, box, low, extents))
-                    found += math.prod(extents)
+            for position in self._positions[box.name]:
+                read = _overlap(position, box)
+                if read is not None:
+                    reads[position.file].append(read)
+                    found += math.prod(read.extents)
             if found != box.tensor.numel():
                 raise ValueError(
                     f"the checkpoint index does not cover {box.name}: {found} elements found"
                 )
         for file, of_file in sorted(reads.items()):
-            path, expected = self._folder / file, self._header(file)
+            path = self._folder / file
+            expected = self._header(file)
             with open_stream(path, self._records[file].size) as stream:
+                # the header proves that the file has these tensors in this order
                 if stream.read(len(expected)) != expected:
-                    raise ValueError(f"{path} does not hold the tensors that {INDEX_FILE} lists")
+                    raise ValueError(f"{path} does not contain the tensors listed in {INDEX_FILE}")
                 for read in sorted(of_file, key=lambda read: read.position.begin):
                     _fill(stream, len(expected), read, path)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """One tensor, whole, on the CPU."""
+        """Return a whole tensor on the CPU."""
         shape, dtype = self.tensors[name]
+        # one box at offset 0 that covers the tensor
         tensor = torch.empty(shape, dtype=dtype)
         self.read([TensorBox(name, shape, (0,) * len(shape), tensor)])
         return tensor
@@ -305,28 +310,45 @@ class _Read(NamedTuple):
     extents: tuple[int, ...]
 
 
-def _fill(stream: BufferedReader, begin: int, read: _Read, path: Place) -> None:
-    """Read the bytes from the first shared element to the last, and copy those elements to where
-    they are wanted.
-    """
-    (_, start, stored), wanted = read.position, read.wanted
-    target = wanted.tensor.detach()
-    for dim, (offset, low, extent) in enumerate(
-        zip(wanted.offsets, read.offsets, read.extents, strict=True)
+def _overlap(position: Position, wanted: TensorBox) -> _Read | None:
+    """Return the elements that a stored box and a wanted box share; None if there are none."""
+    stored = position.box
+    offsets = tuple(map(max, stored.offsets, wanted.offsets))
+    extents = []
+    for begin, stored_begin, stored_extent, wanted_begin, wanted_extent in zip(
+        offsets, stored.offsets, stored.extents, wanted.offsets, wanted.tensor.shape, strict=True
     ):
-        target = target.narrow(dim, low - offset, extent)
-    # row-major strides of the stored box; the shared elements lie in [first, first + count) of it
+        end = min(stored_begin + stored_extent, wanted_begin + wanted_extent)
+        extents.append(end - begin)
+    if any(extent <= 0 for extent in extents):
+        return None
+    return _Read(position, wanted, offsets, tuple(extents))
+
+
+def _fill(stream: BufferedReader, begin: int, read: _Read, path: Place) -> None:
+    """Copy the shared elements from a file to the wanted tensor.
+
+    The file's values begin at byte `begin`. All bytes from the first shared element to the last one
+    are read at once.
+    """
+    _, start, stored = read.position
+    wanted = read.wanted
+    target = wanted.tensor.detach()
+    for dim, extent in enumerate(read.extents):
+        target = target.narrow(dim, read.offsets[dim] - wanted.offsets[dim], extent)
+    # In row-major order, the shared elements are within [first, first + count) of the stored box.
     strides = [math.prod(stored.extents[dim + 1 :]) for dim in range(len(stored.extents))]
-    first = sum(
-        (low - offset) * s
-        for low, offset, s in zip(read.offsets, stored.offsets, strides, strict=True)
-    )
-    count = 1 + sum((extent - 1) * s for extent, s in zip(read.extents, strides, strict=True))
-    # without gaps between them in the file, the values need no memory of their own
+    first = 0
+    count = 1
+    for dim, stride in enumerate(strides):
+        first += (read.offsets[dim] - stored.offsets[dim]) * stride
+        count += (read.extents[dim] - 1) * stride
+    # If the file has no other elements between them, read straight into the target.
     direct = count == target.numel() and target.is_contiguous() and target.device.type == "cpu"
+    # otherwise read into a buffer of [count] elements
     values = target if direct else torch.empty(count, dtype=target.dtype)
     stream.seek(begin + start + first * target.dtype.itemsize)
     if stream.readinto(as_bytes(values)) != count * target.dtype.itemsize:
-        raise ValueError(f"{path} was cut while it was read")
-    if not direct:
+        raise ValueError(f"{path} was truncated while it was read")
+    if not direct:  # skip the elements between the shared ones
         target.copy_(values.as_strided(read.extents, strides))

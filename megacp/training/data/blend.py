@@ -1,8 +1,8 @@
-"""Several datasets read as one: which dataset every sample comes from, and which sample of it.
+"""Several datasets read as one: determine the dataset of every sample, and its number there.
 
-The rule is megatron-core's: the dataset that lags most behind its weight is next. The order repeats
-after `sum(parts)` samples, so one period is kept and any sample is found at once. A dataset that is
-exhausted begins its next epoch in a new order.
+The rule is megatron-core's: the next sample comes from the dataset whose share is furthest below
+its weight. The order repeats after `sum(parts)` samples. Only one period is stored, and any sample
+is found immediately. An exhausted dataset begins its next epoch in a new order.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megacp.training.data.reader import Pack, PackedDataset, PackImages
 from megacp.training.data.tables import UNIT_DTYPE
 
 FINEST = 1_000_000
-"""Most samples of a period. Weights that need more are rounded down to parts of a million."""
+"""Maximum number of samples in a period. Weights that need more are rounded down to millionths."""
 
 
 def whole_parts(weights: Sequence[Fraction]) -> list[int]:
-    """Weights as whole samples of a period: exact where at most `FINEST` are needed, else whole
-    parts of it.
+    """Return weights as numbers of samples in a period.
 
-    ValueError: a weight is less than a part.
+    They are exact if at most `FINEST` samples are needed; otherwise they are rounded down to whole
+    parts of it. Raise ValueError if a weight is less than one part.
     """
     common = math.lcm(*(weight.denominator for weight in weights))
     parts = [int(weight * common) for weight in weights]
@@ -44,60 +44,56 @@ def whole_parts(weights: Sequence[Fraction]) -> list[int]:
     if 0 in rounded:
         smallest = float(min(weights) / sum(weights))
         raise ValueError(
-            f"a weight is {smallest:.2g} of all weights, a dataset gets at least 1 of {FINEST:,} "
-            "samples"
+            f"a weight is {smallest:.2g} of all weights, but a dataset gets at least 1 of "
+            f"{FINEST:,} samples; use a larger weight"
         )
     return rounded
 
 
 class BlendOrder:
-    """Which dataset gives sample n of a blend, and how many samples it gave before; for any n >=
-    0.
-    """
+    """The dataset of each sample n >= 0 of a blend, and how many samples it has given before."""
 
     def __init__(self, parts: Sequence[int]) -> None:
-        """`parts`: of each dataset in a period, all above 0."""
+        """Compute one period. `parts`: samples per dataset in a period, all above 0."""
         chosen = array("h")
-        lags = list(parts)  # weight x samples - samples of the dataset, in units of 1 / total
-        for number in range(total := sum(parts)):
-            pick = lags.index(
-                max(lags)
-            )  # the dataset that is furthest behind, the first of several
+        total = sum(parts)
+        # weight x samples so far - samples of the dataset so far, in units of 1 / total
+        lags = list(parts)
+        for number in range(total):
+            pick = lags.index(max(lags))  # the first one with the largest lag
             chosen.append(pick)
-            if (
-                number
-            ):  # before the first sample Megatron counts one: the first two see the same weights
+            # Megatron counts one sample before the first: the first two see the same weights.
+            if number:
                 lags = list(map(operator.add, lags, parts))
             lags[pick] -= total
         self._parts = np.array(parts, np.int64)
         self._dataset = np.frombuffer(chosen, np.int16)  # [period]
         self._before = np.empty(total, np.int32)  # [period]: earlier samples of the same dataset
         for number, part in enumerate(parts):
-            self._before[self._dataset == number] = np.arange(
-                part
-            )  # it has `part` samples in a period
+            # the dataset has `part` samples in a period
+            self._before[self._dataset == number] = np.arange(part)
 
     def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Dataset, and number within it, of samples `start` .. `start + count - 1`; int64 [count]
-        each.
+        """Return the dataset of samples `start` .. `start + count - 1`, and their numbers in it.
+
+        Both are int64 [count].
         """
-        periods, within = np.divmod(
-            np.arange(start, start + count, dtype=np.int64), len(self._dataset)
-        )
+        numbers = np.arange(start, start + count, dtype=np.int64)
+        periods, within = np.divmod(numbers, len(self._dataset))
         dataset = self._dataset[within].astype(np.int64)
         return dataset, periods * self._parts[dataset] + self._before[within]
 
     def counts(self, number: int) -> np.ndarray:
-        """Samples of each dataset among the first `number`, int64 [datasets]."""
+        """Return the samples of each dataset among the first `number`, int64 [datasets]."""
         periods, within = divmod(number, len(self._dataset))
-        return periods * self._parts + np.bincount(
-            self._dataset[:within], minlength=len(self._parts)
-        )
+        in_last_period = np.bincount(self._dataset[:within], minlength=len(self._parts))
+        return periods * self._parts + in_last_period
 
 
 class BlendShare(NamedTuple):
-    """What one dataset has given to a run: its share of all samples (of all weights before the
-    first), its epochs.
+    """One dataset's share of all samples so far, and its epochs.
+
+    Before the first sample, the share is that of the weights.
     """
 
     name: str
@@ -106,109 +102,113 @@ class BlendShare(NamedTuple):
 
 
 class PackBlend:
-    """Datasets that fit each other as one source of packs. Their packs are numbered one dataset
-    after another.
-    """
+    """Compatible datasets as one source of packs. Packs are numbered dataset by dataset."""
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[Fraction]) -> None:
-        """ValueError lists every contradiction between the datasets, or names a weight that is too
-        small.
-        """
+        """Raise ValueError with every contradiction between the datasets, or for a tiny weight."""
         folders = [str(one.directory) for one in datasets]
         manifests = [one.manifest for one in datasets]
-        if reasons := contradictions(folders, manifests):
+        reasons = contradictions(folders, manifests)
+        if reasons:
             raise ValueError("\n".join(reasons))
         self.datasets = tuple(datasets)
         self._parts = whole_parts(weights)
-        # a dataset is named after its folder, and by the whole path where two folders have one name
+        # Name a dataset after its folder, or by its whole path if two folders have the same name.
         last = [folder.rstrip("/").rpartition("/")[2] for folder in folders]
-        self._names = [
-            name if last.count(name) == 1 else folder
-            for name, folder in zip(last, folders, strict=True)
-        ]
+        self._names = []
+        for name, folder in zip(last, folders, strict=True):
+            self._names.append(name if last.count(name) == 1 else folder)
         self._order = BlendOrder(self._parts)
-        self._first = np.concatenate(
-            ([0], np.cumsum([len(one) for one in datasets]))
-        )  # [datasets + 1]
+        # [datasets + 1]: number of each dataset's first pack
+        self._first = np.concatenate(([0], np.cumsum([len(one) for one in datasets])))
         self._feature_ids = next((one.feature_ids for one in manifests if one.image_rules), ())
 
     def __len__(self) -> int:
-        """Packs of all datasets."""
+        """Return the number of packs of all datasets."""
         return int(self._first[-1])
 
     def pack(self, i: int) -> Pack:
-        """Pack `i`, 0 <= i < len, from any thread."""
+        """Return pack `i`, 0 <= i < len, from any thread."""
         number = int(np.searchsorted(self._first, i, side="right")) - 1
         found = replace(self.datasets[number].pack(i - int(self._first[number])), index=i)
+        # A text pack in a blend with images: every row of a run must have vision inputs.
         if found.images is None and self._feature_ids:
-            return replace(
-                found,
-                images=PackImages(np.zeros(0, UNIT_DTYPE), {}, lambda item: b"", self._feature_ids),
-            )
+            no_units = np.zeros(0, UNIT_DTYPE)
+            no_images = PackImages(no_units, {}, lambda item: b"", self._feature_ids)
+            return replace(found, images=no_images)
         return found
 
     def samples(self, start: int, count: int, seed: int) -> np.ndarray:
-        """Packs of samples `start` .. `start + count - 1`, int64 [count]: each dataset in its own
-        endless order.
+        """Return the packs of samples `start` .. `start + count - 1`, int64 [count].
+
+        Each dataset has its own endless order.
         """
         dataset, nth = self._order.locate(start, count)
         chosen = np.empty(count, np.int64)
         for number in np.unique(dataset).tolist():
-            here = dataset == number  # rising numbers without a gap: the dataset's next samples
-            # datasets of one length must not be shuffled alike
+            here = dataset == number  # consecutive samples of the dataset
+            # datasets of the same length must not be shuffled in the same way
             digest = hashlib.blake2b(f"{seed} dataset {number}".encode(), digest_size=8).digest()
             own_seed = int.from_bytes(digest, "little")
             first = int(nth[here][0])
             found = samples(first, int(here.sum()), len(self.datasets[number]), own_seed)
-            chosen[here] = (
-                self._first[number] + found
-            )  # from packs of the dataset to packs of the blend
+            chosen[here] = self._first[number] + found
         return chosen
 
     def stored(self, start: int, count: int) -> np.ndarray:
-        """`samples` with each dataset in stored order; they end before the first pack that would
-        come again.
+        """Return `samples` with each dataset in stored order.
+
+        They end before the first pack that would be repeated.
         """
         dataset, nth = self._order.locate(start, count)
-        again = np.flatnonzero(nth >= np.diff(self._first)[dataset])
+        lengths = np.diff(self._first)  # [datasets]
+        again = np.flatnonzero(nth >= lengths[dataset])
         stop = int(again[0]) if len(again) else count
         return (self._first[dataset] + nth)[:stop]
 
     def shares(self, consumed: int) -> list[BlendShare]:
-        """What each dataset gave to the first `consumed` samples."""
+        """Return each dataset's share of the first `consumed` samples."""
         counts = self._order.counts(consumed).tolist()
-        of = counts if consumed else self._parts  # of no samples a share is the weight
-        return [
-            BlendShare(name, part / sum(of), count / len(dataset))
-            for name, count, part, dataset in zip(
-                self._names, counts, of, self.datasets, strict=True
-            )
-        ]
+        parts = counts if consumed else self._parts  # without samples, the weights are the shares
+        total = sum(parts)
+        shares = []
+        for name, count, part, dataset in zip(
+            self._names, counts, parts, self.datasets, strict=True
+        ):
+            shares.append(BlendShare(name, part / total, count / len(dataset)))
+        return shares
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the weights and of the datasets as they were built."""
+        """Hash of the weights and of the datasets' contents."""
         built = [self._parts, [one.fingerprint for one in self.datasets]]
         return hashlib.sha256(json.dumps(built).encode()).hexdigest()
 
 
 def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest]) -> list[str]:
-    """All in which datasets of a run must not differ from the first, or from the first with images
-    or messages.
+    """Return the differences between datasets that must not differ in one run.
+
+    Each dataset is compared with the first one, or with the first one that has images or messages.
     """
     reasons = []
-    pictured = next((number for number, one in enumerate(manifests) if one.image_rules), 0)
-    known = manifests[pictured].image_rules or {}
     expected = _decided(manifests[0])
-    talking = next((number for number, one in enumerate(manifests) if one.chat_template), 0)
+    pictured = 0  # the first dataset with images
+    talking = 0  # the first dataset with a chat template
+    alpaca = None  # the first dataset with Alpaca's prompts
+    for number in reversed(range(len(manifests))):
+        manifest = manifests[number]
+        if manifest.image_rules:
+            pictured = number
+        if manifest.chat_template:
+            talking = number
+        if "alpaca" in (manifest.answer_forms or {}):
+            alpaca = number
+    known = manifests[pictured].image_rules or {}
     template = (manifests[talking].chat_template or {}).get("default")
-    alpaca = next(
-        (number for number, one in enumerate(manifests) if "alpaca" in (one.answer_forms or {})),
-        None,
-    )
     for folder, manifest in zip(folders, manifests, strict=True):
         for what, value in _decided(manifest).items():
             if value != expected[what]:
+                # hashes are not shown, because they mean nothing to a user
                 shown = f" ({value}, not {expected[what]})" if isinstance(value, int | None) else ""
                 reasons.append(f"{folder} was built with another {what} than {folders[0]}{shown}")
         if manifest.chat_template and manifest.chat_template["default"] != template:
@@ -218,12 +218,12 @@ def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest])
         conversations = {"chat_template", "messages"} & (manifest.answer_forms or {}).keys()
         if alpaca is not None and conversations:
             reasons.append(
-                f"{folders[alpaca]} has answers after Alpaca's prompt, and {folder} has "
-                "conversations in another form: "
-                "build both with one --chat-template"
+                f"{folders[alpaca]} has answers after Alpaca's prompt, but {folder} has "
+                "conversations in another form: rebuild both with the same --chat-template"
             )
-        rules = manifest.image_rules or known
-        if keys := sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key)):
+        rules = manifest.image_rules or known  # a text dataset fits any rules
+        keys = sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key))
+        if keys:
             differing = ", ".join(f"{key} {rules.get(key)}, not {known.get(key)}" for key in keys)
             reasons.append(
                 f"{folder} was built with other image rules than {folders[pictured]}: {differing}"
@@ -232,7 +232,7 @@ def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest])
 
 
 def _decided(manifest: DatasetManifest) -> dict[str, Any]:
-    """What must be alike in datasets of one run, by what decides it."""
+    """Return the values that must be equal in datasets of one run, by the flag that sets them."""
     return {
         "tokenizer": manifest.tokenizer.sha256,
         "--prepend-bos": manifest.tokenizer.begins_with,

@@ -1,15 +1,15 @@
-"""From stored packs to one PackedBatch: padding inside segments, shifted labels, weights,
-positions, mask metadata.
+"""Collate stored packs to one PackedBatch: padding, shifted labels, weights, positions and mask.
 
-Labels are shifted here, per document, before anything is cut over ranks: a token at the edge of a
-rank never needs its neighbour's.
+Labels are shifted here, per document, before the row is divided among ranks. A token at the edge of
+a rank therefore never needs a token of the next rank.
 
-The last token of a document predicts nothing, and so does the last token of a branch. What has
-branches that begin differently predicts nothing at its end: each would be another answer. Where all
-begin alike, the end of what they continue predicts that token, with its weight in the first branch.
-A loss weight belongs to the predicted token, so it moves with the label to the token before.
+The last token of a document predicts no token, and neither does the last token of a branch. If a
+part is continued by branches that begin with different tokens, its last token predicts none of
+them. If all its branches begin with the same token, its last token predicts that token, with the
+weight from the first branch. A loss weight belongs to the predicted token, so it moves with the
+label to the token before.
 
-Letters: `T` tokens of the padded row, `n` true ones, `r` runs.
+Letters: `T` tokens of the padded row, `n` true tokens, `r` runs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from megacp.training.data.reader import Pack
 
 
 class _TokenRuns(NamedTuple):
-    """Runs of true tokens, each shifted by itself: whole documents, or prefixes and branches, in
-    their order.
+    """Runs of true tokens, in order. Labels are shifted within each run.
+
+    A run is a whole document, a prefix or a branch.
     """
 
-    length: np.ndarray  # int64 [r], as are all
+    length: np.ndarray  # int64 [r], like the other two
     start: np.ndarray  # index of the first token in the padded row
-    leave: np.ndarray  # index where the part ends that sees the run
+    leave: np.ndarray  # index after the last token that sees the run
 
 
 def collate(
@@ -40,48 +41,50 @@ def collate(
     image_attention: str = "example",
     loading: ImageLoading | None = None,
 ) -> PackedBatch:
-    """One microbatch from its packs (at least one), concatenated; T is the sum of their padded
-    lengths.
+    """Return one microbatch of the concatenated packs (at least one).
 
-    attention_mask "packed": each segment is a document, numbered over all packs; labels and
-    positions stay inside it. "causal": each pack is one document; labels and positions run on over
-    its segments, and over padding inside it as if that were not there. Padding has leave 0, weight
-    0, and positions 0, 1, ... in each gap. image_attention: see `images.spans`. loading: what this
-    rank decodes of the images; None decodes nothing. ValueError: "causal" for a pack with branches
-    (one answer would see the others); image-patch tokens that are not as many as image features; a
-    bad image, where the policy of `loading` is `fail`.
+    T is the sum of the packs' padded lengths. With attention_mask "packed", each segment is a
+    document, numbered over all packs; labels and positions stay inside it. With "causal", each pack
+    is one document; labels and positions continue over its segments and skip its padding.
+    Padding has leave 0, weight 0, and positions 0, 1, ... in each gap. See `images.spans` for
+    `image_attention`. `loading` selects the images to decode on this rank; None decodes none.
+
+    Raise ValueError for "causal" with branches (branches would see each other), for a different
+    number of image-patch tokens than image features, and for a bad image if the policy is `fail`.
     """
-    segments = (
-        packs[0].segments if len(packs) == 1 else np.concatenate([pack.segments for pack in packs])
-    )
+    if len(packs) == 1:
+        segments = packs[0].segments
+    else:
+        segments = np.concatenate([pack.segments for pack in packs])
     true = segments["true_length"].astype(np.int64)
     padded = segments["padded_length"].astype(np.int64)
     begin = np.cumsum(padded) - padded  # index of each segment's first token in the padded row
     if attention_mask == "packed":
         runs = _document_runs(packs, segments, begin)
-        last = (np.cumsum(runs.length) - 1)[
-            ~_agreeing(packs, runs)
-        ]  # of true tokens: those that predict nothing
+        ends = np.cumsum(runs.length) - 1  # index of each run's last true token
+        last = ends[~_agreeing(packs, runs)]  # these predict no token
     else:
-        if branched := [pack.index for pack in packs if pack.branches is not None]:
+        branched = [pack.index for pack in packs if pack.branches is not None]
+        if branched:
             raise ValueError(
-                f"packs {branched} have branches, which --attention-mask causal cannot keep apart"
+                f"packs {branched} have branches, which --attention-mask causal cannot separate"
             )
+        # one run per segment, but labels and visibility end only with the pack
         pack_of = np.repeat(np.arange(len(packs)), [len(pack.segments) for pack in packs])
-        end = np.cumsum(
-            np.bincount(pack_of, weights=padded).astype(np.int64)
-        )  # of each pack in the padded row
+        padded_of_packs = np.bincount(pack_of, weights=padded).astype(np.int64)
+        true_of_packs = np.bincount(pack_of, weights=true).astype(np.int64)
+        end = np.cumsum(padded_of_packs)  # of each pack in the padded row
         runs = _TokenRuns(true, begin, end[pack_of])
-        last = np.cumsum(np.bincount(pack_of, weights=true).astype(np.int64)) - 1
-    # [T], as if every token were padding: in each segment 0, 1, ... from its true length on
+        last = np.cumsum(true_of_packs) - 1
+    # [T]: positions of padding, which count 0, 1, ... from the true length of each segment on.
+    # `_filled` overwrites the positions of true tokens.
     positions = np.maximum(np.arange(int(padded.sum())) - np.repeat(begin + true, padded), 0)
-    return with_images(
-        _filled(packs, runs, last, positions), packs, begin, image_attention, loading
-    )
+    batch = _filled(packs, runs, last, positions)
+    return with_images(batch, packs, begin, image_attention, loading)
 
 
 def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _TokenRuns:
-    """One run a segment, or, where it has branches, one for the prefix and one for each branch."""
+    """Return one run per segment; with branches, one for the prefix and one per branch."""
     whole = begin + segments["true_length"]
     tables = [pack.branches for pack in packs if pack.branches is not None]
     if not tables:
@@ -89,49 +92,46 @@ def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarra
     branches = np.concatenate(tables)
     documents = np.arange(len(segments))
     owner = np.repeat(documents, segments["num_branches"])  # the document of each branch
-    order = np.argsort(
-        np.concatenate((documents, owner)), kind="stable"
-    )  # a prefix, then its branches in order
-    return _TokenRuns(
-        length=np.concatenate((segments["prefix_length"], branches["length"])).astype(np.int64)[
-            order
-        ],
-        start=np.concatenate((begin, begin[owner] + branches["start"]))[order],
-        leave=np.concatenate((whole, begin[owner] + branches["leave"]))[order],
-    )
+    # sort each prefix before the branches of its document, which are already in order
+    order = np.argsort(np.concatenate((documents, owner)), kind="stable")
+    length = np.concatenate((segments["prefix_length"], branches["length"])).astype(np.int64)
+    start = np.concatenate((begin, begin[owner] + branches["start"]))
+    leave = np.concatenate((whole, begin[owner] + branches["leave"]))
+    return _TokenRuns(length[order], start[order], leave[order])
 
 
 def _agreeing(packs: Sequence[Pack], runs: _TokenRuns) -> np.ndarray:
-    """bool [r]: whether a run has branches that all begin with the same token."""
+    """Return whether the branches of each run all begin with the same token, bool [r]."""
     parent = parents(runs.start, runs.leave)
-    child = np.flatnonzero(parent >= 0)  # runs that continue another
+    child = np.flatnonzero(parent >= 0)  # runs that continue another run
     agreeing = np.zeros(len(parent), bool)
     if len(child):
-        begins = np.concatenate([pack.tokens for pack in packs])[
-            np.cumsum(runs.length) - runs.length
-        ]  # [r]: first ids
+        tokens = np.concatenate([pack.tokens for pack in packs])
+        begins = tokens[np.cumsum(runs.length) - runs.length]  # [r]: first token of each run
         continued = parent[child]
         agreeing[continued] = True
-        # the first branch of a run is the run right behind it
-        agreeing[continued[begins[child] != begins[continued + 1]]] = False
+        # The first branch of a run is the next run: compare all branches with it.
+        differing = begins[child] != begins[continued + 1]
+        agreeing[continued[differing]] = False
     return agreeing
 
 
 def parents(start: np.ndarray, leave: np.ndarray) -> np.ndarray:
-    """int64 [n]: of nodes of trees in the order of their tokens the one that each continues; -1 for
-    a root.
+    """Return the parent of each node, int64 [n]; -1 for a root.
 
-    start, leave [n]: index of a node's first token, and where its subtree ends.
+    Nodes of all trees are in the order of their tokens. start, leave [n]: index of a node's first
+    token, and of the end of its subtree.
     """
     found = np.full(len(start), -1)
-    if (leave[:-1] <= start[1:]).all():  # no branches at all
+    if (leave[:-1] <= start[1:]).all():  # no branches
         return found
     above = list[int]()  # nodes whose subtrees have not ended, from the root down
     ends = leave.tolist()
     for node, first in enumerate(start.tolist()):
         while above and ends[above[-1]] <= first:
             above.pop()
-        found[node] = above[-1] if above else -1
+        if above:
+            found[node] = above[-1]
         above.append(node)
     return found
 
@@ -139,29 +139,31 @@ def parents(start: np.ndarray, leave: np.ndarray) -> np.ndarray:
 def _filled(
     packs: Sequence[Pack], runs: _TokenRuns, last: np.ndarray, position_ids: np.ndarray
 ) -> PackedBatch:
-    """Scatter the true tokens into the padded row. last: numbers of the true tokens that predict
-    nothing.
+    """Scatter the true tokens to the padded row.
+
+    `last`: indices of the true tokens that predict no token. `position_ids` contains the positions
+    of padding; the positions of true tokens are filled in.
     """
     stored = np.concatenate([pack.tokens for pack in packs]).astype(np.int64)  # [n]
-    weights = np.concatenate(
-        [
-            np.ones(len(pack.tokens), np.float32) if pack.weights is None else pack.weights
-            for pack in packs
-        ]
-    )
-    # label and weight of the next true token; the last of all is cleared below
+    of_packs = []
+    for pack in packs:
+        all_ones = np.ones(len(pack.tokens), np.float32)
+        of_packs.append(all_ones if pack.weights is None else pack.weights)
+    weights = np.concatenate(of_packs)  # [n]
+    # Label and weight come from the next true token. `last` clears the tokens without a label, also
+    # the very last token, for which `roll` returns the first one.
     labels = np.roll(stored, -1)
     labels[last] = 0
     label_weights = np.roll(weights, -1)
     label_weights[last] = 0
-    number = np.arange(len(stored))  # of each true token
-    run = np.repeat(np.arange(len(runs.length)), runs.length)  # [n]: the run of each
+    number = np.arange(len(stored))  # [n]: index of each true token
+    run = np.repeat(np.arange(len(runs.length)), runs.length)  # [n]: run of each token
     within = number - (np.cumsum(runs.length) - runs.length)[run]
-    index = runs.start[run] + within  # [n]: where each stands in the padded row
+    index = runs.start[run] + within  # [n]: index in the padded row
     total = len(position_ids)  # T
     leave = runs.leave[run]
-    # a token's position counts those before it on its path: all before it, but those whose part has
-    # ended by then
+    # A token's position is the number of tokens before it on its path: all earlier tokens, except
+    # tokens of branches that have ended by then.
     ended = np.cumsum(np.bincount(leave, minlength=total + 1))  # [T + 1]
     position_ids[index] = number - ended[index]
 

@@ -1,13 +1,13 @@
-"""The images of a row: spans and bounds for all ranks, from tables alone; pixels for the rank that
-encodes them.
+"""The images of a row: spans and bounds for all ranks, and pixels for the rank that encodes them.
 
-The boundary table says which rank encodes which image, so no rank sends pixels to another. A rank
-that encodes nothing (another pipeline stage, more ranks than units) decodes nothing.
+Spans and bounds come from tables only. The boundary table determines which rank encodes which
+image, so no rank sends pixels to another rank. A rank that encodes no image (another pipeline
+stage, more ranks than units) decodes none.
 
-A bad image: `fail` ends the run and names the record. `skip` drops the whole document, on all ranks
-alike, though one rank alone has seen the fault. That rank reports it
-(`VisionInputs.bad_documents`), the ranks exchange their reports before a step, and each clears the
-same documents (`training/loop/images.py`).
+With policy `fail`, a bad image ends the run, and the message names its record. With `skip`, all
+ranks drop the whole document, although only one rank has decoded the image. That rank reports it in
+`VisionInputs.bad_documents`. The ranks exchange their reports before a step, and each rank clears
+the same documents (`training/loop/images.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megacp.training.data.vision.rules import ImageError, Pixels
 
 
 class Decoder(Protocol):
-    """Encoded bytes to pixels; called from several threads at once. ImageError says what is wrong
-    with the bytes.
+    """Converts encoded bytes to pixels; several threads call it at once.
 
-    `patch_shape`: patches of a crop, numbers of a patch. `image`: all crops of an image. `video`:
-    those of some units of a video, whose numbers rise.
+    `patch_shape` is the number of patches per crop and of values per patch. `image` returns all
+    crops of an image, `video` the crops of some units of a video, in increasing order. Raise
+    ImageError if the bytes cannot be decoded.
     """
 
     @property
@@ -42,17 +42,17 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class ImageLoading:
-    """What one rank decodes and how."""
+    """Which images one rank decodes, and how."""
 
     decoder: Decoder
     cp_rank: int = 0
     cp_size: int = 1
     decodes: bool = True
-    """False on pipeline stages that encode no images."""
+    """False on pipeline stages that do not encode images."""
     on_bad_image: str = "fail"
-    """fail: the run ends; skip: the document is dropped."""
+    """fail: end the run; skip: drop the document."""
     strategy: str = "stored"
-    """stored (computed where there is no such table), computed or replicate."""
+    """stored (computed if the table is missing), computed or replicate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,35 +60,37 @@ class RowUnits:
     """The units of all packs of a row, in order."""
 
     table: np.ndarray
-    """tables.UNIT_DTYPE [u], with `segment` counted over all packs."""
+    """tables.UNIT_DTYPE [u]; `segment` counts over all packs."""
     pack: np.ndarray
     """Index into the packs of the row, int64 [u]."""
     begin: np.ndarray
-    """Place in the row at which each segment begins, int64 [segments]."""
+    """Index in the row at which each segment begins, int64 [segments]."""
     first: np.ndarray
-    """Place of the unit's first token in the row, int64 [u]."""
+    """Index in the row of each unit's first token, int64 [u]."""
     cum_crops: np.ndarray
-    """int64 [u], as are pooled tokens."""
+    """Cumulative crops of the row up to and including each unit, int64 [u]."""
     cum_pooled: np.ndarray
+    """Cumulative pooled tokens, int64 [u]."""
     grids: np.ndarray | None
-    """int64 [u, 2], as of a pack; None where no pack has some."""
+    """Rows and columns of pooled tokens, int64 [u, 2]; None if no pack has them."""
 
 
 def row_units(
     images: Sequence[PackImages], num_segments: Sequence[int], begin: np.ndarray
 ) -> RowUnits:
-    """Units of packs with `num_segments` segments each, where segment s of the row begins at index
-    `begin[s]`.
+    """Return the units of packs with `num_segments` segments each.
+
+    Segment s of the row begins at index `begin[s]`.
     """
     pack = np.repeat(np.arange(len(images)), [len(one.units) for one in images])
     table = np.concatenate([one.units for one in images])
-    table["segment"] += (np.cumsum(num_segments) - num_segments)[
-        pack
-    ]  # segments of the packs before
+    segments_before = np.cumsum(num_segments) - num_segments  # [packs]
+    table["segment"] += segments_before[pack]
     cumulative = dict[str, np.ndarray]()
     for name in ("image_stop", "pooled_stop"):
         totals = np.array([int(one.units[name][-1]) if len(one.units) else 0 for one in images])
-        cumulative[name] = table[name].astype(np.int64) + (np.cumsum(totals) - totals)[pack]
+        before = np.cumsum(totals) - totals  # [packs]
+        cumulative[name] = table[name].astype(np.int64) + before[pack]
     grids = [one.grids for one in images if one.grids is not None]
     return RowUnits(
         table=table,
@@ -104,17 +106,15 @@ def row_units(
 def vision_inputs(
     units: RowUnits, tokens: np.ndarray, feature_ids: tuple[int, ...], packs: Sequence[Pack] = ()
 ) -> VisionInputs:
-    """What all ranks know of the images of a row of `tokens [T]`: no pixels, and no boundary table
-    yet.
+    """Return the vision inputs of a row of `tokens [T]`, without pixels and boundary table.
 
-    ValueError names the document that has other image-patch tokens than features, with `packs` its
-    record too.
+    Raise ValueError if a document has different numbers of image-patch tokens and features. The
+    message names the document and, with `packs`, its record.
     """
-    in_row = np.flatnonzero(np.isin(tokens, feature_ids))  # image-patch tokens
-    # [segments]: image-patch tokens of each, and the features that its units make
-    held = np.bincount(
-        np.searchsorted(units.begin, in_row, side="right") - 1, minlength=len(units.begin)
-    )
+    in_row = np.flatnonzero(np.isin(tokens, feature_ids))  # indices of image-patch tokens
+    # [segments]: number of image-patch tokens, and number of features that its units produce
+    segment_of_token = np.searchsorted(units.begin, in_row, side="right") - 1
+    held = np.bincount(segment_of_token, minlength=len(units.begin))
     pooled = np.diff(units.cum_pooled, prepend=0)
     features = np.bincount(units.table["segment"], pooled, len(units.begin)).astype(np.int64)
     for segment in np.flatnonzero(held != features).tolist():
@@ -124,26 +124,26 @@ def vision_inputs(
             f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
         )
         raise ValueError(f"{where}document {segment} of its row: {counts}")
-    patches, pooling = np.zeros((0, 0, 0), np.float32), np.zeros((0, 1), np.int64)
+    patches = np.zeros((0, 0, 0), np.float32)
+    pooling = np.zeros((0, 1), np.int64)
     return VisionInputs(units.cum_crops, units.cum_pooled, in_row, None, patches, pooling)
 
 
 def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
-    """int32 [length]: image tokens (markers included) that see each other in both directions share
-    a number above 0.
+    """Return the spans of a row, int32 [length].
 
-    "example": all of a source document, or of one of its branches; "image": each image or frame by
-    itself; "causal": none.
+    Image tokens (including markers) that see each other in both directions have the same number
+    above 0. With "example", all image tokens of a document or of one branch share a number; with
+    "image", all tokens of an image or frame do. With "causal", all numbers are 0.
     """
     span = np.zeros(length, np.int32)
     if image_attention != "causal":
-        # [2, u] -> [u]: units of one part of a document share a number
+        # [2, u] -> [u]: units of the same part of a document have the same number
         parts = np.stack([units.table["segment"], units.table["branch"]])
         together = np.unique(parts, axis=1, return_inverse=True)[1].reshape(-1)
         number = {"example": together, "image": np.arange(len(units.first))}[image_attention]
-        for first, count, value in zip(
-            units.first, units.table["num_tokens"], number + 1, strict=True
-        ):
+        lengths = units.table["num_tokens"]
+        for first, count, value in zip(units.first, lengths, number + 1, strict=True):
             span[first : first + count] = value
     return span
 
@@ -155,12 +155,11 @@ def with_images(
     image_attention: str,
     loading: ImageLoading | None,
 ) -> PackedBatch:
-    """The row of `packs` with the spans and bounds of its images, and the pixels that `loading`
-    asks for.
+    """Add spans and bounds of the images to a row of `packs`, and the pixels for `loading`.
 
-    Segment s begins at index `begin[s]`; without images it is the row itself. ValueError names the
-    record whose image-patch tokens are not as many as its features, and that of a bad image when
-    the policy is `fail`.
+    Segment s begins at index `begin[s]`. A row without images is returned unchanged. Raise
+    ValueError, naming the record, for different numbers of image-patch tokens and features, and for
+    a bad image if the policy is `fail`.
     """
     images = [pack.images for pack in packs if pack.images is not None]
     if not images:
@@ -175,34 +174,40 @@ def with_images(
 
 
 def position_axes(batch: PackedBatch, grids: np.ndarray, vision: VisionInputs) -> np.ndarray:
-    """int64 [T, 3], as `PackedBatch` says, for units of `grids [u, 2]`: along the paths of trees
-    too.
+    """Return the positions on three axes, int64 [T, 3], for units with `grids [u, 2]`.
 
-    An image's tokens begin where the text before it ends; rows and columns count on from there,
-    time does not.
+    See `PackedBatch.position_axes`. The tokens of an image begin at the position after the text
+    before it. Within the image, rows and columns count on from there, and time stays the same. The
+    positions follow the paths of trees.
     """
-    rows, stops = vision.feature_rows, vision.cum_token_pooling_bounds
-    step = (batch.leave > 0).astype(np.int64)  # [T]: how far a token moves what stands behind it
+    rows = vision.feature_rows
+    stops = vision.cum_token_pooling_bounds
+    # [T]: how far a token moves the tokens after it. The tokens of an image move them together, by
+    # its larger side; this step is put at its last token.
+    step = (batch.leave > 0).astype(np.int64)
     step[rows] = 0
-    step[rows[stops - 1]] = grids.max(1)  # the last token of an image, for all of it
-    ended = np.cumsum(np.bincount(batch.leave, step, len(batch) + 1))[:-1].astype(
-        np.int64
-    )  # in parts that end before
+    step[rows[stops - 1]] = grids.max(1)
+    # [T]: steps in branches that end before the token, which are not on its path
+    steps_by_leave = np.bincount(batch.leave, step, len(batch) + 1)
+    ended = np.cumsum(steps_by_leave)[:-1].astype(np.int64)
     position = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
     axes = np.repeat(position[:, None], 3, axis=1)
     pooled = np.diff(stops, prepend=0)  # [u]: tokens of each image
-    columns = np.repeat(grids[:, 1], pooled)  # of the image of each of its tokens
-    within = np.arange(len(rows)) - np.repeat(
-        stops - pooled, pooled
-    )  # index in its image, row by row
+    columns = np.repeat(grids[:, 1], pooled)  # of the image of each image token
+    # index of each token in its image, in row-major order
+    within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)
     axes[rows, 1] += within // columns
     axes[rows, 2] += within % columns
     return axes
 
 
 def _record(packs: Sequence[Pack], segment: int) -> str:
-    """Where a segment of the row comes from, as words for an error."""
-    return [pack.record(number) for pack in packs for number in range(len(pack.segments))][segment]
+    """Return the origin of a segment of the row, as text for an error message."""
+    for pack in packs:
+        if segment < len(pack.segments):
+            return pack.record(segment)
+        segment -= len(pack.segments)
+    raise IndexError(f"the row has fewer segments, by {segment + 1}")
 
 
 def _with_pixels(
@@ -212,27 +217,19 @@ def _with_pixels(
     units: RowUnits,
     loading: ImageLoading,
 ) -> VisionInputs:
-    """The images of a row with their boundary table for `cp_size` ranks and the pixels that this
-    rank encodes.
-    """
+    """Return the vision inputs with a boundary table for `cp_size` ranks and this rank's pixels."""
     images = [pack.images for pack in packs if pack.images is not None]
     shape = loading.decoder.patch_shape
     table = units.table
     bounds = units.cum_crops, units.cum_pooled
-    # a row of several packs has other bounds than each of them
-    stored = (
-        images[0].boundaries.get(loading.cp_size)
-        if len(images) == 1 and loading.strategy == "stored"
-        else None
-    )
-    strategy = (
-        loading.strategy
-        if loading.strategy == REPLICATE
-        else "computed"
-        if stored is None
-        else "stored"
-    )
-    rank, ranks = (0, 1) if strategy == REPLICATE else (loading.cp_rank, loading.cp_size)
+    stored = None
+    if len(images) == 1 and loading.strategy == "stored":  # rows of several packs have other bounds
+        stored = images[0].boundaries.get(loading.cp_size)
+    if loading.strategy == REPLICATE:
+        strategy, rank, ranks = REPLICATE, 0, 1  # every rank encodes all images
+    else:
+        strategy = "computed" if stored is None else "stored"
+        rank, ranks = loading.cp_rank, loading.cp_size
     boundaries = compute_image_shard_boundaries(*bounds, ranks) if stored is None else stored
     mine = list(units_of(boundaries, units.cum_crops, rank)) if loading.decodes else []
     sizes = np.diff(np.stack(bounds, 1), axis=0, prepend=0)  # [u, (crops, pooled)]
@@ -240,49 +237,48 @@ def _with_pixels(
     bad: dict[int, str] = {}
 
     def file(unit: int) -> tuple[int, ...]:
-        """Frames of one video stand together, and their file is read once; an image that is named
-        twice stays two.
+        """Return the key of a unit's file.
+
+        Frames of one video are adjacent, and the file is read once for all of them. An image that
+        occurs twice counts as two files.
         """
-        return (
-            int(units.pack[unit]),
-            int(table["item"][unit]),
-            -1 if table["frame"][unit] >= 0 else unit,
-        )
+        pack = int(units.pack[unit])
+        item = int(table["item"][unit])
+        return pack, item, -1 if table["frame"][unit] >= 0 else unit
 
     for _, group in itertools.groupby(mine, file):
         item = list(group)
         first = item[0]
         frames = table["frame"][item].tolist()  # -1: an image
+        is_video = frames[0] >= 0
         crops, pooled = sizes[item].sum(0).tolist()
         try:
             data = images[int(units.pack[first])].read(int(table["item"][first]))
-            pixels = (
-                loading.decoder.video(data, frames)
-                if frames[0] >= 0
-                else loading.decoder.image(data)
-            )
+            if is_video:
+                pixels = loading.decoder.video(data, frames)
+            else:
+                pixels = loading.decoder.image(data)
             expected = (crops, *shape), pooled
-            if (sized := (pixels[0].shape, len(pixels[1]))) != expected:
+            sized = pixels[0].shape, len(pixels[1])
+            if sized != expected:
                 raise ImageError(
-                    f"it decodes to patches and pooled tokens {sized}, the dataset has {expected}"
+                    f"it decodes to patches and pooled tokens {sized}, but the dataset has "
+                    f"{expected}"
                 )
             found.append(pixels)
         except ImageError as error:
-            what = "video" if frames[0] >= 0 else "image"
-            reason = (
-                f"{_record(packs, int(table['segment'][first]))}: {what} "
-                f"{table['item'][first]}: {error}"
-            )
+            kind = "video" if is_video else "image"
+            record = _record(packs, int(table["segment"][first]))
+            reason = f"{record}: {kind} {table['item'][first]}: {error}"
             if loading.on_bad_image == "fail":
                 raise ValueError(
-                    f"{reason} (--on-bad-image skip leaves such documents out)"
+                    f"{reason} (use --on-bad-image skip to leave such documents out)"
                 ) from None
             bad.setdefault(int(document[units.first[first]]), reason)
-            # a stand-in: its features are finite, and no token sees them
+            # Stand-in pixels: their features are finite, and no token sees them.
             window = 1 if units.grids is None else crops // pooled
-            found.append(
-                (np.zeros((crops, *shape), np.float32), np.zeros((pooled, window), np.int64))
-            )
+            patches = np.zeros((crops, *shape), np.float32)
+            found.append((patches, np.zeros((pooled, window), np.int64)))
     patches, pooling = joined(found, shape)
     return dataclasses.replace(
         vision,
@@ -296,17 +292,18 @@ def _with_pixels(
 
 
 def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:
-    """Pixels of several items as one: windows filled up with -1, indices counted from the first
-    item's patches.
+    """Concatenate the pixels of several items.
+
+    Windows are padded with -1, and indices count from the first patch of the first item.
     """
-    patches = np.concatenate(
-        [np.zeros((0, *patch_shape), np.float32), *(pixels for pixels, _ in found)]
-    )
-    window = max((pooling.shape[1] for _, pooling in found), default=1)  # patches of the largest
+    no_patches = np.zeros((0, *patch_shape), np.float32)  # gives an empty list its shape
+    patches = np.concatenate([no_patches, *(pixels for pixels, _ in found)])
+    window = max((pooling.shape[1] for _, pooling in found), default=1)  # the widest of all items
     rows = [np.zeros((0, window), np.int64)]
     before = 0
     for pixels, pooling in found:
         moved = np.where(pooling >= 0, pooling + before, -1)
-        rows.append(np.pad(moved, ((0, 0), (0, window - pooling.shape[1])), constant_values=-1))
-        before += pixels.shape[0] * pixels.shape[1]  # crops x patches of a crop
+        missing = window - pooling.shape[1]
+        rows.append(np.pad(moved, ((0, 0), (0, missing)), constant_values=-1))
+        before += pixels.shape[0] * pixels.shape[1]  # crops x patches per crop
     return patches, np.concatenate(rows)

@@ -1,11 +1,10 @@
-"""The loader: which packs each data-parallel rank reads in each step, read and prepared ahead in
-threads.
+"""The loader: read the packs of each data-parallel rank, and prepare steps ahead in threads.
 
-A step is a function of dataset, seed, samples consumed, dp rank and dp size. So a run resumes from
-one integer, on any number of ranks, and sees every sample exactly once. The samples of a step are
-the same set for every dp size: microbatch j of rank r holds the step's samples from (j * dp_size +
-r) * m on. Ranks that differ only in tp, cp or pp read the same packs and compare
-`PackedBatch.fingerprint()`.
+A step is a function of the dataset, the seed, the consumed samples, the dp rank and the dp size. A
+run therefore resumes from one integer, on any number of ranks, and sees every sample exactly once.
+The set of samples in a step is the same for every dp size: microbatch j of rank r has m of the
+step's samples, from number (j * dp_size + r) * m on. Ranks that differ only in tp, cp or pp read
+the same packs, and compare `PackedBatch.fingerprint()`.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ from megacp.training.data.reader import Pack
 
 
 class PackSource(Protocol):
-    """What the loader reads from: a PackedDataset, a PackBlend, or anything else with numbered
-    packs.
+    """A source of numbered packs: a PackedDataset, a PackBlend, or any other object with this API.
 
-    `pack`: pack `i`, 0 <= i < len; called from the loader's threads.
+    `pack` returns pack `i`, 0 <= i < len; the loader's threads call it.
     """
 
     def __len__(self) -> int: ...
@@ -41,24 +39,24 @@ class PackSource(Protocol):
 
 
 ENDLESS = 1 << 62
-"""Samples of a run that takes only whole steps."""
+"""Number of samples of a run that takes only whole steps."""
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How packs become steps; equal on all ranks."""
+    """How packs form steps; equal on all ranks."""
 
     micro_batch_size: int = 1
     global_batch_size: int = 1
     seed: int = 0
     attention_mask: str = "packed"
-    """packed: documents do not see each other; causal: a pack is one document."""
+    """packed: documents do not see each other; causal: each pack is one document."""
     image_attention: str = "example"
-    """Which image tokens see each other in both directions: see `images.spans`."""
+    """Which image tokens see each other in both directions, see `images.spans`."""
     num_threads: int = 1
-    """Threads that make steps ahead, at least two steps; 0 makes each step when it is asked for."""
+    """Threads that make at least two steps ahead; 0 makes each step on request."""
     end: int = ENDLESS
-    """Samples of the whole run, whose last step may be short of packs."""
+    """Samples of the whole run; its last step may have fewer packs."""
 
 
 def _batches(
@@ -68,21 +66,21 @@ def _batches(
     data_rank: DataRank,
     images: ImageLoading | None,
 ) -> list[PackedBatch]:
-    """This rank's microbatches of a step's packs [global_batch_size]. -1 is none: pack 0, all of it
-    as padding.
+    """Return this rank's microbatches of a step with packs `chosen` [global_batch_size].
+
+    The number -1 means no pack. A microbatch without packs is pack 0 with all tokens as padding.
     """
     # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
     mine = chosen.reshape(-1, data_rank.size, options.micro_batch_size)[:, data_rank.index]
     batches = []
     for numbers in mine.tolist():
         present = [i for i in numbers if i >= 0]
-        packs = [
-            source.pack(i) for i in present or [0]
-        ]  # ranks run in lockstep: none has an empty microbatch
+        # Ranks run in lockstep, so each needs a microbatch, if necessary of pack 0.
+        packs = [source.pack(i) for i in present or [0]]
         batch = collate(packs, options.attention_mask, options.image_attention, images)
-        batches.append(
-            batch if present else batch.without_documents(np.unique(batch.document).tolist())
-        )
+        if not present:
+            batch = batch.without_documents(np.unique(batch.document).tolist())
+        batches.append(batch)
     return batches
 
 
@@ -93,23 +91,24 @@ def step_batches(
     consumed: int,
     images: ImageLoading | None = None,
 ) -> list[PackedBatch]:
-    """The microbatches of one rank for the step that begins after `consumed` samples; a pure
-    function.
+    """Return the microbatches of one rank for the step after `consumed` samples; a pure function.
 
-    Without `images` no pixels are decoded.
+    Without `images`, no pixels are decoded.
     """
     count = max(0, min(options.global_batch_size, options.end - consumed))
     if isinstance(source, PackBlend):
         found = source.samples(consumed, count, options.seed)
     else:
         found = samples(consumed, count, len(source), options.seed)
+    # [count] -> [global_batch_size]: the last step of a run may have fewer samples
     chosen = np.pad(found, (0, options.global_batch_size - count), constant_values=-1)
     return _batches(source, chosen, options, data_rank, images)
 
 
 class PackedLoader:
-    """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a
-    context manager.
+    """Endless optimizer steps from a pack source, prepared in threads.
+
+    Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -121,11 +120,11 @@ class PackedLoader:
         images: ImageLoading | None = None,
         prepare: Callable[[PackedBatch], Any] = lambda batch: batch,
     ) -> None:
-        """`consumed_samples`, any number >= 0, is the state to resume from; it need not be a
-        multiple of the batch.
+        """Start to read ahead.
 
-        `images`: what this rank decodes; None decodes nothing. `prepare` is called in the threads
-        once for each batch.
+        Resume after `consumed_samples`, any number >= 0, not necessarily a multiple of the batch.
+        `images` selects the images that this rank decodes; None decodes none. The threads call
+        `prepare` once for each batch.
         """
         self._options = options
         self._prepare = prepare
@@ -135,33 +134,33 @@ class PackedLoader:
         )
         self._requested = consumed_samples  # where the next step to read begins
         self.consumed_samples = consumed_samples
-        """Samples in the steps handed out so far, over all ranks: the loader's whole state."""
-        self._pending: deque[Future[list[Any]]] = deque()
-        self._pool = (
-            ThreadPoolExecutor(options.num_threads, "pack-loader") if options.num_threads else None
-        )
+        """Samples of the steps returned so far, over all ranks: the whole state of the loader."""
+        self._pending: deque[Future[list[Any]]] = deque()  # steps in order
+        self._pool: ThreadPoolExecutor | None = None
+        if options.num_threads:
+            self._pool = ThreadPoolExecutor(options.num_threads, "pack-loader")
         self._request_ahead()
 
     def _request_ahead(self) -> None:
+        """Keep at least two steps in preparation."""
         while self._pool is not None and len(self._pending) < max(2, self._options.num_threads):
             self._pending.append(self._pool.submit(self._make, self._requested))
             self._requested += self._options.global_batch_size
 
     def _make(self, consumed: int) -> list[Any]:
+        """Read and prepare the step after `consumed` samples."""
         made = []
         for batch in self._read(consumed):
-            if (
-                self._closed.is_set()
-            ):  # a run that ends waits for one plan, not for those of all steps ahead
+            # a run that ends waits only for one batch, not for all the steps ahead
+            if self._closed.is_set():
                 raise RuntimeError("the loader is closed")
             made.append(self._prepare(batch))
         return made
 
     def next_step(self) -> list[Any]:
-        """What `prepare` made of this rank's microbatches of the next step; without it, the
-        microbatches themselves.
+        """Return this rank's microbatches of the next step, as returned by `prepare`.
 
-        An error met while reading ahead is raised here, in the step it belongs to, and again at
+        An error while reading ahead is raised here, in the step that it belongs to, and again in
         every further call.
         """
         if self._closed.is_set():
@@ -169,16 +168,15 @@ class PackedLoader:
         if self._pool is None:
             made = self._make(self.consumed_samples)
         else:
-            made = self._pending[0].result()  # an error stays in front, and is met again
+            made = self._pending[0].result()  # after an error, the future stays first in line
             self._pending.popleft()
             self._request_ahead()
-        self.consumed_samples = min(
-            self.consumed_samples + self._options.global_batch_size, self._options.end
-        )
+        consumed = self.consumed_samples + self._options.global_batch_size
+        self.consumed_samples = min(consumed, self._options.end)
         return made
 
     def close(self) -> None:
-        """Stop reading ahead and wait for the threads; may be called twice."""
+        """Stop reading ahead and wait for the threads. It may be called twice."""
         self._closed.set()
         if self._pool is not None:
             self._pending.clear()
@@ -198,11 +196,11 @@ def validation_steps(
     num_steps: int,
     images: ImageLoading | None = None,
 ) -> Iterator[list[PackedBatch]]:
-    """The first num_steps x global_batch_size packs in stored order, each once: the same for every
-    evaluation.
+    """Yield the first num_steps x global_batch_size packs in stored order, the same each time.
 
-    Ends early when the dataset does, or the first one of a blend. Its last step may be short of
-    packs. Every rank still gets the same number of microbatches, since ranks run in lockstep.
+    The steps end early after the last pack of the dataset, or of any dataset of a blend. The last
+    step may have fewer packs. Every rank still gets the same number of microbatches, since ranks
+    run in lockstep.
     """
     size = options.global_batch_size
     for start in range(0, num_steps * size, size):

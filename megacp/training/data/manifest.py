@@ -1,8 +1,8 @@
-"""`manifest.json`: what a packed dataset is, and the exact files it consists of.
+"""`manifest.json`: the description of a packed dataset, with the exact files that belong to it.
 
 It is written last, atomically, so a directory with a manifest is a finished dataset. Its text is
-canonical and holds a checksum: equal datasets have equal manifests, and a damaged or edited one is
-refused.
+canonical and has a checksum. Equal datasets therefore have equal manifests, and a damaged or edited
+manifest is refused.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megacp.storage.wording import counted
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 FEATURE_TOKENS = ("image_patch", "video_patch")
-"""Special image tokens, by their names in rules, that stand for a pooled feature each."""
+"""Special image tokens that are replaced by a pooled feature each, by their names in the rules."""
 THOUGHTS = ("empty_thoughts", "real_thoughts", "no_thoughts")
-"""Counts of learned answers by what they stand behind, where a chat template knows of thoughts."""
+"""Counts of learned answers by what precedes them, if the chat template supports thoughts."""
 _THOUGHT = "<think>"
-"""Begins an empty thought that the template writes; where a prompt opens a thought, only its end is
-left to write.
+"""Start of an empty thought written by the template. If the prompt opens the thought, the template
+only writes its end.
 """
 ANSWER_FORMS = {
     "chat_template": "as the chat template writes them",
@@ -38,27 +38,27 @@ ANSWER_FORMS = {
     "alpaca": "after Alpaca's prompt, with ### Instruction: and ### Response:",
     "completion": "right after the text of their prompt",
 }
-"""Forms in which answers are learned, and the words for them."""
+"""Forms in which answers are learned, with descriptions."""
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer a dataset was made with; ids are None when the tokenizer has no such token."""
+    """The tokenizer of a dataset; ids are None if the tokenizer has no such token."""
 
     kind: str
-    """byte | sentencepiece | huggingface | gpt2 (Tokenizer.kind)."""
+    """byte, sentencepiece, huggingface or gpt2 (Tokenizer.kind)."""
     sha256: str
     vocab_size: int
     eos_id: int | None
     bos_id: int | None
     pad_id: int | None
     begins_with: int | None = None
-    """The id that begins every document; None = none, and then it is not written."""
+    """The id that begins every document; None if none does, and then it is not written."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a shard: name within the shard directory, size in bytes, sha256 in hex."""
+    """A file of a shard: name in the shard's directory, size in bytes, sha256 in hexadecimal."""
 
     name: str
     size: int
@@ -67,7 +67,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One shard directory: its files and what they hold."""
+    """A shard's directory: its files and the numbers of its contents."""
 
     name: str
     num_packs: int
@@ -78,72 +78,76 @@ class ShardEntry:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> ShardEntry:
-        """The inverse of `dataclasses.asdict`. ValueError for a name that leads out of the
-        dataset.
+        """Return the inverse of `dataclasses.asdict`.
+
+        Raise ValueError for a name that leads out of the dataset.
         """
-        entry = ShardEntry(
-            **{**values, "files": tuple(FileEntry(**file) for file in values["files"])}
-        )
-        if bad := [
-            name
-            for name in (entry.name, *(f.name for f in entry.files))
-            if not PLAIN_NAME.fullmatch(name)
-        ]:
-            raise ValueError(f"`shards` names {bad[0]!r}, which is no plain name")
+        own_files = tuple(FileEntry(**file) for file in values["files"])
+        entry = ShardEntry(**{**values, "files": own_files})
+        for name in (entry.name, *(file.name for file in entry.files)):
+            if not PLAIN_NAME.fullmatch(name):
+                raise ValueError(f"`shards` names {name!r}, which is not a plain name")
         return entry
 
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """The whole of manifest.json; counts follow from the shards."""
+    """The contents of manifest.json; the properties are counts computed from the shards."""
 
     config_fingerprint: str
-    """Hash of all that decides the bytes (inputs, tokenizer, lengths, rules); a build with another
-    one is refused.
+    """Hash of everything that determines the bytes (inputs, tokenizer, lengths, rules).
+
+    A build with another hash is refused.
     """
     tokenizer: TokenizerInfo
     seq_length: int
     pad_multiple: int
     sources: tuple[str, ...]
-    """Input files; `source_file` of a segment is an index into it."""
+    """Input files; a segment's `source_file` is an index into them."""
     shards: tuple[ShardEntry, ...]
     num_rejected: int = 0
     image_rules: dict[str, Any] | None = None
-    """How images become tokens; None in a text dataset."""
+    """Rules that convert images to tokens; None for a text dataset."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """CP degrees the dataset was planned for; an image dataset has a shards_cp{P}.npy for each."""
+    """CP degrees that the dataset was planned for; with images, each has a shards_cp{P}.npy."""
     format_version: int = FORMAT_VERSION
     chat_template: dict[str, Any] | None = None
-    """What wrote messages ("": the house's own form), and counts by THOUGHTS; None = no messages,
-    and not written.
+    """The template of messages ("": megacp's own format), and counts by THOUGHTS; None without
+    messages, and then it is not written.
     """
     document_end: dict[str, int | None] | None = None
-    """`{"token": id}` that every document ends with, or `{"token": null}`; None = not known, and
-    then not written.
+    """`{"token": id}` of the token that ends every document, `{"token": null}` if none does.
+
+    None if not known, and then it is not written.
     """
     answer_forms: dict[str, int] | None = None
-    """Records by the form in which their answers are learned, of ANSWER_FORMS; None = no answers,
-    and not written.
+    """Number of records by the form of their answers, one of ANSWER_FORMS.
+
+    None without answers, and then it is not written.
     """
 
     @property
     def num_token_ids(self) -> int:
-        """Ids are 0 .. this - 1: the tokenizer's, and those of image tokens above them."""
+        """Number of token ids, including the ids of image tokens above the vocabulary."""
+        # ids may also reuse tokens inside the vocabulary
         special = (self.image_rules or {}).get("token_ids", {}).values()
         return max([self.tokenizer.vocab_size, *(i + 1 for i in special)])
 
     @property
     def feature_ids(self) -> tuple[int, ...]:
-        """Token ids that stand where an image feature goes; none for text."""
+        """Token ids that are replaced by image features; empty for text."""
         ids = (self.image_rules or {}).get("token_ids", {})
         return tuple(ids[name] for name in FEATURE_TOKENS if name in ids)
 
     @property
     def ends_with(self) -> int | None:
-        """The id that ends every document; None = none. A dataset that does not say has its
-        tokenizer's.
+        """The id that ends every document; None if none does.
+
+        Old datasets do not record it; they use the tokenizer's.
         """
-        return self.tokenizer.eos_id if self.document_end is None else self.document_end["token"]
+        if self.document_end is None:
+            return self.tokenizer.eos_id
+        return self.document_end["token"]
 
     num_packs = property(lambda self: sum(shard.num_packs for shard in self.shards))
     num_segments = property(lambda self: sum(shard.num_segments for shard in self.shards))
@@ -151,21 +155,19 @@ class DatasetManifest:
 
     @property
     def packing_efficiency(self) -> float:
-        """True tokens / (packs x seq_length); 0.0 for an empty dataset."""
+        """Share of true tokens in packs x seq_length; 0.0 for an empty dataset."""
         available = self.num_packs * self.seq_length
         return self.num_tokens / available if available else 0.0
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex of all fields in canonical JSON: equal for byte-identical datasets,
-        wherever they lie.
-        """
+        """sha256 of all fields as canonical JSON: equal for byte-identical datasets anywhere."""
         return _checksum(self._fields())
 
     def _fields(self) -> dict[str, Any]:
+        """Return the fields to write, including derived ones."""
         own = dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
-        # a field that is not known is left out, so datasets that were built before it existed keep
-        # their checksum
+        # Leave out unknown values: datasets built before these fields existed keep their checksum.
         if own["tokenizer"]["begins_with"] is None:
             del own["tokenizer"]["begins_with"]
         for name in ("chat_template", "document_end", "answer_forms"):
@@ -174,69 +176,71 @@ class DatasetManifest:
         return own
 
     def write(self, directory: str | os.PathLike[str]) -> None:
-        """Write DIRECTORY/manifest.json atomically: canonical JSON, with the derived counts for
-        human readers.
+        """Write DIRECTORY/manifest.json atomically, as canonical JSON.
+
+        The derived counts are included for human readers.
         """
-        text = (
-            json.dumps({**self._fields(), "checksum": self.fingerprint}, indent=1, sort_keys=True)
-            + "\n"
-        )
+        content = {**self._fields(), "checksum": self.fingerprint}
+        text = json.dumps(content, indent=1, sort_keys=True) + "\n"
         files.write_atomically(Path(directory) / MANIFEST_NAME, text.encode())
 
     @staticmethod
     def read(directory: files.StrPath | Url) -> DatasetManifest:
-        """Read DIRECTORY/manifest.json; ValueError names the file and what is wrong with it."""
+        """Read DIRECTORY/manifest.json; raise ValueError with the file's name and the problem."""
         path = place_of(directory) / MANIFEST_NAME
         try:
             own = files.parse_json(read_content(path, 1 << 30))
-            if (version := own["format_version"]) != FORMAT_VERSION:
+            version = own["format_version"]
+            if version != FORMAT_VERSION:
                 raise ValueError(
-                    f"format_version {version!r}, this program reads {FORMAT_VERSION}: build it "
-                    "again"
+                    f"format_version {version!r}, but this program reads {FORMAT_VERSION}: rebuild "
+                    "the dataset"
                 )
+            # the checksum covers all other fields, including the derived ones
             stated = own.pop("checksum", None)
-            if stated != (found := _checksum(own)):  # it stands for the types of all fields
+            found = _checksum(own)
+            if stated != found:  # a right checksum also guarantees the types of all fields
                 raise ValueError(
-                    f"its checksum is {found}, it was written with {stated}: copy it, or build it "
-                    "again"
+                    f"its checksum is {found}, but it was written with {stated}: copy it again, or "
+                    "rebuild the dataset"
                 )
+            # JSON has no tuples and dataclasses: convert the nested values
             for name in _DERIVED:
                 del own[name]
             own["tokenizer"] = TokenizerInfo(**own["tokenizer"])
             own["shards"] = tuple(ShardEntry.from_json(shard) for shard in own["shards"])
-            own["sources"], own["cp_degrees"] = tuple(own["sources"]), tuple(own["cp_degrees"])
+            own["sources"] = tuple(own["sources"])
+            own["cp_degrees"] = tuple(own["cp_degrees"])
             return DatasetManifest(**own)
         except (FileNotFoundError, NotADirectoryError) as error:
+            # a common mistake is to pass the records instead of the dataset built from them
             if Path(str(directory)).is_file():
-                way = (
-                    f"tools/preprocess_data.py build --input {directory} --output DIR ... makes "
-                    "one of records"
-                )
                 raise ValueError(
-                    f"{directory}: is a file, a dataset's folder is needed; {way}"
+                    f"{directory}: is a file, but a dataset's folder is needed; make one from "
+                    f"records with tools/preprocess_data.py build --input {directory} --output "
+                    "DIR ..."
                 ) from error
             raise ValueError(
-                f"{path}: no such file; a finished dataset has one (was the build, or the upload, "
+                f"{path}: no such file; a finished dataset has one (was the build or the upload "
                 "interrupted?)"
             ) from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: is no manifest of this program: {error}") from error
+            raise ValueError(f"{path}: is not a manifest of this program: {error}") from error
 
 
 _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 
 
 def thoughts_told(chat_template: dict[str, Any] | None) -> str:
-    """Say how many answers of a manifest, or a blend, are learned after which thought.
+    """Return a line that counts the learned answers with and without a thought.
 
-    Empty where thoughts play no part: no answer has one, and no prompt of the template opens one.
-    Where a prompt opens a thought, an answer without one is learned after the rest of an empty
-    thought.
+    Empty if thoughts play no role: no answer has one, and the template's prompt opens none. If the
+    prompt opens a thought, an answer without one is learned after the end of an empty thought.
     """
     kept = chat_template or {}
-    counts = [kept.get(name, 0) for name in THOUGHTS]
+    counts = [kept.get(name, 0) for name in THOUGHTS]  # [empty, real, none]
     before = kept.get("before_answers", "")
     opens = before != "" and _THOUGHT not in before
     if not counts[1] and not (counts[0] and opens):
@@ -246,15 +250,15 @@ def thoughts_told(chat_template: dict[str, Any] | None) -> str:
 
 
 def answers_told(forms: dict[str, int] | None) -> str:
-    """Say in one line in which form the answers of a manifest, a blend or a run are learned; empty
-    without any.
-    """
+    """Return a line with the forms in which answers are learned; empty without answers."""
     told = []
     for form, words in ANSWER_FORMS.items():
-        if count := (forms or {}).get(form, 0):
+        count = (forms or {}).get(form, 0)
+        if count:
             told.append(f"{words} ({counted(count, 'record')})")
     return f"answers are learned {', and '.join(told)}" if told else ""
 
 
 def _checksum(fields: dict[str, Any]) -> str:
+    """Return the sha256 of the fields as canonical JSON."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

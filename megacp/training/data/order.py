@@ -1,10 +1,10 @@
-"""The order of samples: a function of the seed and the number of samples before, endless over
+"""The order of samples: a function of the seed and the number of earlier samples, endless over
 epochs.
 
-Any position of any epoch costs O(1) time and memory, so a resumed run jumps to its own. A Feistel
-network permutes the numbers 0 .. 4^h - 1 whatever its round function; results outside the dataset
-are sent through again ("cycle walking"). Numpy's permutation costs 8 bytes a pack in every process,
-and its stream may change between versions.
+Any position of any epoch costs O(1) time and memory, so a resumed run jumps to its position. A
+Feistel network permutes the numbers 0 .. 4^h - 1 for any round function. A result outside the
+dataset is permuted again until it is inside ("cycle walking"). Numpy's permutation would cost 8
+bytes per pack in every process, and its stream may change between versions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _ROUNDS = 8
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of uint64 that
-    avalanches.
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of uint64.
+
+    Each input bit affects every output bit.
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -27,21 +28,20 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def permuted(positions: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
-    """The sample at each of `positions` (int64, 0..length-1) of one epoch's permutation of
-    0..length-1, int64.
-    """
-    half = np.uint64(
-        max(1, -(-(length - 1).bit_length() // 2))
-    )  # bits of each half; 4^half >= length
+    """Return the samples at `positions` (int64, 0..length-1) of one epoch's permutation, int64."""
+    # half the bits of the permuted numbers, rounded up: 4^half >= length
+    half = np.uint64(max(1, -(-(length - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half)) - 1)
+    # the keys differ for each seed, epoch and length
     digest = hashlib.blake2b(f"{seed} {epoch} {length}".encode(), digest_size=8 * _ROUNDS).digest()
     keys = np.frombuffer(digest, "<u8")
     result = np.asarray(positions).astype(np.uint64)
-    outside = np.arange(len(result))
+    outside = np.arange(len(result))  # positions whose result is not a sample yet
     while len(outside):
         values = result[outside]
-        left, right = values >> half, values & mask
-        for key in keys:
+        left = values >> half
+        right = values & mask
+        for key in keys:  # the two halves change places after each round
             left, right = right, left ^ (_mix(right + key) & mask)
         values = left << half | right
         result[outside] = values
@@ -50,10 +50,9 @@ def permuted(positions: np.ndarray, length: int, seed: int, epoch: int) -> np.nd
 
 
 def samples(start: int, count: int, length: int, seed: int) -> np.ndarray:
-    """Samples number `start` .. `start + count - 1` of the endless order over `length` samples,
-    int64 [count].
+    """Return samples number `start` .. `start + count - 1` of the endless order, int64 [count].
 
-    Epoch e is the positions e*length .. (e+1)*length - 1 and holds each sample once.
+    Epoch e has the positions e*length .. (e+1)*length - 1 and contains each sample once.
     """
     epochs, positions = np.divmod(np.arange(start, start + count, dtype=np.int64), length)
     result = np.empty(count, np.int64)

@@ -1,11 +1,13 @@
-"""Reads a packed dataset: what training opens, on this machine's disk or at a URL.
+"""Read a packed dataset for training, on a local disk or at a URL.
 
-A dataset opens only if all files have the manifest's sizes, and all tables its hashes: damage found
-at the first use of a shard would be found hours into a run. A random pack is one read of a bin at a
-known offset, compared with its checksum. `tables` and `manifest` describe the files.
+A dataset opens only if all files have the sizes in the manifest, and all tables its hashes.
+Otherwise a run would find the damage only after hours, at the first use of a shard. Reading a
+random pack takes one read of a bin at a known offset, and the data is compared with its checksum.
+`tables` and `manifest` describe the files.
 
-Of a dataset at a URL the tables are kept as files of this machine, each under its sha256, for all
-ranks of it. So are bins that fit the cache; others are read by packs.
+If the dataset is at a URL, its tables are copied to local files named by their sha256, which all
+ranks of the machine share. Bins are copied too if they fit in the cache. Otherwise they are read
+pack by pack.
 """
 
 from __future__ import annotations
@@ -45,52 +47,46 @@ _TABLES = {
     "image_checksums": tables.ITEM_CHECKSUM_DTYPE,
 }
 OpenFile = Callable[[Any, FileEntry], StoredFile]
-"""Opens a file of a dataset, which must have the stated size."""
+"""Opens a file of a dataset, which must have the size in the manifest."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackImages:
-    """The images of one pack, as stored."""
+    """The stored images of one pack."""
 
     units: np.ndarray
-    """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for
-    plain text.
-    """
+    """tables.UNIT_DTYPE [u]; `segment` is counted within the pack; u = 0 for text."""
     boundaries: Mapping[int, np.ndarray]
-    """BOUNDARY_DTYPE [P] by CP degree P, for the degrees that were planned."""
+    """BOUNDARY_DTYPE [P] by CP degree P, for the planned degrees."""
     read: Callable[[int], bytes]
-    """Encoded bytes of an item (an image or a video) by its number in the units; called from any
-    thread.
+    """Returns the encoded bytes of an item (an image or a video) by its number in the units. Any
+    thread may call it.
     """
     feature_ids: tuple[int, ...]
-    """Token ids that stand where a pooled feature goes."""
+    """Token ids that are replaced by pooled features."""
     grids: np.ndarray | None = None
-    """int64 [u, 2], rows and columns of the pooled tokens of each unit, where the dataset states
-    them.
-    """
+    """Rows and columns of the pooled tokens of each unit, int64 [u, 2], if the dataset has them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """One pack as stored: true tokens of its segments, one after the other; `collate` adds the
-    padding.
-    """
+    """A stored pack: the true tokens of its segments, concatenated. `collate` adds the padding."""
 
     index: int
     tokens: np.ndarray
-    """[n] token ids, n = sum of the true lengths (read-only)."""
+    """Token ids [n], n = sum of the true lengths (read-only)."""
     weights: np.ndarray | None
-    """float32 [n], or None = all ones."""
+    """float32 [n]; None if all are 1."""
     segments: np.ndarray
     """tables.SEGMENT_DTYPE [s]."""
     branches: np.ndarray | None = None
-    """tables.BRANCH_DTYPE [sum of num_branches], in segment order; None = there are none."""
+    """tables.BRANCH_DTYPE [sum of num_branches], in segment order; None without branches."""
     images: PackImages | None = None
     sources: tuple[str, ...] = ()
-    """Names of the input files, by `source_file` of a segment."""
+    """Names of the input files, indexed by `source_file` of a segment."""
 
     def record(self, segment: int) -> str:
-        """Where a segment comes from, as words for an error."""
+        """Return the origin of a segment, as text for an error message."""
         row = self.segments[segment]
         number = int(row["source_file"])
         name = self.sources[number] if number < len(self.sources) else f"source {number}"
@@ -98,8 +94,8 @@ class Pack:
 
 
 class Shard:
-    """One open shard: its readers and tables; tables that it does not have are empty. Packs count
-    within it.
+    """The readers and tables of one open shard. Missing tables are empty. Packs are numbered within
+    the shard.
     """
 
     def __init__(
@@ -109,8 +105,9 @@ class Shard:
         manifest: DatasetManifest,
         open_file: OpenFile = StoredFile,
     ) -> None:
-        """ValueError lists the files that are missing or not as stated."""
+        """Open the files; raise ValueError with all that are missing or wrong."""
         opened = dict[str, StoredFile]()
+        # Collect the problems of all files before raising.
         reasons = []
         for file in entry.files:
             try:
@@ -121,59 +118,60 @@ class Shard:
             raise ValueError("; ".join(reasons))
         try:
             self.tokens = IndexedReader(opened["tokens.idx"], opened["tokens.bin"])
-            self.weights, self.images = (
-                IndexedReader(opened[f"{name}.idx"], opened[f"{name}.bin"])
-                if f"{name}.bin" in opened
-                else None
-                for name in ("weights", "images")
-            )
+            self.weights = None
+            if "weights.bin" in opened:
+                self.weights = IndexedReader(opened["weights.idx"], opened["weights.bin"])
+            self.images = None
+            if "images.bin" in opened:
+                self.images = IndexedReader(opened["images.idx"], opened["images.bin"])
         except KeyError as error:
             raise ValueError(f"{directory}: the manifest does not list {error}") from error
-        (
-            self.packs,
-            self.segments,
-            self.branches,
-            self.units,
-            self.grids,
-            self.checksums,
-            self.image_checksums,
-        ) = (
-            tables.table_of(opened[f"{name}.npy"], dtype)
-            if f"{name}.npy" in opened
-            else np.zeros(0, dtype)
-            for name, dtype in _TABLES.items()
-        )
-        self.boundaries = {
-            degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, degree)
-            for degree in manifest.cp_degrees
-            if f"shards_cp{degree}.npy" in opened
-        }
+
+        def table(name: str) -> np.ndarray:
+            dtype = _TABLES[name]
+            stored = opened.get(f"{name}.npy")
+            return np.zeros(0, dtype) if stored is None else tables.table_of(stored, dtype)
+
+        self.packs = table("packs")
+        self.segments = table("segments")
+        self.branches = table("branches")
+        self.units = table("units")
+        self.grids = table("grids")
+        self.checksums = table("checksums")
+        self.image_checksums = table("image_checksums")
+        self.boundaries = {}
+        for degree in manifest.cp_degrees:
+            planned = opened.get(f"shards_cp{degree}.npy")
+            if planned is not None:
+                self.boundaries[degree] = tables.table_of(planned, BOUNDARY_DTYPE, degree)
         if not len(self.packs) == len(self.checksums) == entry.num_packs:
             raise ValueError(
-                f"{directory}: {len(self.packs)} packs, the manifest says {entry.num_packs}"
+                f"{directory}: {len(self.packs)} packs, but the manifest says {entry.num_packs}"
             )
 
     def token_ids(self, number: int) -> np.ndarray:
-        """All token ids of a pack. ValueError: not those that were built."""
+        """Return all token ids of a pack. Raise ValueError if they are damaged."""
         return self._values(self.tokens, "tokens", number)
 
     def loss_weights(self, number: int) -> np.ndarray | None:
-        """float32, one for each token; None where all are 1. ValueError as `token_ids`."""
+        """Return the loss weights of a pack, float32 [n]; None if all are 1.
+
+        Raise ValueError if they are damaged.
+        """
         return None if self.weights is None else self._values(self.weights, "weights", number)
 
     def _values(self, reader: IndexedReader, column: str, number: int) -> np.ndarray:
-        start, count = (
-            int(self.packs["first_segment"][number]),
-            int(self.packs["num_segments"][number]),
-        )
-        data = _sound(
-            reader, start, start + count, int(self.checksums[column][number]), f"its pack {number}"
-        )
+        """Return the values of a pack in a column, which must have the right checksum."""
+        start = int(self.packs["first_segment"][number])
+        stop = start + int(self.packs["num_segments"][number])
+        checksum = int(self.checksums[column][number])
+        data = _sound(reader, start, stop, checksum, f"its pack {number}")
         return np.frombuffer(data, reader.dtype)
 
     def item(self, number: int) -> bytes:
-        """Encoded bytes of an image or a video. ImageError when damaged, so that `--on-bad-image`
-        decides.
+        """Return the encoded bytes of an image or a video.
+
+        Raise ImageError if they are damaged, so that `--on-bad-image` applies.
         """
         assert self.images is not None
         try:
@@ -183,42 +181,43 @@ class Shard:
             raise ImageError(str(error)) from error
 
     def images_of(self, number: int, feature_ids: tuple[int, ...]) -> PackImages:
-        """The images of a pack."""
+        """Return the images of a pack."""
         row = self.packs[number]
-        own = slice(int(row["first_unit"]), int(row["first_unit"]) + int(row["num_units"]))
-        units = self.units[own].copy()
+        first = int(row["first_unit"])
+        own = slice(first, first + int(row["num_units"]))
+        units = self.units[own].copy()  # the table is read-only
+        units["segment"] -= int(row["first_segment"])  # number in the shard -> number in the pack
         grids = None
-        if len(self.grids):  # [u, 2]
-            grids = np.stack([self.grids[own][name] for name in ("rows", "columns")], 1).astype(
-                np.int64
-            )
-        units["segment"] -= int(row["first_segment"])  # of the shard -> of the pack
-        boundaries = {
-            degree: np.asarray(table[number]) for degree, table in self.boundaries.items()
-        }
+        if len(self.grids):
+            columns = [self.grids[own][name] for name in ("rows", "columns")]
+            grids = np.stack(columns, 1).astype(np.int64)  # [u, 2]
+        boundaries = {}
+        for degree, table in self.boundaries.items():
+            boundaries[degree] = np.asarray(table[number])
         return PackImages(units, boundaries, self.item, feature_ids, grids)
 
 
 def _sound(reader: IndexedReader, start: int, stop: int, built: int, name: str) -> bytes:
-    """The bytes of sequences `start..stop`; ValueError where their checksum is not the one they
-    were built with.
+    """Return the bytes of sequences `start..stop`.
+
+    Raise ValueError unless their checksum is `built`.
     """
     data = reader.stored(start, stop)
-    if (found := crc32(data)) != built:
+    found = crc32(data)
+    if found != built:
         raise ValueError(
-            f"{reader.bin.path}: {name} has the checksum {found:08x}, it was built with "
-            f"{built:08x}: the file was "
-            "damaged or replaced since; `verify` lists all that is wrong, a sound copy of the file repairs it"
+            f"{reader.bin.path}: {name} has the checksum {found:08x}, but it was built with "
+            f"{built:08x}: the file has been damaged or replaced; run `verify` to list all damage, "
+            "and restore the file from a good copy"
         )
     return data
 
 
 class PackedDataset:
-    """A finished dataset directory, open for reading. Pack numbers run over the shards in the
-    manifest's order.
+    """A finished dataset, open for reading. Packs are numbered over the shards of the manifest.
 
-    At most `open_shards` of them are open at a time: 3 descriptors each, and tables of about 60
-    bytes a segment.
+    At most `open_shards` shards are open at a time. An open shard has 3 descriptors, and tables of
+    about 60 bytes per segment.
     """
 
     def __init__(
@@ -227,15 +226,16 @@ class PackedDataset:
         cache: DataCache | None = None,
         open_shards: int = OPEN_SHARDS,
     ) -> None:
-        """Open manifest.json and look at every shard. ValueError lists all that is wrong with them.
+        """Open manifest.json and check every shard; raise ValueError with all problems.
 
-        `cache` holds what is read of a URL; without one, small values of its own.
+        `cache` stores data read from a URL. By default, each dataset has a small cache.
         """
         self.directory = root = place_of(directory)
         self.manifest = manifest = DatasetManifest.read(directory)
-        open_file = (
-            (cache or DataCache()).opener(root, manifest) if isinstance(root, Url) else StoredFile
-        )
+        open_file: OpenFile = StoredFile
+        if isinstance(root, Url):
+            open_file = (cache or DataCache()).opener(root, manifest)
+        # [shards]: number after the last pack of each shard
         self._stops = list(accumulate(entry.num_packs for entry in manifest.shards))
 
         def opened(number: int) -> Shard:
@@ -243,19 +243,20 @@ class PackedDataset:
             return Shard(root / entry.name, entry, manifest, open_file)
 
         self.shard: Callable[[int], Shard] = functools.lru_cache(open_shards)(opened)
-        """An open shard by its number; the one that was not used for longest is let go when there
-        are too many.
+        """Returns an open shard by its number; closes the least recently used one if there are too
+        many.
         """
         self.fingerprint = manifest.fingerprint
-        """Hash of the sizes and hashes of all files. A file that differs from them is refused when
-        it is read.
+        """Hash of the sizes and hashes of all files. Reading refuses a file that differs from them.
         """
+        # Open all shards once, in parallel: at a URL, each takes several requests.
         with ThreadPoolExecutor(16) as pool:
-            if reasons := list(filter(None, pool.map(self._look, range(len(manifest.shards))))):
+            reasons = [text for text in pool.map(self._look, range(len(manifest.shards))) if text]
+            if reasons:
                 raise ValueError(listed(reasons, 20, "; "))
 
     def _look(self, number: int) -> str:
-        """What is wrong with a shard."""
+        """Return the problems of a shard; empty if there are none."""
         try:
             self.shard(number)
         except ValueError as error:
@@ -263,36 +264,38 @@ class PackedDataset:
         return ""
 
     def __len__(self) -> int:
-        """Number of packs."""
+        """Return the number of packs."""
         return self._stops[-1] if self._stops else 0
 
     def pack(self, i: int) -> Pack:
-        """Pack `i`, 0 <= i < len (IndexError otherwise), from any thread; its arrays are read-only.
+        """Return pack `i`, 0 <= i < len, from any thread; its arrays are read-only.
 
-        ValueError: the files are not as they were when the dataset was opened, or not as they were
-        built.
+        Raise IndexError for other numbers. Raise ValueError if the files have changed since the
+        dataset was opened or built.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"pack {i} of {self.directory}, which has {len(self)}")
+            raise IndexError(f"pack {i} of {self.directory}, which has {len(self)} packs")
+        # find the shard, then the pack's number in it
         number = bisect.bisect_right(self._stops, i)
         shard = self.shard(number)
-        within = i - self._stops[number] + len(shard.packs)  # the stop lies behind its last pack
+        within = i - self._stops[number] + len(shard.packs)  # counted back from the shard's end
         row = shard.packs[within]
         start = int(row["first_segment"])
         segments = shard.segments[start : start + int(row["num_segments"])]
         branches = None
         count = segments["num_branches"]
-        if count.any():  # those of neighbouring segments stand side by side
+        if count.any():  # the branches of consecutive segments are stored consecutively
             first = int(segments["first_branch"][count > 0][0])
             branches = shard.branches[first : first + int(count.sum())]
         feature_ids = self.manifest.feature_ids
         images = shard.images_of(within, feature_ids) if feature_ids else None
-        tokens, weights = shard.token_ids(within), shard.loss_weights(within)
+        tokens = shard.token_ids(within)
+        weights = shard.loss_weights(within)
         return Pack(i, tokens, weights, segments, branches, images, self.manifest.sources)
 
 
 class StoredObject(StoredFile):
-    """One bin of a packed dataset at a URL, read by offset."""
+    """A bin of a packed dataset at a URL, read by offset."""
 
     def __init__(self, url: Url, size: int) -> None:
         self.path = str(url)
@@ -300,22 +303,22 @@ class StoredObject(StoredFile):
         self._url = url
 
     def read(self, offset: int, count: int) -> bytes:
-        """Read a range as from a file; ValueError when the store is not reached."""
+        """Return a range of bytes; raise ValueError if the object has been removed."""
         try:
             return self._url.read(offset, count) if count else b""
         except FileNotFoundError as error:
-            raise ValueError(f"{self.path}: it was removed while it was read") from error
+            raise ValueError(f"{self.path}: the object was removed while it was read") from error
 
 
 class DataCache:
-    """The folder for copies of tables, and of `gib` GiB of bins; one for all datasets of a run."""
+    """The folder for copies of tables and of at most `gib` GiB of bins; one for the whole run."""
 
     def __init__(self, folder: files.StrPath | None = None, gib: float = 1.0) -> None:
         self._given = folder
         self._free = int(gib * 2**30)
 
     def _place(self, sha256: str) -> Path:
-        """The file with the content of this hash, whether it is there or not."""
+        """Return the path of the file with this hash, which may not exist yet."""
         name = f"tables/{sha256[:2]}"
         if self._given is None:
             return cache_folder(name) / sha256
@@ -324,33 +327,32 @@ class DataCache:
         return folder / sha256
 
     def opener(self, root: Url, manifest: DatasetManifest) -> OpenFile:
-        """What opens the files of a dataset. Each is compared with the size that the store
-        states.
-        """
-        bins = sum(
-            file.size
-            for shard in manifest.shards
-            for file in shard.files
-            if file.name.endswith(".bin")
-        )
-        copied = bins <= self._free  # all bins of a dataset or none
-        self._free -= bins if copied else 0
-        sizes = root.sizes_below() if root.lists else None  # one request instead of one a file
+        """Return a function that opens files of a dataset after comparing their sizes."""
+        bins = 0
+        for shard in manifest.shards:
+            bins += sum(file.size for file in shard.files if file.name.endswith(".bin"))
+        # random access to many small ranges is slow in a store
+        copied = bins <= self._free  # copy all bins of a dataset or none
+        if copied:
+            self._free -= bins
+        sizes = root.sizes_below() if root.lists else None  # one request instead of one per file
 
         def open_file(url: Url, stated: FileEntry) -> StoredFile:
             try:
                 size = url.size() if sizes is None else sizes.get(url.text[len(root.text) + 1 :])
             except FileNotFoundError:
                 size = None
+            # the size is checked here, the content when it is read
             if size != stated.size:
                 found = "no such file" if size is None else f"{size} bytes"
                 raise ValueError(f"{url}: {found}, the manifest says {stated.size} bytes")
             if url.name.endswith(".bin") and not copied:
                 return StoredObject(url, size)
             path = self._place(stated.sha256)
+            # A copy of an earlier run, or of another rank, is used if its content is right.
             try:
                 whole = files.sha256_of(path, size)[1] == stated.sha256
-            except (OSError, ValueError):  # not there, or cut
+            except (OSError, ValueError):  # missing or truncated
                 whole = False
             if not whole:
                 if path.is_dir():

@@ -1,11 +1,10 @@
-"""The files of a shard: fixed-width tables, Megatron's indexed bins, and how one of them is opened
-and read by offset.
+"""The files of a shard: fixed-width tables and Megatron's indexed bins, and reading by offset.
 
-docs/datasets.md lists them. A table is a little-endian structured `.npy`, read in one piece.
+docs/datasets.md lists them. A table is a little-endian structured `.npy` file, read as a whole.
 
-A file that is cut, replaced or unreadable while a run reads it is an error that names it; of a
-memory map the same would end the process with SIGBUS. Checksums are zlib's crc32; zlib-ng makes 40
-GB/s of it where Python's zlib makes 2.
+A file that is truncated, replaced or unreadable during a run is an error that names it. With a
+memory map, the same would end the process by SIGBUS. Checksums are zlib's crc32: zlib-ng computes
+it at 40 GB/s, Python's zlib at 2 GB/s.
 """
 
 from __future__ import annotations
@@ -25,73 +24,58 @@ from megacp.training.data.manifest import FileEntry
 
 PACK_DTYPE = np.dtype(
     [
-        ("first_segment", "<i8"),  # row of segments.npy; the pack has num_segments from there
+        ("first_segment", "<i8"),  # row of segments.npy; num_segments rows belong to the pack
         ("first_unit", "<i8"),  # row of units.npy; 0 in a text shard
         ("num_segments", "<i4"),
         ("num_units", "<i4"),
-        (
-            "num_tokens",
-            "<i4",
-        ),  # padded: the sum of padded_length of its segments, at most seq_length
-        ("num_crops", "<i4"),  # images (crops) of its units, the second packing budget
+        ("num_tokens", "<i4"),  # sum of its segments' padded_length, at most seq_length
+        ("num_crops", "<i4"),  # crops of its units, the second packing budget
     ]
 )
 SEGMENT_DTYPE = np.dtype(
     [
-        (
-            "source_offset",
-            "<i8",
-        ),  # byte offset of the record in its uncompressed file, or its ordinal
-        (
-            "source_start",
-            "<i8",
-        ),  # index of the first token in the whole document; > 0 in later pieces of a split one
+        # byte offset of the record in its uncompressed file, or its ordinal
+        ("source_offset", "<i8"),
+        # index of the first token in the whole document; above 0 in later pieces of a split one
+        ("source_start", "<i8"),
         ("first_branch", "<i8"),  # row of branches.npy
         ("source_file", "<i4"),  # index into the manifest's sources
         ("true_length", "<i4"),  # tokens stored in tokens.bin
-        (
-            "padded_length",
-            "<i4",
-        ),  # tokens it takes in the pack with its padding, which is not stored
+        ("padded_length", "<i4"),  # tokens in the pack including padding, which is not stored
         ("prefix_length", "<i4"),  # tokens before the first branch; true_length without branches
         ("num_branches", "<i4"),
         ("flags", "<u4"),  # FLAG_SPLIT | FLAG_TRUNCATED
     ]
 )
-BRANCH_DTYPE = (
-    np.dtype(  # branches 1, 2, ... in the order of their tokens; a branch may have branches
-        [
-            ("start", "<i4"),  # its first token, within the segment, as are all
-            ("length", "<i4"),  # its own tokens
-            ("leave", "<i4"),  # where its last branch ends; its own end where it has none
-        ]
-    )
+# branches 1, 2, ... in the order of their tokens; a branch may have branches
+BRANCH_DTYPE = np.dtype(
+    [
+        ("start", "<i4"),  # first token, counted from the start of the segment, like `leave`
+        ("length", "<i4"),  # tokens of the branch without its branches
+        ("leave", "<i4"),  # end of its last branch; its own end if it has none
+    ]
 )
 UNIT_DTYPE = np.dtype(
     [
-        ("segment", "<i8"),  # row of segments.npy that holds the unit's tokens
-        ("item", "<i8"),  # sequence of images.bin it comes from
-        ("start", "<i4"),  # first of its tokens, within the segment
-        ("num_tokens", "<i4"),  # tokens it takes, markers included
-        (
-            "image_stop",
-            "<i4",
-        ),  # cumulative images (crops) of the pack up to and with this unit: cum_image_bounds
-        ("pooled_stop", "<i4"),  # cumulative pooled tokens likewise: cum_token_pooling_bounds
-        ("frame", "<i4"),  # frame number within a video; -1 for an image
-        ("branch", "<i4"),  # branch its tokens lie in; 0 = the shared prefix
+        ("segment", "<i8"),  # row of segments.npy with the unit's tokens
+        ("item", "<i8"),  # sequence of images.bin with its bytes
+        ("start", "<i4"),  # its first token, counted from the start of the segment
+        ("num_tokens", "<i4"),  # number of its tokens, including markers
+        ("image_stop", "<i4"),  # cumulative crops of the pack including this unit
+        ("pooled_stop", "<i4"),  # cumulative pooled tokens of the pack including this unit
+        ("frame", "<i4"),  # frame number in a video; -1 for an image
+        ("branch", "<i4"),  # branch with its tokens; 0 = the shared prefix
     ]
 )
-GRID_DTYPE = np.dtype(
-    [("rows", "<i4"), ("columns", "<i4")]
-)  # of the pooled tokens of each unit; absent: a family without
-CHECKSUM_DTYPE = np.dtype(
-    [("tokens", "<u4"), ("weights", "<u4")]
-)  # of each pack; 0 in a shard without weights
+# of the pooled tokens of each unit; the file is missing for families without grids
+GRID_DTYPE = np.dtype([("rows", "<i4"), ("columns", "<i4")])
+# of each pack; `weights` is 0 in a shard without weights
+CHECKSUM_DTYPE = np.dtype([("tokens", "<u4"), ("weights", "<u4")])
 ITEM_CHECKSUM_DTYPE = np.dtype([("data", "<u4")])  # of each sequence of images.bin
-FLAG_SPLIT = 1  # of a segment: a piece of a document cut by `--oversize split`
-FLAG_TRUNCATED = 2  # the rest of the document was left out by `--oversize truncate`
-MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+FLAG_SPLIT = 1  # the segment is a piece of a document, cut by `--oversize split`
+FLAG_TRUNCATED = 2  # the end of the document was dropped by `--oversize truncate`
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 """Header of an .idx: magic, version, dtype code, number of sequences, number of document
 boundaries.
@@ -102,37 +86,36 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
-    """Lengths rounded up to a multiple of `pad_multiple` >= 1, int64 [n]."""
+    """Return lengths rounded up to a multiple of `pad_multiple` >= 1, int64 [n]."""
     padded: np.ndarray = -(-np.asarray(lengths, dtype=np.int64) // pad_multiple) * pad_multiple
     return padded
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Megatron's rule for the dtype of token ids: uint16 when `vocab_size` < 65,500, else int32."""
+    """Return Megatron's dtype of token ids: uint16 if `vocab_size` < 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """PREFIX.bin or PREFIX.idx, also of a prefix such as "c4.v2"."""
+    """Return PREFIX.bin or PREFIX.idx; the prefix may contain dots, such as "c4.v2"."""
     return prefix.with_name(prefix.name + suffix)
 
 
 def pointers(lengths: np.ndarray, itemsize: int) -> np.ndarray:
-    """Byte offsets of consecutive sequences: the exclusive running sum of their sizes, int64
-    [n].
-    """
+    """Return the byte offsets of consecutive sequences, int64 [n]."""
     sizes = lengths.astype("<i8") * itemsize
     return np.cumsum(sizes) - sizes
 
 
 class StoredFile:
-    """An open file. It closes with its last reference, so never under a thread that still reads."""
+    """An open file. It closes with its last reference, never while a thread still reads it."""
 
     def __init__(
         self, path: files.StrPath, stated: FileEntry | None = None, name: str | None = None
     ) -> None:
-        """ValueError: `path` is not there, no regular file, or has not the stated size. `name`:
-        whose copy it is.
+        """Open a file. `name` replaces its path in messages, for a copy of another file.
+
+        Raise ValueError if `path` is missing, is not a regular file, or has not the `stated` size.
         """
         expected = "" if stated is None else f", the manifest says {stated.size} bytes"
         try:
@@ -150,11 +133,12 @@ class StoredFile:
             raise ValueError(f"{path}: {self.size} bytes{expected}")
 
     def read(self, offset: int, count: int) -> bytes:
-        """`count` bytes from byte `offset` on, from any thread. ValueError when the file ends
-        before.
+        """Return `count` bytes from byte `offset` on, from any thread.
+
+        Raise ValueError if the file ends before.
         """
         data = b""
-        while len(data) < count:  # one call gives 2 GiB at most
+        while len(data) < count:  # one call returns at most 2 GiB
             try:
                 more = os.pread(self._descriptor, count - len(data), offset + len(data))
             except OSError as error:
@@ -162,89 +146,93 @@ class StoredFile:
             if not more:
                 found = os.fstat(self._descriptor).st_size
                 raise ValueError(
-                    f"{self.path}: has {found} bytes, it had {self.size} when it was opened"
+                    f"{self.path}: has {found} bytes, but had {self.size} when it was opened"
                 )
-            data = data + more if data else more
+            data = data + more if data else more  # do not copy the usual single part
         return data
 
     def whole(self) -> bytes:
-        """All of a small file. ValueError when its sha256 is not the stated one."""
+        """Return all of a small file. Raise ValueError if its sha256 is not the stated one."""
         data = self.read(0, self.size)
-        if self._sha256 is not None and (found := hashlib.sha256(data).hexdigest()) != self._sha256:
-            raise ValueError(f"{self.path}: sha256 is {found}, the manifest says {self._sha256}")
+        if self._sha256 is None:
+            return data
+        found = hashlib.sha256(data).hexdigest()
+        if found != self._sha256:
+            raise ValueError(
+                f"{self.path}: sha256 is {found}, but the manifest says {self._sha256}"
+            )
         return data
 
 
 _PARSING = threading.Lock()
-"""numpy reads a header through `ast`, which fails now and then in two threads of Python 3.11
-(CPython issue 106905).
+"""numpy parses a header with `ast`, which occasionally fails in two threads of Python 3.11 (CPython
+issue 106905).
 """
 
 
 def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> np.ndarray:
-    """All of an `.npy` of that dtype, [rows] or [rows, columns], read-only. ValueError names a file
-    that is another.
+    """Return an `.npy` file of that dtype, [rows] or [rows, columns], read-only.
+
+    Raise ValueError, naming the file, if it has other contents.
     """
+    row_shape = () if columns is None else (columns,)
     data = file.whole()
     try:
         with _PARSING:
             table: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
-        if table.dtype != dtype or table.shape[1:] != (() if columns is None else (columns,)):
-            raise ValueError(f"it holds {table.shape} of {table.dtype}: build the dataset again")
+        if table.dtype != dtype or table.shape[1:] != row_shape:
+            raise ValueError(f"it has {table.shape} of {table.dtype}: rebuild the dataset")
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{file.path}: is no table of {dtype.names}: {error}") from error
+        raise ValueError(f"{file.path}: is not a table of {dtype.names}: {error}") from error
     table.setflags(write=False)
     return table
 
 
 class IndexedReader:
-    """Megatron's indexed dataset, `PREFIX.bin` + `PREFIX.idx`: a ragged array of sequences, grouped
-    into documents.
+    """Megatron's indexed dataset, `PREFIX.bin` + `PREFIX.idx`: sequences grouped into documents.
 
-    After the header, the .idx has int32 sequence lengths, int64 byte pointers and int64 boundaries
-    in sequences (first 0), all little-endian. Megatron appends one int8 mode per sequence to
-    multimodal files: accepted, not used.
+    After its header, the .idx file has int32 sequence lengths, int64 byte pointers and int64
+    boundaries of documents, counted in sequences (the first is 0), all little-endian. Megatron
+    appends one int8 mode per sequence to multimodal files; the modes are ignored.
     """
 
     def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
-        """Read the index; ValueError names the file that is no index, damaged, or swapped with
-        another one's.
+        """Read the index.
+
+        Raise ValueError, naming the file, if the index is damaged or belongs to another bin.
         """
         self.bin = bin_file
         index = index_file.whole()
         try:
             magic, version, code, count, num_boundaries = HEADER.unpack_from(index)
             self.dtype = DTYPE_OF_CODE[code]
+            # three arrays follow the header
             self.lengths = np.frombuffer(index, "<i4", count, HEADER.size)
             starts = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
             self.boundaries = np.frombuffer(index, "<i8", num_boundaries, HEADER.size + 12 * count)
-            self._offsets = np.append(
-                pointers(self.lengths, self.dtype.itemsize), bin_file.size
-            )  # [count + 1]
+            offsets = pointers(self.lengths, self.dtype.itemsize)
+            self._offsets = np.append(offsets, bin_file.size)  # [count + 1]
             modes = len(index) - HEADER.size - 12 * count - 8 * num_boundaries
-            if (
-                (magic, version) != (MAGIC, VERSION)
-                or modes not in (0, count)
-                or (self.lengths < 0).any()
-            ):
+            is_known = (magic, version) == (MAGIC, VERSION) and modes in (0, count)
+            if not is_known or (self.lengths < 0).any():
                 raise ValueError(f"it begins with {index[:18]!r} and has {len(index)} bytes")
             if not np.array_equal(starts, self._offsets[:-1]):
-                raise ValueError("its pointers are not where its sequences end")
+                raise ValueError("its pointers differ from the ends of its sequences")
         except (struct.error, KeyError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"{index_file.path}: is no Megatron index, or damaged: {error}"
+                f"{index_file.path}: is not a Megatron index, or is damaged: {error}"
             ) from error
         needed = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if bin_file.size != needed:
             raise ValueError(
-                f"{bin_file.path}: {bin_file.size} bytes, {index_file.path} describes {needed}"
+                f"{bin_file.path}: {bin_file.size} bytes, but {index_file.path} describes {needed}"
             )
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def stored(self, start: int, stop: int) -> bytes:
-        """The bytes of sequences `start..stop`."""
+        """Return the bytes of sequences `start..stop`."""
         first = int(self._offsets[start])
         return self.bin.read(first, int(self._offsets[stop]) - first)

@@ -1,9 +1,9 @@
-"""The step's denominator of the weighted loss: sum first, divide once.
+"""The denominator of a step's weighted loss: sum first, divide once.
 
-The number of loss tokens of the whole step, over dp and all microbatches, is known before the first
-forward. The loss of a microbatch is its weighted sum over that number, and every reduction after it
-is a plain sum. A mean per rank averaged over ranks would weigh tokens by where they happen to lie:
-with the last 3 of 8 tokens counted, it turns a gradient of 7.00 into 6.75 at cp 2 while the logged
+The number of loss tokens in the whole step, over dp and all microbatches, is known before the first
+forward. The loss of a microbatch is its weighted sum divided by that number, and every later
+reduction is a plain sum. A mean of per-rank means would weigh a token by the rank that has it: with
+the last 3 of 8 tokens counted, it turns a gradient of 7.00 into 6.75 at cp 2, although the logged
 loss looks right.
 """
 
@@ -21,28 +21,24 @@ from megacp.distributed.grid import ProcessGrid
 from megacp.engine.rows.batch import PackedBatch
 
 _FINGERPRINT_BITS = 48
-"""Bits of the fingerprint that a float64 holds exactly."""
+"""Bits of a fingerprint; a float64 represents integers of this size exactly."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reports before a step, besides its packs; or the reports of all of them, summed
-    or highest.
-    """
+    """One rank's report before a step, or the reports of all ranks combined (sum or maximum)."""
 
     stop_reason: int = 0
-    """A number of `stopping.REASONS`, 0 to go on."""
+    """A number in `stopping.REASONS`; 0 to continue."""
     flops: float = 0.0
-    """Model FLOPs of its packs; reported by one rank of each replica."""
+    """Model FLOPs of its packs, reported by one rank per replica."""
     peak_bytes: int = 0
     data_wait: float = 0.0
-    """Seconds it waited for its packs."""
+    """Seconds that the rank waited for its packs."""
     save_state: int = 0
-    """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`,
-    `SAVE_FAILED`).
-    """
+    """State of its background checkpoint files: `saving.DONE`, `WRITING` or `SAVE_FAILED`."""
     image_documents: int = 0
-    """Documents with images in its packs; reported by one rank of each replica."""
+    """Documents with images in its packs, reported by one rank per replica."""
 
 
 _SUMMED = ("flops", "image_documents")
@@ -50,20 +46,18 @@ _SUMMED = ("flops", "image_documents")
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """What all ranks know before the first forward of a step."""
+    """The values that all ranks know before the first forward of a step."""
 
     weight: float
     """Sum of the loss weights over all rows of the step."""
     tokens: int
-    """Tokens of the step, padding left out."""
+    """Tokens of the step, without padding."""
     report: RankReport
-    """The reports of all ranks: FLOPs and documents with images are summed, of all else the highest
-    counts.
-    """
+    """The reports of all ranks: sums of FLOPs and documents with images, maxima of other fields."""
 
     @property
     def denominator(self) -> float:
-        """What every summed loss is divided by: the weight, or 1 when nothing is counted."""
+        """The divisor of every summed loss: the weight, or 1 if no token has a weight."""
         return self.weight or 1.0
 
 
@@ -74,21 +68,22 @@ def agree_on_step(
     *,
     replica: int | None = None,
 ) -> StepAgreement:
-    """One all-gather over the world: loss denominator, equality of the packs of ranks that read the
-    same, reports.
+    """Exchange loss weights and reports in one all-gather over the world.
 
-    `replica` names the ranks that read the same packs (default: those of one dp rank). Raises
-    ValueError on every rank when the ranks of one replica read different packs.
+    Also check that the ranks of a replica read the same packs; raise ValueError on every rank if
+    they do not. `replica` identifies the ranks that read the same packs (default: the dp rank).
     """
+    bits = 1 << _FINGERPRINT_BITS
     fingerprint = 0
     for batch in batches:
-        fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (
-            1 << _FINGERPRINT_BITS
-        )  # exact in float64
+        fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % bits
     weights = sum(batch.weight_sum for batch in batches)
     tokens = sum(batch.real_tokens for batch in batches)
+    # one row per rank, so that a single all-gather is enough
     own = dataclasses.astuple(report or RankReport())
-    row = [grid.dp.rank if replica is None else replica, fingerprint, weights, tokens, *own]
+    number = grid.dp.rank if replica is None else replica
+    row = [number, fingerprint, weights, tokens, *own]
+    # float64 represents the fingerprint and the counts exactly
     table = torch.tensor([row], dtype=torch.float64, device=grid.device)
     table = all_gather(table, grid.world).cpu()  # [1, 10] -> [world, 10]
     leaders: dict[float, int] = {}  # the first rank of each replica
@@ -98,14 +93,14 @@ def agree_on_step(
         if fingerprint != expected:
             raise ValueError(
                 f"ranks {leader} and {rank} of replica {int(number)} read different packs "
-                "(fingerprints "
-                f"{int(expected):012x} and {int(fingerprint):012x}); do all machines see the same "
-                "--data-path?"
+                f"(fingerprints {int(expected):012x} and {int(fingerprint):012x}); check that all "
+                "machines see the same --data-path"
             )
-    first = list(leaders.values())
+    first = list(leaders.values())  # count the packs of each replica once
     weight, total = table[first, 2:4].sum(0).tolist()
     reported: dict[str, Any] = {}
     for field, column in zip(dataclasses.fields(RankReport), table[:, 4:].T, strict=True):
         value = column.sum() if field.name in _SUMMED else column.max()
-        reported[field.name] = type(getattr(RankReport, field.name))(value.item())
+        kind = type(getattr(RankReport, field.name))  # of the default: int or float
+        reported[field.name] = kind(value.item())
     return StepAgreement(weight, int(total), RankReport(**reported))

@@ -1,11 +1,11 @@
-"""What every rank states before the run depends on it, and how a difference is reported.
+"""Compare the starting conditions of all ranks, and report differences.
 
-Statements are compared in the run's store before any process group of the grid exists. Another
-grid, size or timeout on one rank is then a message and not a hang.
+Ranks compare them in the run's store, before any process group of the grid exists. If one rank has
+a different grid, size or timeout, the run ends with a message instead of a hang.
 
-Only the flags in MAY_DIFFER may differ. They say where a machine keeps its copy of the packs and of
-a Hugging Face folder, whose fingerprints are compared instead, and how many threads read packs. All
-other flags act on the result, on files or on when ranks meet.
+Only the flags in MAY_DIFFER may differ. They set where a machine keeps its copy of the packs or of
+a Hugging Face folder, and how many threads read packs. The fingerprints of the copies are compared
+instead of their paths. All other flags affect the result, the written files or the collectives.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ MAY_DIFFER = (
     "load_adapter",
     "num_workers",
 )
-"""Flags that may differ from machine to machine."""
+"""Flags that may differ between machines."""
 
 
 class AlikeError(ValueError):
-    """A refusal that every rank of the run raises with the same words."""
+    """An error that every rank of the run raises with the same message."""
 
 
 def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str, str]:
-    """Everything that must be equal on all ranks, by the name that a message gives it."""
-    values = {
-        flag(name): json.dumps(value)
-        for name, value in flatten(config).items()
-        if name not in MAY_DIFFER
-    }
+    """Return everything that must be equal on all ranks, by the name that messages use."""
+    values = {}
+    for name, value in flatten(config).items():
+        if name not in MAY_DIFFER:
+            values[flag(name)] = json.dumps(value)
     valid = getattr(sources.valid, "fingerprint", "none")
     return values | {
         "the fingerprint of --data-path": sources.fingerprint,
@@ -59,8 +58,9 @@ def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str
 def require_equal_start(
     rendezvous: Rendezvous, stated: dict[str, str] | None, problem: str = ""
 ) -> None:
-    """Return when all ranks state the same and none has a `problem`; else raise AlikeError on every
-    rank.
+    """Return if all ranks state the same values and no rank has a `problem`.
+
+    Otherwise raise AlikeError with the same message on every rank.
     """
     mine = json.dumps({"host": rendezvous.host, "stated": stated or {}, "problem": problem})
     verdict = rendezvous.decided_by_rank_0("start", mine, _differences)
@@ -69,39 +69,48 @@ def require_equal_start(
 
 
 def _differences(values: list[str]) -> str:
-    """What the ranks do not agree on, in words; empty when they do."""
-    reports = [json.loads(value) for value in values]
+    """Return a message about problems or differences; empty if there are none.
+
+    `values` are the JSON reports of all ranks, in the order of ranks.
+    """
+    reports = [json.loads(value) for value in values]  # one per rank
     problems: dict[str, list[int]] = {}
     for rank, one in enumerate(reports):
         if one["problem"]:
             problems.setdefault(one["problem"], []).append(rank)
     if problems:
+        # a problem that all ranks share needs no list of ranks
         if len(problems) == 1 and len(*problems.values()) == len(reports):
             return next(iter(problems))
-        return "\n".join(
-            f"{_ranks_and_hosts(ranks, reports)}: {text}" for text, ranks in problems.items()
-        )
+        lines = []
+        for text, ranks in problems.items():
+            lines.append(f"{_ranks_and_hosts(ranks, reports)}: {text}")
+        return "\n".join(lines)
     lines = []
-    for name in dict.fromkeys(name for one in reports for name in one["stated"]):
+    # a dict keeps the order in which ranks first state a value
+    names = dict[str, None]()
+    for one in reports:
+        names |= dict.fromkeys(one["stated"])
+    for name in names:
         groups: dict[str, list[int]] = {}
         for rank, one in enumerate(reports):
             groups.setdefault(one["stated"].get(name, "absent"), []).append(rank)
-        if len(groups) > 1:
-            usual, *others = sorted(groups, key=lambda value: -len(groups[value]))
-            odd = ", ".join(
-                f"{value} on {_ranks_and_hosts(groups[value], reports)}" for value in others
-            )
-            lines.append(
-                f"  - {name}: {odd}; {usual} on {_ranks_and_hosts(groups[usual], reports)}"
-            )
+        if len(groups) == 1:
+            continue
+        # the value of most ranks comes last, after the deviating ones
+        usual, *deviating = sorted(groups, key=lambda value: -len(groups[value]))
+        parts = [f"{value} on {_ranks_and_hosts(groups[value], reports)}" for value in deviating]
+        usual_part = f"{usual} on {_ranks_and_hosts(groups[usual], reports)}"
+        lines.append(f"  - {name}: {', '.join(parts)}; {usual_part}")
     head = (
-        f"the {len(reports)} ranks of this run were not started alike; give all of them the "
+        f"the {len(reports)} ranks of this run were not started alike; start all of them with the "
         "same flags and software:"
     )
     return "\n".join([head, *lines]) if lines else ""
 
 
 def _ranks_and_hosts(ranks: list[int], reports: list[dict[str, str]]) -> str:
-    """`rank 3 (host b)`."""
+    """Return text such as `rank 3 (host b)`."""
     hosts = list(dict.fromkeys(reports[rank]["host"] for rank in ranks))
-    return f"{named(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {listed(hosts, 4)})"
+    word = "host" if len(hosts) == 1 else "hosts"
+    return f"{named(ranks)} ({word} {listed(hosts, 4)})"

@@ -1,18 +1,18 @@
-"""The anomaly check: whether the numbers of a step are sound, one decision a step, before its
-update.
+"""The anomaly check: decide once per step, before the update, whether its numbers are sound.
 
-The decision follows from numbers that all ranks hold and from a state in every checkpoint. So all
-ranks decide alike, and a resumed run decides like an uninterrupted one. The rules, in this order:
+The decision depends only on numbers that are equal on all ranks and on state in the checkpoint. All
+ranks therefore make the same decision, and a resumed run decides like an uninterrupted one. The
+rules apply in this order:
 
-* Images of too many documents could not be decoded: the run ends.
-* A step that learns from no token, or whose loss or gradient is not finite, is skipped.
-* A loss or gradient norm far above its running median is logged, the next only far above the one
-  logged, or once the median is half or twice what it was.
+* If images of too many documents could not be decoded, the run ends.
+* A step is skipped if it has no loss tokens, or if its loss or gradient is not finite.
+* A loss or gradient norm far above its running median is logged. After that, the next one is logged
+  only if it is far above the last logged value, or if the median has halved or doubled.
 * Too many skipped steps in a row end the run.
 
-Packs are named after a finding, by all ranks together: a good step pays nothing. A loss belongs to
-its microbatch, so the packs of that microbatch are named. A gradient is a sum over ranks: all packs
-of the step are named. Weights are checked before they are saved and after they are read.
+After a finding, all ranks together name the suspicious packs; a good step has no extra cost. A loss
+belongs to one microbatch, so only its packs are named. A gradient is a sum over ranks, so all packs
+of the step are named. Weights are checked before they are saved and after they are loaded.
 """
 
 from __future__ import annotations
@@ -32,64 +32,64 @@ from megacp.engine.step.decision import Decision, finite_only
 from megacp.storage.wording import listed
 
 IMAGE_DOCUMENTS = 16
-"""Documents with images after which their bad share is judged: of fewer, one bad image would be too
-large a share.
+"""Documents with images to see before judging the share of bad ones. Among fewer documents, a
+single bad image would already be a large share.
 """
 MOST_LEFT_OUT = 0.5
-"""The largest share of documents with images that may be left out."""
+"""Largest share of documents with images that may be left out."""
 LOSS_SPIKE, NORM_SPIKE = 3.0, 10.0
-"""A loss or gradient norm above so many times the running median is a spike."""
+"""A loss or gradient norm greater than this multiple of its running median is a spike."""
 MAX_SKIPPED_STEPS = 10
-"""Steps in a row without an update (not finite, refused, nothing to learn) that end a run, which
-then saves nothing.
+"""Steps in a row without an update (not finite, refused, no loss tokens) that end a run. The run
+then saves no checkpoint.
 """
 _WINDOW = 64
-"""Updates of the running median."""
+"""Number of updates in the running median."""
 KNOWN_UPDATES = 8
-"""Updates from which on a running median is compared with."""
+"""Updates needed before values are compared with the running median."""
 
 
 class AnomalyError(Exception):
-    """The run may not go on, for the reason it says; raised on all ranks alike. Nothing is saved
-    after it.
+    """The run must end, for the reason in the message. All ranks raise it together, and no
+    checkpoint is saved afterwards.
     """
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What all ranks know of a step before its update."""
+    """The numbers of a step that all ranks know before its update."""
 
     step: int
     loss: float
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     weight: float = 1.0
     """Sum of the loss weights."""
     image_documents: int = 0
-    """Documents with images, those left out included; counted only with --on-bad-image skip."""
+    """Documents with images, including those left out; counted only with --on-bad-image skip."""
     left_out: int = 0
-    """Documents left out because of an image."""
+    """Documents left out because of a bad image."""
 
 
 class Health:
-    """The rules over the steps of one run. `state` is what `Health.state` gave; None for a fresh
-    run.
+    """The rules, applied to the steps of one run.
+
+    `state` is a value of `Health.state` from a checkpoint; None for a fresh run.
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        state = {**_FRESH, **(state or {})}
+        state = {**_FRESH, **(state or {})}  # older checkpoints may lack a value
         self._losses = deque(map(float, state["losses"]), _WINDOW)
         self._norms = deque(map(float, state["grad_norms"]), _WINDOW)
-        self._logged: dict[str, list[float]] = dict(
-            state["told"]
-        )  # of the last spike: the value and the median
+        # of the last logged spike of each name: [value, median]
+        self._logged: dict[str, list[float]] = dict(state["told"])
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
-        """Steps without an update since the last one with an update."""
+        """Steps since the last update."""
         self._image_documents: int = state["image_documents"]
         self._left_out: int = state["left_out"]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold: JSON numbers, all of them finite."""
+        """Return the state for a checkpoint: JSON numbers, all finite."""
         return {
             "losses": list(self._losses),
             "grad_norms": list(self._norms),
@@ -100,10 +100,12 @@ class Health:
         }
 
     def check(self, numbers: StepNumbers) -> Decision:
-        """Decide on a step, once; the state then counts it."""
-        if end := self._bad_images(numbers):
+        """Decide on a step and add it to the state. Call it once per step."""
+        end = self._bad_images(numbers)
+        if end:
             return Decision(update=False, end=end)
         decision = self._on_numbers(numbers)
+        # Skipped steps do not enter the medians: a NaN would spoil them.
         if decision.update:
             self.skipped_in_a_row = 0
             self._losses.append(numbers.loss)
@@ -112,20 +114,21 @@ class Health:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row < MAX_SKIPPED_STEPS:
             return decision
-        steps = f"{numbers.step - self.skipped_in_a_row + 1} to {numbers.step}"
-        end = f"no update in {self.skipped_in_a_row} steps in a row, {steps}"
+        first = numbers.step - self.skipped_in_a_row + 1
+        end = f"no update in {self.skipped_in_a_row} steps in a row, {first} to {numbers.step}"
         return Decision(False, decision.finite, decision.findings, end)
 
     def _on_numbers(self, numbers: StepNumbers) -> Decision:
+        """Decide by the loss weights, the loss and the gradient norm."""
         if numbers.weight == 0.0:
-            why = "no token of the step has a loss weight"
-            return Decision(
-                update=False,
-                findings=(why + (", bad images left out" if numbers.left_out else ""),),
-            )
+            finding = "no token of the step has a loss weight"
+            if numbers.left_out:
+                finding += ", bad images left out"
+            return Decision(update=False, findings=(finding,))
         decision = finite_only(numbers.loss, numbers.grad_norm)
         if not decision.finite:
             return decision
+        # Spikes are only logged; gradient clipping limits their updates.
         found = (
             self._spike("loss", numbers.loss, self._losses, LOSS_SPIKE),
             self._spike("gradient norm", numbers.grad_norm, self._norms, NORM_SPIKE),
@@ -133,12 +136,13 @@ class Health:
         return Decision(findings=tuple(text for text in found if text))
 
     def _spike(self, name: str, value: float, before: deque[float], factor: float) -> str:
-        """What is wrong with `value`; empty while too few updates are known."""
+        """Return a finding if `value` is a spike; empty if not, or if too few updates are known."""
         if len(before) < KNOWN_UPDATES:
             return ""
         usual = statistics.median(before)
         if usual <= 0.0 or value <= factor * usual:
             return ""
+        # Log a lasting high level only once: until it rises or the median adapts to it.
         last, median = self._logged.get(name, (0.0, 0.0))
         if value <= factor * last and 0.5 * median < usual < 2.0 * median:
             return ""
@@ -149,15 +153,18 @@ class Health:
         )
 
     def _bad_images(self, numbers: StepNumbers) -> str:
-        """Why too many documents lost their images; empty when they did not, or too few were read
-        to say.
+        """Return a message if too many documents lost their images.
+
+        It is empty if they did not, or if too few documents were read to judge.
         """
         self._image_documents += numbers.image_documents
         self._left_out += numbers.left_out
+        # judge a window of at least this many documents, then begin the next window
         if self._image_documents < IMAGE_DOCUMENTS:
             return ""
-        seen, left_out = self._image_documents, self._left_out
-        self._image_documents = self._left_out = 0  # the next ones are counted anew
+        seen = self._image_documents
+        left_out = self._left_out
+        self._image_documents = self._left_out = 0  # start the next window
         if left_out <= MOST_LEFT_OUT * seen:
             return ""
         return (
@@ -166,23 +173,29 @@ class Health:
         )
 
 
-_FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "told": {}}
-_FRESH |= {"skipped_in_a_row": 0, "image_documents": 0, "left_out": 0}
-_MOST_TENSORS = 4
-_MOST_TENSORS = 4
+_FRESH: dict[str, Any] = {
+    "losses": [],
+    "grad_norms": [],
+    "told": {},
+    "skipped_in_a_row": 0,
+    "image_documents": 0,
+    "left_out": 0,
+}
 _MOST_TENSORS = 4
 
 
 def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:
-    """Which tensors hold a number that is not finite, in words equal on all ranks; empty when none
-    does. Collective.
+    """Return the names of tensors that are not finite, and their ranks, as text for a message.
+
+    The text is equal on all ranks, and empty if all tensors are finite. Collective.
     """
-    ends = [
-        torch.stack(box.tensor.detach().aminmax()) for box in boxes if box.tensor.numel()
-    ]  # NaN goes through
+    filled = [box for box in boxes if box.tensor.numel()]  # aminmax refuses empty tensors
+    # NaN and inf both show up in the minimum or the maximum
+    ends = [torch.stack(box.tensor.detach().aminmax()) for box in filled]
+    # one transfer to the CPU for all tensors
     finite = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
-    names = [box.name for box in boxes if box.tensor.numel()]
-    bad = sorted({name for name, sound in zip(names, finite, strict=True) if not sound})
+    bad = sorted({box.name for box, sound in zip(filled, finite, strict=True) if not sound})
+    # a rank sees only its own shard of a tensor
     found = gather_objects(bad, world)
     ranks = [str(rank) for rank, of_rank in enumerate(found) if of_rank]
     if not ranks:

@@ -1,10 +1,7 @@
-"""What a run reports of itself: its log, its first lines, the FLOPs of its MFU, the slowest rank of
-a step.
-"""
+"""Reports of a run: its log, its opening lines, FLOPs for the MFU, and timings of all ranks."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -28,12 +25,16 @@ from megacp.training.monitor.log import LogTargets, RunLog
 
 
 def row_flops(row: PlannedRow, config: RunConfig) -> float:
-    """FLOPs of training on a row, attention counted by the allowed pairs of its mask, vision by its
-    images.
+    """Return the FLOPs of training on a row.
+
+    Attention is counted by the allowed pairs of the row's mask, and vision by its images.
     """
-    metadata, images = row.share.plan.metadata, row.batch.vision
+    metadata = row.share.plan.metadata
+    images = row.batch.vision
     mix = mix_of(config.model)
-    area = row_area(metadata, mix).sum() / max(1, sum(mix.values()))  # of the mean layer
+    layers = max(1, sum(mix.values()))
+    area = row_area(metadata, mix).sum() / layers  # allowed pairs, averaged over layers
+    # `leave` is 0 for padding
     total = text_flops(config, int((metadata.leave > 0).sum()), int(area))
     if images is not None:
         total += vision_flops(
@@ -43,17 +44,22 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
 
 
 def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
-    """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0
-    cannot open it.
+    """Open this rank's log of a run that has done `step` steps.
+
+    Raise ValueError on all ranks if rank 0 cannot open it.
     """
-    targets = LogTargets()  # of other ranks: nowhere
+    targets = LogTargets()  # other ranks write nothing
     if grid.rank == 0:
         log = config.log
-        projects = log.wandb_project, log.trackio_project
         targets = LogTargets(
-            True, config.log_path, log.tensorboard_dir, *projects, log.log_interval
+            True,
+            config.log_path,
+            log.tensorboard_dir,
+            log.wandb_project,
+            log.trackio_project,
+            log.log_interval,
         )
-    opened = list[RunLog]()
+    opened = list[RunLog]()  # a list, because `opens` cannot return a value
 
     def opens() -> None:
         try:
@@ -66,19 +72,20 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
 
 
 def heading(config: RunConfig, grid: ProcessGrid) -> str:
-    """One line: what runs where."""
-    shape, training, parallel = grid.shape, config.training, config.parallel
-    ranks = shape.dp * shape.cp // parallel.num_distributed_optimizer_instances
-    what = parallel.sharding.shared
-    shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
+    """Return the line that describes the grid, the device, the model and the batch."""
+    shape = grid.shape
+    training = config.training
+    parallel = config.parallel
+    sharing = shape.dp * shape.cp // parallel.num_distributed_optimizer_instances
+    sharded = parallel.sharding.shared  # "parameters", "gradients" or ""
+    shared = f" (each {sharing} of dp x cp share {sharded})" if sharded and sharing > 1 else ""
+    ranks = counted(shape.world_size, "rank")
+    layout = f"pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared}"
+    parameters = f"{human_count(run_parameters(config))} parameters{_trained(config)}"
     batch = counted(training.global_batch_size, "pack")
-    ranks_in_all = counted(shape.world_size, "rank")
     return (
-        f"{ranks_in_all} = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} "
-        "on "
-        f"{grid.device.type}, {human_count(run_parameters(config))} parameters{_trained(config)} "
-        "in "
-        f"{training.dtype}, {batch} of up to {config.data.seq_length} tokens a step"
+        f"{ranks} = {layout} on {grid.device.type}, {parameters} in {training.dtype}, "
+        f"{batch} of up to {config.data.seq_length} tokens a step"
     )
 
 
@@ -90,33 +97,40 @@ def opening_lines(
     start: Start,
     resumed: Resumed | None,
 ) -> list[str]:
-    """What runs where, what it starts from, and what is not as it was."""
+    """Return the lines about the layout, the data, the starting point and changed flags."""
     lines = [heading(config, grid), *parts_without_pairs(config), *chosen]
     source = sources.train
-    if told := answers_told(sources.answer_forms):
-        lines.append(told)
+    answers = answers_told(sources.answer_forms)
+    if answers:
+        lines.append(answers)
     if isinstance(source, PackBlend):
-        firsts = [
-            0,
-            *itertools.accumulate(len(one) for one in source.datasets),
-        ]  # [datasets + 1]: pack numbers
-        for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
+        first = 0  # the number of the dataset's first pack in the blend
+        for one, dataset in zip(source.shares(0), source.datasets, strict=True):
+            stop = first + len(dataset)
             words = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
             lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {words}")
+            first = stop
     lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
+        # Training only adapters of a random model is legal, but rarely intended.
         rank = config.model.lora_rank
-        random = (
-            f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"
-        )
-        return [*lines, random] if rank else lines
-    step, last = resumed.state.step, config.training.train_iters
-    fresh = f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer"
-    lines.append(fresh if start.weights_only else f"resumed from {resumed.path} after step {step}")
+        if rank:
+            lines.append(
+                f"--lora-rank {rank}: the frozen model has random weights, because neither "
+                "--load-hf nor --load is set"
+            )
+        return lines
+    step = resumed.state.step
+    last = config.training.train_iters
+    if start.weights_only:  # --finetune or --load-hf
+        lines.append(f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer")
+    else:
+        lines.append(f"resumed from {resumed.path} after step {step}")
     lines += [f"changed since the checkpoint: {change}" for change in resumed.changed]
     if last <= step:
         lines.append(
-            f"--train-iters {last} is not above step {step} of the checkpoint: nothing is trained"
+            f"--train-iters {last} is not greater than step {step} of the checkpoint: there are no "
+            "steps to train"
         )
     return lines
 
@@ -124,40 +138,40 @@ def opening_lines(
 def blend_figures(
     source: PackBlend, before: int, consumed: int, is_last: bool
 ) -> tuple[str, dict[str, float]]:
-    """Shares and epochs after `consumed` samples, in words where a dataset began an epoch since
-    `before`.
+    """Return the shares and epochs after `consumed` samples, as a log line and as figures.
+
+    The line is empty unless a dataset began an epoch since sample `before` or `is_last` is set.
     """
     shares = source.shares(consumed)
-    begun = [
-        int(now.epoch) > int(was.epoch)
-        for now, was in zip(shares, source.shares(before), strict=True)
-    ]
+    earlier = source.shares(before)
+    begins_epoch = any(
+        int(now.epoch) > int(was.epoch) for now, was in zip(shares, earlier, strict=True)
+    )
     figures: dict[str, float] = {}
-    for one in shares:
-        figures |= {f"{one.name}/share": one.share, f"{one.name}/epoch": one.epoch}
+    for one in shares:  # figures are returned after every step, unlike the line
+        figures[f"{one.name}/share"] = one.share
+        figures[f"{one.name}/epoch"] = one.epoch
+    if not begins_epoch and not is_last:
+        return "", figures
     words = ", ".join(f"{one.name} {one.share:.2%}, epoch {one.epoch:.2f}" for one in shares)
-    return (f"blend: after {consumed:,} samples {words}" if any(begun) or is_last else ""), figures
+    return f"blend: after {consumed:,} samples {words}", figures
 
 
 def _trained(config: RunConfig) -> str:
-    """How many of them are trained, where some are frozen."""
+    """Return the number of trained parameters in parentheses; empty if none are frozen."""
+    if not config.frozen_parts:
+        return ""
     pairs = ""
     if config.model.lora_rank:
         pairs = f" in low-rank pairs of {describe_pairs(config.model)}"
-    return (
-        f" ({human_count(trained_parameters(config))} trained{pairs})"
-        if config.frozen_parts
-        else ""
-    )
+    return f" ({human_count(trained_parameters(config))} trained{pairs})"
 
 
 def breakdown(taken: dict[str, float], world: Axis, device: torch.device) -> Breakdown:
-    """The seconds by phase of all ranks, from those of this one. Collective over `world`."""
+    """Gather the seconds by phase from all ranks; `taken` holds this rank's. Collective."""
     names = (*COMPUTING, *WAITING)
-    row = torch.tensor(
-        [[taken.get(name, 0.0) for name in names]], dtype=torch.float64, device=device
-    )
-    columns = all_gather(row, world).cpu().T.tolist()  # [1, phases] -> [world, phases] -> by phase
-    return Breakdown(
-        {name: of_ranks for name, of_ranks in zip(names, columns, strict=True) if any(of_ranks)}
-    )
+    seconds = [taken.get(name, 0.0) for name in names]
+    row = torch.tensor([seconds], dtype=torch.float64, device=device)  # [1, phases]
+    table = all_gather(row, world).cpu()  # [world, phases]
+    by_phase = dict(zip(names, table.T.tolist(), strict=True))
+    return Breakdown({name: of_ranks for name, of_ranks in by_phase.items() if any(of_ranks)})

@@ -1,10 +1,9 @@
-"""The checkpoints of one run: the directory it owns, what is being written there, and when that is
-committed.
+"""The checkpoints of one run: lock the directory, save, and commit finished saves.
 
-A save in the background is committed at a step boundary: the exchange before the step
-(`agree_on_step`) has then reported to all ranks that all have written. An error of any rank ends
-the run there. Weights that hold NaN end the run. Weights without an update since the last
-checkpoint are not written again. Nothing is removed while updates are being skipped.
+A background save is committed at a step boundary. The exchange before that step (`agree_on_step`)
+has reported to all ranks that every rank has finished writing. An error on any rank ends the run
+there. Weights with NaN also end the run. A save is skipped if no update was made since the last
+checkpoint. No checkpoint is removed while updates are being skipped.
 """
 
 from __future__ import annotations
@@ -25,132 +24,150 @@ from megacp.training.loop.health import AnomalyError, damaged_tensors
 from megacp.training.loop.state import RunState, begin_save, saved_boxes
 
 DONE, WRITING, SAVE_FAILED = 0, 1, 2
-"""What a rank reports to the others of its files; of several ranks the highest counts."""
+"""State of a rank's checkpoint files; ranks agree on the maximum before each step."""
 _LATE_SECONDS = 40.0
-"""How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
+"""How long a new file on NFS may stay invisible to another machine, which caches names for 30 s."""
 
 
 def _require_lock(directory: str, owner: str, rank: int) -> None:
-    """ValueError where this machine does not see the lock that rank 0 has written."""
-    if rank == 0:  # which would lose a POSIX lock by closing its file once more
+    """Raise ValueError if this machine does not see the lock that rank 0 has written."""
+    if rank == 0:  # opening and closing the file again would release a POSIX lock of this process
         return
     try:
-        found = seen(lambda: read_regular(Path(directory, LOCK_FILE)), _LATE_SECONDS).decode(
-            errors="replace"
-        )
+        content = seen(lambda: read_regular(Path(directory, LOCK_FILE)), _LATE_SECONDS)
+        found = content.decode(errors="replace")
     except OSError:
         found = ""
     if found != owner:
         raise ValueError(
-            f"--save {directory} is not one directory for all machines: the lock of {owner}, rank "
-            "0, is not there"
+            f"--save {directory} is not the same directory on all machines: this machine does not "
+            f"see the lock of rank 0 ({owner})"
         )
 
 
 class Saver:
-    """One run's checkpoints below `--save`; without it nothing is written. Collective over `world`.
+    """The checkpoints of one run below `--save`; without it, none are written.
 
-    Raises ValueError on every rank when another run holds the directory or it cannot be written.
+    Creating it is collective over `world`. Raise ValueError on every rank if another run has locked
+    the directory or if it is not writable.
     """
 
     def __init__(self, config: RunConfig, world: Axis) -> None:
-        self._config, self._world = config, world
+        self._config = config
+        self._world = world
         self._pending: PendingCheckpoint | None = None
         self._lock: DirectoryLock | None = None
-        self._step: int | None = None
-        self._updates: int | None = None
+        self._step: int | None = None  # of the last checkpoint in --save
+        self._updates: int | None = None  # optimizer updates in that checkpoint
         self.newest: Place | None = None
-        """The last checkpoint that this run has written or was resumed from; its weights are
-        finite.
-        """
+        """The last checkpoint that this run wrote or resumed from; its weights are finite."""
         self.keeps_all = False
-        """Whether old checkpoints stay, whatever --keep-last says: the run has just skipped a step.
-        """
+        """Whether to ignore --keep-last, because the last update was skipped."""
         self.notes: list[str] = []
-        """What there is to say about the directory at the start."""
-        if (save := config.checkpoint.save) is not None:
+        """Log lines about the directory, for the start of the run."""
+        save = config.checkpoint.save
+        if save is not None:
             self.notes, owner = on_rank_0(world, lambda: self._enter(save), ValueError)
             if owner:
                 on_all_ranks(world, lambda: _require_lock(save, owner, world.rank), ValueError)
 
     def _enter(self, directory: str) -> tuple[list[str], str]:
-        """What there is to say, and what stands in the lock, if there is one."""
+        """Lock the directory; return log lines and the content of the lock file.
+
+        The content is empty if the directory cannot be locked.
+        """
+        # an object store has no locks
         if is_url(directory):
-            return [
-                f"{directory} cannot be locked: a second run that saves there would not be noticed"
-            ], ""
+            warning = f"{directory} cannot be locked: another run that saves there is not detected"
+            return [warning], ""
         self._lock = DirectoryLock(directory)
         if self._lock.problem:
             return [self._lock.problem], ""
         return remove_leftovers(directory), self._lock.owner
 
     def resumed(self, step: int, updates: int, path: Place) -> None:
-        """The run starts from this checkpoint; where it lies in --save, its step and its weights
-        need no saving.
+        """Record the checkpoint that the run resumes from.
+
+        If it is in --save, its step does not need to be saved again.
         """
         self.newest = path
         save = self._config.checkpoint.save
+        # a checkpoint from another directory must be saved again in --save
         if save is not None and path.resolve().parent == place_of(save).resolve():
-            self._step, self._updates = step, updates
+            self._step = step
+            self._updates = updates
 
     @property
     def save_state(self) -> int:
-        """DONE, WRITING or SAVE_FAILED on this rank."""
+        """DONE, WRITING or SAVE_FAILED, for this rank."""
         if self._pending is None:
             return DONE
-        return WRITING if self._pending.writing else SAVE_FAILED if self._pending.failed else DONE
+        if self._pending.writing:
+            return WRITING
+        return SAVE_FAILED if self._pending.failed else DONE
 
     def settle(self, of_all: int, say: Callable[[str], None]) -> None:
-        """Commit what is pending, given the highest `save_state`; SaveError on all ranks when it
-        failed on any.
+        """Commit the pending checkpoint unless a rank is still writing.
+
+        `of_all` is the highest `save_state` of all ranks. Raise SaveError on all ranks if the save
+        failed on any of them.
         """
-        if of_all != WRITING:
+        if of_all != WRITING:  # done on all ranks, or failed on one: `finish` raises the error
             self.finish(say)
 
     def save(
         self, model: ParallelModel, state: RunState, say: Callable[[str], None], reason: str
     ) -> None:
-        """Save the state after `state.step`, in the background with --async-save; waits for an
-        earlier one first.
+        """Save the state after `state.step`; with --async-save, in the background.
+
+        An earlier save that is still pending is finished first.
         """
         step = state.step
         if self._config.checkpoint.save is None:
-            say(f"{reason} after step {step}; no --save, so nothing was written")
+            say(f"{reason} after step {step}; nothing was saved, because --save is not set")
             return
         self.finish(say)
+        # The step may be saved already, for example by --save-interval just before a stop.
         if self._step == step:
             say(f"{reason} after step {step}: {self.newest}")
             return
         updates = model.optimizer.updates
+        # All steps since the last checkpoint were skipped: the weights are the same.
         if self._updates == updates:
             say(
-                f"{reason} after step {step}: no update since step {self._step}, whose checkpoint "
-                f"is {self.newest}"
+                f"{reason} after step {step}: no update since step {self._step}, which is saved in "
+                f"{self.newest}"
             )
             return
-        if damaged := damaged_tensors(saved_boxes(model), self._world):
+        damaged = damaged_tensors(saved_boxes(model), self._world)
+        if damaged:
             raise AnomalyError(f"the weights after step {step} are not finite: {damaged}")
         background = self._config.checkpoint.async_save
-        self._pending = begin_save(model, state, model.config, background)  # auto is resolved there
-        self._reason, self._pending_updates = reason, updates
+        # `model.config` has every `auto` value resolved
+        self._pending = begin_save(model, state, model.config, background)
+        self._reason = reason
+        self._pending_updates = updates
         if background:
             say(f"saving step {step} in the background")
         else:
             self.finish(say)
 
     def finish(self, say: Callable[[str], None]) -> None:
-        """Wait for what is pending, if anything is, and commit it."""
+        """Wait for the pending checkpoint, if any, and commit it."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        # `commit` is collective: it waits until all ranks have written their files
+        pending = self._pending
+        self._pending = None  # also if the commit fails: it is not tried again
         keep_last = 0 if self.keeps_all else self._config.checkpoint.keep_last
         self.newest = pending.commit(keep_last)
-        self._step, self._updates = pending.step, self._pending_updates
+        self._step = pending.step
+        self._updates = self._pending_updates
         say(f"{self._reason} after step {pending.step}: {self.newest}")
         for note in pending.notes:
             say(note)
 
     def close(self) -> None:
-        """Let another run have the directory; what is still pending is never committed."""
+        """Release the directory for other runs; a pending checkpoint is never committed."""
         if self._lock is not None:
             self._lock.release()

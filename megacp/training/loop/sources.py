@@ -1,7 +1,6 @@
-"""The packs of a run: opens the datasets, takes from them what the config leaves open, refuses what
-does not fit.
+"""The packs of a run: open the datasets, fill in config values from them, and check that they fit.
 
-All of it happens before any process group exists, from manifests alone.
+All of this happens before any process group exists, using only the manifests.
 """
 
 from __future__ import annotations
@@ -35,59 +34,65 @@ from megacp.training.loop.stored import progress
 
 @dataclass(frozen=True)
 class Sources:
-    """Training and validation packs, and what sets them apart from others."""
+    """The training and validation packs and the properties that identify them."""
 
     train: PackSource
     valid: PackSource | None
     fingerprint: str
-    """Hash of the training data: equal on all ranks; a checkpoint keeps it, and a resumed run must
-    have the same.
+    """Hash of the training data, equal on all ranks. Checkpoints store it, and a resumed run must
+    have the same hash.
     """
     tokenizer_sha256: str = ""
     """Hash of the tokenizer of the training data; empty for mock packs."""
     decoder: Decoder | None = None
-    """Turns the images of both datasets into patches; None when they are text."""
+    """Converts the images of both datasets to patches; None for text."""
     image_rules: dict[str, Any] | None = None
-    """Rules by which images became tokens, as in the manifests; None for text and mock packs."""
+    """Rules that convert images to tokens, as in the manifests; None for text and mock packs."""
 
     @property
     def datasets(self) -> list[tuple[str, PackedDataset]]:
         """The datasets on disk, each with its flag."""
-        both = {"--data-path": self.train, "--valid-data-path": self.valid}
-        return [(flag, dataset) for flag, source in both.items() for dataset in _members(source)]
+        found = [("--data-path", dataset) for dataset in _members(self.train)]
+        found += [("--valid-data-path", dataset) for dataset in _members(self.valid)]
+        return found
 
     @property
     def document_start(self) -> dict[str, Any] | None:
-        """The token that begins every training document, as a checkpoint keeps it; None for mock
-        packs.
+        """The token that begins every training document, as `{"token": id}`.
+
+        None for mock packs. Checkpoints store this value.
         """
-        return next(
-            ({"token": one.manifest.tokenizer.begins_with} for one in _members(self.train)), None
-        )
+        for dataset in _members(self.train):
+            return {"token": dataset.manifest.tokenizer.begins_with}
+        return None
 
     @property
     def document_end(self) -> dict[str, int | None] | None:
-        """The token that ends every training document, as a checkpoint keeps it; None for mock
-        packs.
+        """The token that ends every training document, as `{"token": id}`.
+
+        None for mock packs. Checkpoints store this value.
         """
-        return next(({"token": one.manifest.ends_with} for one in _members(self.train)), None)
+        for dataset in _members(self.train):
+            return {"token": dataset.manifest.ends_with}
+        return None
 
     @property
     def chat_template(self) -> dict[str, Any] | None:
-        """The template that wrote the messages of the training data, as a checkpoint keeps it;
-        counts add up.
+        """The chat template of the training data, with its counts summed over the datasets.
+
+        None if no dataset used a template. Checkpoints store this value.
         """
         found = dict[str, Any]()
         for one in _members(self.train):
             for name, value in (one.manifest.chat_template or {}).items():
-                found[name] = found.get(name, 0) + value if isinstance(value, int) else value
+                if isinstance(value, int):
+                    value += found.get(name, 0)
+                found[name] = value
         return found if found.get("default") else None
 
     @property
     def answer_forms(self) -> dict[str, int] | None:
-        """The forms in which the training data's answers are learned, as in the manifests; counts
-        add up.
-        """
+        """Number of answers by form, as in the manifests, summed over the training datasets."""
         found = dict[str, int]()
         for one in _members(self.train):
             for form, count in (one.manifest.answer_forms or {}).items():
@@ -96,48 +101,46 @@ class Sources:
 
 
 def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
-    """The datasets on disk that a source consists of."""
+    """Return the datasets on disk that make up a source."""
     if isinstance(source, PackBlend):
         return source.datasets
     return (source,) if isinstance(source, PackedDataset) else ()
 
 
 def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
-    """The config with its vocabulary resolved, and the packs. Raises ValueError with all reasons at
-    once.
+    """Open the packs; return the config with its vocabulary size resolved, and the packs.
+
+    Raise ValueError with all reasons at once if the packs do not fit the config.
     """
-    if config.data.data_path is None:
-        config = config if config.model.vocab_size else with_values(config, {"vocab_size": 256})
-        images = mock_images(config)
-        mask = "packed" if images is None else "image"
-        mock = MockRules(config.model.vocab_size, config.data.seq_length, mask, images=images)
-        known = f"mock/{config.model.vocab_size}/{config.data.seq_length}{'/images' if images is not None else ''}"
-        return config, Sources(
-            mock, None, known, decoder=MockDecoder(images) if images is not None else None
-        )
+    if config.data.data_path is None:  # a trial run, without any data
+        return _mock_sources(config)
+    # The first dataset determines the vocabulary; the other datasets must agree with it.
     train, valid = _open_datasets(config.data)
     first = _members(train)[0].manifest
     if config.model.vocab_size == 0:
         config = with_values(config, {"vocab_size": first.tokenizer.vocab_size})
+    # Collect all reasons before raising, so that the user can fix all of them at once.
     reasons = []
     for flag, source in (("--data-path", train), ("--valid-data-path", valid)):
         for dataset in _members(source):
             reasons += _misfits(flag, str(dataset.directory), dataset, config)
-    both = {"--data-path": _members(train), "--valid-data-path": _members(valid)}
-    names, manifests = zip(
-        *((flag, one.manifest) for flag, of in both.items() for one in of), strict=True
-    )
-    contradicting = contradictions(names, manifests) if valid is not None else []
-    reasons += [
-        text
-        for text in contradicting
-        if "--seq-length" not in text and "--pad-multiple" not in text
-    ]
+    if valid is not None:
+        names = []
+        manifests = []
+        for flag, source in (("--data-path", train), ("--valid-data-path", valid)):
+            for dataset in _members(source):
+                names.append(flag)
+                manifests.append(dataset.manifest)
+        for text in contradictions(names, manifests):
+            # `_misfits` has already compared these two with the config
+            if "--seq-length" not in text and "--pad-multiple" not in text:
+                reasons.append(text)
+    # text datasets may be mixed with image datasets, whose rules must be equal
     rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
     values = next((one for one in rules if one is not None), None)
     if values is not None and importlib.util.find_spec("PIL") is None:
         reasons.append(
-            "the dataset holds images, which need the package pillow: pip install 'megacp[data]'"
+            "the dataset contains images, which need pillow: run pip install 'megacp[data]'"
         )
     if reasons:
         raise ValueError("\n".join(reasons))
@@ -145,78 +148,109 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     return config, Sources(train, valid, train.fingerprint, first.tokenizer.sha256, decoder, values)
 
 
+def _mock_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
+    """Return the config with a vocabulary size, and generated packs instead of a dataset."""
+    if not config.model.vocab_size:
+        config = with_values(config, {"vocab_size": 256})
+    # the fingerprint only has to differ between different packs
+    vocab_size = config.model.vocab_size
+    seq_length = config.data.seq_length
+    fingerprint = f"mock/{vocab_size}/{seq_length}"
+    images = mock_images(config)
+    if images is None:
+        packs = MockRules(vocab_size, seq_length, "packed")
+        return config, Sources(packs, None, fingerprint)
+    packs = MockRules(vocab_size, seq_length, "image", images=images)
+    return config, Sources(packs, None, f"{fingerprint}/images", decoder=MockDecoder(images))
+
+
 def whole_run(training: TrainingConfig, packs: int, step: int, consumed: int) -> tuple[int, int]:
-    """Last step and last sample of a run over so many packs that has taken `consumed` samples in
-    `step` steps.
+    """Return the last step and the last sample (exclusive) of a run over `packs` packs.
+
+    The run has already taken `consumed` samples in `step` steps.
     """
     if training.train_epochs is None:
         return training.train_iters, ENDLESS
-    end = round(training.train_epochs * packs)
-    return step + max(0, -(-(end - consumed) // training.global_batch_size)), end
+    end = round(training.train_epochs * packs)  # 1.1 x 10 is not exactly 11 in floating point
+    batch = training.global_batch_size
+    steps_left = -(-(end - consumed) // batch)  # rounded up
+    return step + max(0, steps_left), end
 
 
 _FEW_UPDATES = 20
-"""Fewer change a model little, whatever its data."""
+"""A run of fewer updates changes a model little, whatever its data."""
 
 
 def with_stored_length(
     config: RunConfig, given: Collection[str], flags: Collection[str]
 ) -> tuple[RunConfig, str]:
-    """The config with the row length of --data-path where no flag in `given` says it, with
-    --train-epochs in steps, and a note, also of a new run that is short or warms up for most of its
-    steps; both as they were where there is no such dataset, which is reported later. ValueError for
-    no step, and for a length that `flags` of the command line, or else files, say twice.
+    """Fill in the row length and the number of steps from --data-path; return config and notes.
+
+    The row length is taken from the dataset unless a flag in `given` sets it. --train-epochs is
+    converted to steps. The notes also warn about a new run that is short or mostly warm-up. Without
+    a readable dataset the config does not change; the error is reported later. Raise ValueError if
+    the run has 0 steps, or if --train-epochs and --train-iters are both set by the command line
+    (`flags`) or both by files.
     """
-    try:
+    try:  # an unreadable dataset is reported by `open_sources`
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
     except ValueError:
         manifests = []
     training = config.training
-    found = dict[str, Value]()  # flags that the dataset says
+    found = dict[str, Value]()  # values that the dataset determines
     if (
         manifests
         and "seq_length" not in given
         and manifests[0].seq_length != config.data.seq_length
     ):
         found["seq_length"] = manifests[0].seq_length
+    # On the command line or in files only one length may be given; the command line wins.
     epochs = training.train_epochs
     lengths = {"train_epochs", "train_iters"}
     if epochs is not None and lengths <= {*given}:
         if len(lengths & {*flags}) != 1:
             both = f"--train-epochs {epochs:g} and --train-iters {training.train_iters}"
-            raise ValueError(f"{both} are two lengths of the run: give one of them")
-        if "train_iters" in flags:  # in place of a file's epochs
+            raise ValueError(f"{both} both set the length of the run: give only one of them")
+        if "train_iters" in flags:  # the command line overrides the epochs of a file
             epochs = None
             config = with_values(config, {"train_epochs": None})
     if manifests and epochs is not None:
         packs = sum(one.num_packs for one in manifests)
-        found["train_iters"] = steps = whole_run(training, packs, *progress(config))[0]
+        steps, _ = whole_run(training, packs, *progress(config))
+        found["train_iters"] = steps
         if steps == 0:
-            raise ValueError(
-                f"--train-epochs {epochs:g} of the {packs} packs of --data-path is none: raise it"
-            )
+            asked = f"--train-epochs {epochs:g}"
+            raise ValueError(f"{asked} of {packs} packs rounds to 0 samples; use a larger value")
     flags_found = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
-    notes = [f"{flags_found}, as --data-path was packed"] if found else []
+    notes = [f"{flags_found}, from the manifest of --data-path"] if found else []
     config = with_values(config, found)
-    steps, warmup = config.training.train_iters, config.training.warmup_updates
-    if manifests and (steps < _FEW_UPDATES or warmup > steps / 2) and progress(config) == (0, 0):
+    steps = config.training.train_iters
+    warmup = config.training.warmup_updates
+    # A user with few packs may not notice that the defaults allow only a handful of updates.
+    is_short = steps < _FEW_UPDATES or warmup > steps / 2
+    if manifests and is_short and progress(config) == (0, 0):
         batch = training.global_batch_size
         few = f"{counted(steps, 'update')} of {counted(batch, 'pack')}, {warmup} of them to warm up"
-        lower = ["--global-batch-size"] if batch > 1 else []
-        lower += ["the warm-up"] if warmup else []
+        lower = []
+        if batch > 1:
+            lower.append("--global-batch-size")
+        if warmup:
+            lower.append("the warm-up")
         ways = [f"lower {' or '.join(lower)}"] if lower else []
         ways.append("raise --train-epochs or --train-iters")
-        notes.append(f"this run makes {few}, which teaches a model little: {', or '.join(ways)}")
+        advice = ", or ".join(ways)
+        notes.append(f"this run makes only {few}, too few to train a model: {advice}")
     return config, "\n".join(notes)
 
 
 def _open_datasets(
     data: DataConfig,
 ) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:
-    """The training and the validation packs. ValueError says what is wrong with both."""
+    """Open the training and validation packs; raise ValueError with the errors of both."""
     opened: list[PackedDataset | PackBlend | None] = []
     reasons: list[str] = []
-    cache = DataCache()
+    cache = DataCache()  # one for both flags, since its size limit is meant for the whole run
+    # Open both datasets before raising, to report the errors of both.
     for flag, path in (
         ("--data-path", data.data_path),
         ("--valid-data-path", data.valid_data_path),
@@ -228,26 +262,28 @@ def _open_datasets(
     if reasons:
         raise ValueError("\n".join(reasons))
     train, valid = opened
-    assert train is not None, "asked for with a --data-path"
+    assert train is not None, "the caller has checked --data-path"
     return train, valid
 
 
 def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | PackBlend:
-    """The packs of one flag. ValueError says what is wrong with each dataset, then what they do not
-    agree in.
+    """Open the packs of one flag.
+
+    Raise ValueError with the error of each dataset, or else with the differences between datasets.
     """
     parts = weighted_folders(flag, path)
-    datasets, reasons = [], []
+    datasets = []
+    reasons = []
+    open_shards = max(1, OPEN_SHARDS // len(parts))  # share the limit of open files
     for part in parts:
         try:
-            datasets.append(PackedDataset(part.folder, cache, max(1, OPEN_SHARDS // len(parts))))
+            datasets.append(PackedDataset(part.folder, cache, open_shards))
         except ValueError as error:
             reasons.append(f"{flag} {part.folder}: {error}")
-    reasons += [
-        f"{flag} {one.directory} holds no packs"
-        for one in datasets
-        if len(parts) > 1 and not len(one)
-    ]
+    if len(parts) > 1:  # `_misfits` reports a single empty dataset
+        for one in datasets:
+            if not len(one):
+                reasons.append(f"{flag} {one.directory} contains no packs")
     if reasons:
         raise ValueError("\n".join(reasons))
     if len(datasets) == 1:
@@ -255,47 +291,48 @@ def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | Pack
     try:
         return PackBlend(datasets, [part.weight for part in parts])
     except ValueError as error:
-        raise ValueError(
-            "\n".join(f"{flag}: {line}" for line in str(error).splitlines())
-        ) from error
+        lines = [f"{flag}: {line}" for line in str(error).splitlines()]
+        raise ValueError("\n".join(lines)) from error
 
 
 def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) -> list[str]:
+    """Return the reasons why a dataset does not fit the config; empty if it fits."""
     reasons = []
+    where = f"{flag} {path}"
     manifest = dataset.manifest
+    rows = config.model.embedding_rows
     if not len(dataset):
-        reasons.append(f"{flag} {path} holds no packs")
-    if manifest.tokenizer.vocab_size > config.model.embedding_rows:
+        reasons.append(f"{where} contains no packs")
+    # An id beyond the embedding would be an illegal memory access on a GPU.
+    if manifest.tokenizer.vocab_size > rows:
         reasons.append(
-            f"{flag} {path} has ids of a vocabulary of {manifest.tokenizer.vocab_size}, "
-            f"--vocab-size {config.model.vocab_size} is smaller; leave it out to take the dataset's"
+            f"{where} has a vocabulary of {manifest.tokenizer.vocab_size} tokens, more than "
+            f"--vocab-size {config.model.vocab_size}; omit --vocab-size to use the dataset's"
         )
-    elif manifest.num_token_ids > config.model.embedding_rows:
+    elif manifest.num_token_ids > rows:
         missing = manifest.num_token_ids - config.model.vocab_size
         reasons.append(
-            f"{flag} {path} has image tokens up to id {manifest.num_token_ids - 1}, the embedding "
-            "has "
-            f"{config.model.embedding_rows} rows: give --additional-vocab-size of at least "
-            f"{missing}"
+            f"{where} has image tokens up to id {manifest.num_token_ids - 1}, but the embedding "
+            f"has {rows} rows: set --additional-vocab-size to at least {missing}"
         )
     if manifest.image_rules is not None:
-        reasons += image_misfits(
-            f"{flag} {path}", rules_from_dict(manifest.image_rules), config.vision
-        )
-    if manifest.seq_length != config.data.seq_length:
+        reasons += image_misfits(where, rules_from_dict(manifest.image_rules), config.vision)
+    stored_length = manifest.seq_length
+    if stored_length != config.data.seq_length:
         reasons.append(
-            f"{flag} {path} was packed for rows of {manifest.seq_length} tokens, "
-            f"--seq-length is {config.data.seq_length}; set --seq-length {manifest.seq_length} or "
-            "build it again"
+            f"{where} was packed for rows of {stored_length} tokens, but --seq-length is "
+            f"{config.data.seq_length}; set --seq-length {stored_length} or rebuild the dataset"
         )
-    return reasons + _filled_otherwise(f"{flag} {path}", manifest.pad_multiple, config.parallel)
+    return reasons + _filled_otherwise(where, manifest.pad_multiple, config.parallel)
 
 
 def _filled_otherwise(where: str, filled: int, parallel: ParallelConfig) -> list[str]:
-    """Why documents that were filled up to multiples of `filled` tokens do not fit the layout;
-    empty if they do.
+    """Return the reason why the layout cannot use documents padded to multiples of `filled` tokens.
+
+    The list is empty if it can.
     """
     cp = parallel.context_parallel_size
+    # documents stored without padding fit any layout: it pads them itself
     if parallel.chooses_layout or cp == 1 or filled == 1:
         return []
     layout = LAYOUTS[parallel.cp_layout]
@@ -303,28 +340,31 @@ def _filled_otherwise(where: str, filled: int, parallel: ParallelConfig) -> list
     if not layout.fills_documents or filled % multiple == 0:
         return []
     return [
-        f"{where} has documents padded to multiples of {filled}, --cp-layout {layout.name} at "
-        f"--context-parallel-size {cp} needs multiples of {multiple}: build it with --pad-multiple "
-        f"{multiple} (or 1, "
-        f"then the layout fills up), or choose --cp-layout {BALANCED.name}"
+        f"{where} has documents padded to multiples of {filled}, but --cp-layout {layout.name} at "
+        f"--context-parallel-size {cp} needs multiples of {multiple}: rebuild it with "
+        f"--pad-multiple {multiple} (or 1, then the layout pads), or use --cp-layout "
+        f"{BALANCED.name}"
     ]
 
 
 def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[str]:
-    """Why images made by `rules`, found at `where`, do not fit a model; empty when they do."""
+    """Return the reasons why images made by `rules`, found at `where`, do not fit a model."""
     if vision.vision_num_layers == 0:
-        return [f"{where} holds images, but the model has no vision tower: set --vision-num-layers"]
+        return [
+            f"{where} contains images, but the model has no vision tower: set --vision-num-layers"
+        ]
     if rules.family != vision.vision_family:
         return [
-            f"{where} was built with --vision-family {rules.family}, the model's tower is "
-            f"{vision.vision_family}'s"
+            f"{where} was built with --vision-family {rules.family}, but the model has a "
+            f"{vision.vision_family} tower"
         ]
+    # the same family, but possibly with other sizes of patches
     misfit = rules.misfit(vision)
-    return [] if misfit is None else [f"{where} {misfit} or build the dataset again"]
+    return [] if misfit is None else [f"{where} {misfit} or rebuild the dataset"]
 
 
 def loader_options(config: RunConfig, packs: int) -> LoaderOptions:
-    """How the loader reads for a config in rows of `packs` packs; equal on all ranks."""
+    """Return the loader's options for rows of `packs` packs; equal on all ranks."""
     return LoaderOptions(
         micro_batch_size=packs,
         global_batch_size=config.training.global_batch_size,
@@ -339,10 +379,11 @@ _FIRST_ROWS = 4
 
 
 def first_rows(config: RunConfig, sources: Sources) -> list[PackedBatch]:
-    """The first rows of a run's order from its very beginning, of `--micro-batch-size` packs each.
+    """Return the first rows of a run's data order, each of `--micro-batch-size` packs.
 
-    The same on every rank of every grid, also when a run is resumed.
+    They are the same on every rank of every grid, even when the run is resumed.
     """
+    # one step of `_FIRST_ROWS` microbatches, read by a single replica
     packs = config.training.micro_batch_size
     options = dataclasses.replace(
         loader_options(config, packs), global_batch_size=_FIRST_ROWS * packs

@@ -1,9 +1,8 @@
-"""Saving and resuming a run: parameters, optimizer state, and the few numbers that say how far it
-is.
+"""Save and resume a run: parameters, optimizer state, and the numbers that record its progress.
 
-Dropout and data order are functions of seed, step and samples consumed, so no generator state is
-kept. On the same grid of CPU ranks a resumed run repeats an uninterrupted one bit for bit; on GPUs
-cuDNN's attention backward has no order.
+Dropout and data order are functions of the seed, the step and the consumed samples, so no generator
+state is saved. On the same grid of CPU ranks, a resumed run is bitwise equal to an uninterrupted
+one. On GPUs it is not, because the attention backward of cuDNN is not deterministic.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from megacp.training.loop.stored import misfit, other_function, stored_config, w
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run is: all that a resumed run needs besides tensors."""
+    """The progress of a run: everything that a resumed run needs besides tensors."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -45,37 +44,37 @@ class RunState:
     seed: int = 0
     tokenizer_sha256: str = ""
     image_rules: dict[str, Any] | None = None
-    """Rules by which images became tokens: with them a checkpoint can be asked about images without
-    its dataset.
+    """Rules that convert images to tokens. They let a checkpoint process images without its
+    dataset.
     """
     document_start: dict[str, Any] | None = None
-    """`{"token": id}` that every document of the training data begins with, or `{"token": null}`;
-    None: not known.
+    """`{"token": id}` of the token that begins every training document, `{"token": null}` if none
+    does; None: not known.
     """
     document_end: dict[str, Any] | None = None
-    """`{"token": id}` that every document of the training data ends with, or `{"token": null}`;
-    None: not known.
+    """`{"token": id}` of the token that ends every training document, `{"token": null}` if none
+    does; None: not known.
     """
     chat_template: dict[str, Any] | None = None
-    """The templates that wrote the messages of the training data, by name; None: the house's own
-    form, or not known.
-    """
-    answer_forms: dict[str, int] | None = None
-    """The forms in which answers of the training data were learned, as in its manifest; None: not
+    """The templates of the training data's messages, by name; None: megacp's own format, or not
     known.
     """
+    answer_forms: dict[str, int] | None = None
+    """Number of answers in the training data by form, as in its manifest; None: not known."""
     base: str | None = None
-    """The --load-hf that its weights come from, also after it was resumed."""
+    """The --load-hf that the weights come from; a resumed run keeps it."""
     health: dict[str, Any] | None = None
-    """What `health.Health` remembers of earlier steps."""
+    """The result of `health.Health.state`."""
 
 
 def fresh_state(config: RunConfig, sources: Sources, weights: Weights | None = None) -> RunState:
     """Return the state of a run at step 0; `weights` are those of --load-hf.
 
-    Packs without images keep the rules of the weights, which an export writes again.
+    Without images in the packs, keep the image rules of the weights, so that an export can write
+    them.
     """
     image_rules = sources.image_rules
+    # text packs: a vision-language model keeps the rules that it was exported with
     if image_rules is None and weights is not None and weights.image_rules is not None:
         image_rules = dict(weights.image_rules)
     return RunState(
@@ -93,70 +92,82 @@ def fresh_state(config: RunConfig, sources: Sources, weights: Weights | None = N
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts from, equal on all ranks."""
+    """The starting point of a run, equal on all ranks."""
 
     path: str | None = None
-    """A checkpoint or a directory of them; None for step 0."""
+    """A checkpoint or a directory with checkpoints; None for step 0."""
     weights_only: bool = False
-    """Take only the weights, and start at step 0."""
+    """Load only the weights, and start at step 0."""
     note: str = ""
-    """What there is to say about the choice."""
+    """A log line about the choice; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint said: how far the run is, where that stands, and which flags are not what
-    they were.
-    """
+    """The contents of a loaded checkpoint: its progress, its path, and a line per changed flag."""
 
     state: RunState
     path: Place
     changed: tuple[str, ...]
 
 
-_OF_THE_RUN = set(
-    "save load train_iters train_epochs log_file log_interval dry_run world_size auto_resume finetune load_hf "
-    "vision_from_hf load_adapter async_save exit_duration".split()
-)
-"""Flags that differ between a run and its resumption as a matter of course."""
+_OF_THE_RUN = {
+    "save",
+    "load",
+    "train_iters",
+    "train_epochs",
+    "log_file",
+    "log_interval",
+    "dry_run",
+    "world_size",
+    "auto_resume",
+    "finetune",
+    "load_hf",
+    "vision_from_hf",
+    "load_adapter",
+    "async_save",
+    "exit_duration",
+}
+"""Flags that usually differ between a run and its resumption, and are not logged as changed."""
 
 
 def starting_point(config: RunConfig, world: Axis) -> Start:
-    """What the flags and the directory of --save together say; rank 0 looks. Collective over
-    `world`.
+    """Return the starting point, by the flags and the content of --save. Collective over `world`.
 
-    With --auto-resume a directory that ever held a checkpoint is resumed from, and `load` refuses
-    it when none is whole: starting again at step 0 needs a directory without a trace of one.
+    With --auto-resume, a directory that has ever contained a checkpoint is resumed from. If no
+    checkpoint in it is complete, `load` raises an error: a new run needs a directory without traces
+    of a checkpoint.
     """
     checkpoint = config.checkpoint
     if not checkpoint.auto_resume:
         return Start(checkpoint.load, checkpoint.finetune)
     assert checkpoint.save is not None
+    # only rank 0 looks, so that all ranks start alike: NFS may show them different states
     if on_rank_0(world, lambda: holds_checkpoints(str(checkpoint.save)), ValueError):
         return Start(checkpoint.save)
-    named = [
-        f"{name} {value}"
-        for name, value in (("--load", checkpoint.load), ("--load-hf", checkpoint.load_hf))
-    ]
-    origin = next((text for text in named if not text.endswith("None")), "step 0, from scratch")
-    note = (
-        f"--auto-resume: {checkpoint.save} holds no checkpoint at all, this run starts from "
-        f"{origin}"
-    )
+    if checkpoint.load is not None:
+        origin = f"--load {checkpoint.load}"
+    elif checkpoint.load_hf is not None:
+        origin = f"--load-hf {checkpoint.load_hf}"
+    else:
+        origin = "step 0, from scratch"
+    note = f"--auto-resume: no checkpoint in {checkpoint.save}, this run starts from {origin}"
     return Start(checkpoint.load, checkpoint.finetune, note)
 
 
 def drawn_at(start: Start, weights: Weights | None) -> Drawn:
-    """Which tensors begin with their initial values: all but those that are read at the start, or
-    of --load-hf.
+    """Return which tensors to initialize: all except those that are loaded at the start.
+
+    `weights` come from --load-hf.
     """
     if start.path is not None:
+        # a checkpoint without low-rank pairs leaves new ones at their initial values
         return is_of_a_pair if start.weights_only else lambda name: False
     return lambda name: weights is None or name in weights.known_rows
 
 
 def saved_boxes(model: ParallelModel) -> list[TensorBox]:
-    """What this rank writes of the weights and the optimizer's state."""
+    """Return this rank's share of the weights and the optimizer state, to be saved."""
     held = [*model.parameters.parameter_slices(), *model.balance.slices()]
     return boxes_to_save(held, model.optimizer.state_slices(), model.parameters.counts)
 
@@ -164,10 +175,11 @@ def saved_boxes(model: ParallelModel) -> list[TensorBox]:
 def begin_save(
     model: ParallelModel, state: RunState, config: RunConfig, background: bool
 ) -> PendingCheckpoint:
-    """Begin a checkpoint of the run below `--save`; `commit` ends it. Collective over all ranks."""
+    """Begin to save a checkpoint below `--save`; its `commit` finishes it. Collective."""
     assert config.checkpoint.save is not None
     grid = model.grid
     sizes = {name: getattr(grid.shape, name) for name in ("tp", "cp", "dp", "pp")}
+    # `sizes` is only for people: a checkpoint can be loaded on any grid
     extra = asdict(state) | {"updates": model.optimizer.updates}
     return PendingCheckpoint(
         config.checkpoint.save,
@@ -181,71 +193,82 @@ def begin_save(
 def load(
     model: ParallelModel, state: RunState, config: RunConfig, start: Start | None = None
 ) -> Resumed:
-    """Fill the model from `start` (default: `--load`), saved by any grid. Collective over all
-    ranks.
+    """Fill the model from `start` (default: `--load`). Collective over all ranks.
 
-    `state` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of
-    another model, of other data or another seed: the run would be another one, or repeat some
-    samples and miss others, without saying so. A start from weights only may meet any data and need
-    no optimizer state.
+    The checkpoint may have been saved on any grid; `state` is the state of a fresh run. Raise
+    ValueError with all reasons if the checkpoint belongs to another model, dataset or seed. The run
+    would silently become a different one, or repeat some samples and omit some. A start from
+    weights only accepts any data, and the checkpoint needs no optimizer state.
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     assert start.path is not None
-    # --save is one directory for all machines: `saving.Saver` has found its lock on each
+    # --save is shared by all machines: `saving.Saver` has found its lock on each of them
     loaded = load_checkpoint(
         start.path, model.grid.world, is_shared=start.path == config.checkpoint.save
     )
     stored = stored_config(loaded)
-    before, now = flatten(stored), flatten(config)
+    before = flatten(stored)
+    now = flatten(config)
     was = stored_state(loaded)
-    reasons = list[str]()
-    if not start.weights_only and not {"updates", "data_fingerprint"} <= set(loaded.extra):
-        reasons = [
-            f"{loaded.path} holds weights without the state of a run: start from them by --finetune"
-        ]
-    elif not start.weights_only:
-        path = config.data.data_path
-        what = "other datasets or weights" if isinstance(path, tuple) else "another dataset"
-        if was.data_fingerprint != state.data_fingerprint:
-            reasons.append(
-                f"{loaded.path} was trained on {what} than --data-path {shown_path(path)}"
-            )
-        if was.seed != state.seed:
-            reasons.append(
-                f"{loaded.path} was trained with --seed {was.seed}, this run has --seed "
-                f"{state.seed}"
-            )
+    reasons = []
+    if not start.weights_only:
+        reasons += _other_run(loaded, was, state, config)
     function = other_function(stored, config, start.weights_only)
     reasons += [misfit(loaded.path, name, before[name], now[name]) for name in function]
     if reasons:
         raise ValueError("\n".join(reasons))
     if start.weights_only:
-        fresh_pairs = stored.model.lora_rank == 0  # pairs of this run are new
+        # the optimizer starts fresh: its master weights are copies of the loaded weights
+        fresh_pairs = stored.model.lora_rank == 0  # this run adds low-rank pairs
         boxes = _cleared(model, is_of_a_pair if fresh_pairs else None)
-        loaded.read([box for box in boxes if not (fresh_pairs and is_of_a_pair(bare_name(box)))])
+        if fresh_pairs:  # keep their initial values
+            boxes = [box for box in boxes if not is_of_a_pair(bare_name(box))]
+        loaded.read(boxes)
         model.parameters.loaded(masters=False)
         model.optimizer.reset_masters()
-        state = dataclasses.replace(
-            state, base=was.base, image_rules=state.image_rules or was.image_rules
-        )
+        image_rules = state.image_rules or was.image_rules
+        state = dataclasses.replace(state, base=was.base, image_rules=image_rules)
         return Resumed(state, loaded.path, other_meaning(loaded, state))
-    loaded.read(_cleared(model, None) + boxes_to_load([], model.optimizer.state_slices()))
+    # resume: one read for weights and optimizer state, which includes the master weights
+    weights = _cleared(model, None)
+    loaded.read(weights + boxes_to_load([], model.optimizer.state_slices()))
     model.parameters.loaded(masters=True)
     model.optimizer.set_updates(loaded.extra["updates"])
-    # without --lr-decay-iters the length of the run is also that of the decay
+    # Without --lr-decay-iters, a changed --train-iters also changes the decay: log it.
     decays = config.training.lr_decay_iters is None and config.training.lr_decay_style != "constant"
     usual = _OF_THE_RUN - {"train_iters"} if decays else _OF_THE_RUN
-    differing = [name for name in now if now[name] != before[name] and name not in usual]
-    changed = tuple(
-        f"{flag(name)} {words_of(now[name])} (was {words_of(before[name])})" for name in differing
-    )
-    return Resumed(stored_state(loaded), loaded.path, changed)
+    changed = []
+    for name in now:
+        if now[name] != before[name] and name not in usual:
+            change = f"{flag(name)} {words_of(now[name])} (was {words_of(before[name])})"
+            changed.append(change)
+    return Resumed(stored_state(loaded), loaded.path, tuple(changed))
+
+
+def _other_run(
+    loaded: LoadedCheckpoint, was: RunState, state: RunState, config: RunConfig
+) -> list[str]:
+    """Return the reasons why a run cannot continue from a checkpoint with state `was`."""
+    if not {"updates", "data_fingerprint"} <= set(loaded.extra):
+        return [
+            f"{loaded.path} contains weights without the state of a run: add --finetune to start "
+            "from them"
+        ]
+    reasons = []
+    path = config.data.data_path
+    if was.data_fingerprint != state.data_fingerprint:
+        other = "other datasets or weights" if isinstance(path, tuple) else "another dataset"
+        reasons.append(f"{loaded.path} was trained on {other} than --data-path {shown_path(path)}")
+    if was.seed != state.seed:
+        reasons.append(
+            f"{loaded.path} was trained with --seed {was.seed}, but this run has --seed "
+            f"{state.seed}"
+        )
+    return reasons
 
 
 def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Resumed:
-    """Fill the model as `load` does with only the weights of a checkpoint. Collective over all
-    ranks.
-    """
+    """Fill the model with the weights of --load-hf. Collective over all ranks."""
     require_one_model(weights.files, model.grid.world)
     boxes = _cleared(model, lambda name: name in weights.known_rows)
 
@@ -256,7 +279,7 @@ def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Res
         except ValueError as error:
             raise ValueError(f"--load-hf {weights.place}: {error}") from error
 
-    # ranks read different tensors, so what is wrong with one is an error of all
+    # each rank reads different tensors: an error of one becomes an error of all
     on_all_ranks(model.grid.world, read, ValueError)
     model.parameters.loaded(masters=False)
     model.optimizer.reset_masters()
@@ -264,13 +287,16 @@ def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Res
 
 
 def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[TensorBox]:
-    """The boxes of all weights, zero but for those of names that are `new`: they have their initial
-    values.
+    """Return the boxes of all weights, set to zero before they are loaded.
+
+    Weights whose name is `new` keep their initial values instead.
     """
-    held = boxes_to_load(model.parameters.parameters_held(), {}) if new else []
-    initial = {
-        (box.name, box.offsets): box.tensor.clone() for box in held if new and new(bare_name(box))
-    }
+    initial = {}
+    if new is not None:
+        for box in boxes_to_load(model.parameters.parameters_held(), {}):
+            if new(bare_name(box)):
+                initial[box.name, box.offsets] = box.tensor.clone()
+    # `clear` also zeroes the parameters, so the initial values are copied back
     model.optimizer.clear()
     boxes = boxes_to_load([*model.parameters.parameters_to_load(), *model.balance.slices()], {})
     for box in boxes:
@@ -280,34 +306,35 @@ def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[Te
 
 
 def stored_state(loaded: LoadedCheckpoint) -> RunState:
-    """What a checkpoint says of its run; a file of weights says less."""
+    """Return the state in a checkpoint; a file with only weights has fewer values."""
+    # other versions of megacp may have stored other values: ignore unknown names
     names = {field.name for field in dataclasses.fields(RunState)}
     return RunState(**{name: value for name, value in loaded.extra.items() if name in names})
 
 
 def first_token(state: RunState, by_files: int | None) -> int | None:
-    """The token id that begins a prompt as it began the documents of training; None is none.
+    """Return the token id that begins a prompt, like the training documents; None if none does.
 
-    `by_files`: what the tokenizer's own files say, for weights that were not trained here.
+    `by_files` is the id in the tokenizer's files, for weights that were not trained by megacp.
     """
-    if not (
-        state.tokenizer_sha256 and state.data_fingerprint
-    ):  # an import has its tokenizer's and no data's
+    # an imported checkpoint has a tokenizer, but no training data
+    if not (state.tokenizer_sha256 and state.data_fingerprint):
         return by_files
     return (state.document_start or {}).get("token")
 
 
 def last_token(state: RunState, by_files: int | None) -> int | None:
-    """The token id that ended the documents of training; None is none.
+    """Return the token id that ended the training documents; None if none did.
 
-    `by_files`: that of the tokenizer's own files, for weights whose training is not known to have
-    ended them otherwise.
+    `by_files` is the id in the tokenizer's files, for weights whose training data is not known.
     """
-    return by_files if state.document_end is None else state.document_end.get("token")
+    if state.document_end is None:
+        return by_files
+    return state.document_end.get("token")
 
 
 def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:
-    """What tokens and images meant to the run that made the weights and do not mean to this one."""
+    """Return notes on tokens and images that have a different meaning than in the stored run."""
     stored = stored_state(loaded)
     notes = []
     for name in (
@@ -317,21 +344,17 @@ def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:
         "chat_template",
         "image_rules",
     ):
-        was, now = getattr(stored, name), getattr(state, name)
+        was = getattr(stored, name)
+        now = getattr(state, name)
         if not was or not now or was == now:  # equal, or not known on one side
             continue
-        if name == "chat_template":
-            note = "messages of the data are written by another chat template than before"
-            notes += [note] * (was["default"] != now["default"])
-            continue
-        pairs = (
-            {key: (was[key], now[key]) for key in was if key in now}
-            if isinstance(was, dict)
-            else {"": (was, now)}
-        )
-        notes += [
-            f"{name} {key}: now {b}, was {a}".replace(" :", ":")
-            for key, (a, b) in pairs.items()
-            if a != b
-        ]
+        if name == "chat_template":  # too long to show
+            if was["default"] != now["default"]:
+                notes.append("the data uses a different chat template than before")
+        elif isinstance(was, dict):
+            for key in was:
+                if key in now and was[key] != now[key]:
+                    notes.append(f"{name} {key}: now {now[key]}, was {was[key]}")
+        else:
+            notes.append(f"{name}: now {now}, was {was}")
     return tuple(notes)

@@ -1,6 +1,6 @@
-"""When a run stops before its last step: on a signal, or after --exit-duration.
+"""Stop a run before its last step, on a signal or after --exit-duration.
 
-A signal only sets a reason on its rank. The ranks exchange reasons before each step
+A signal only sets a reason on its own rank. The ranks exchange reasons before each step
 (`agree_on_step`), so all of them stop at the same step.
 """
 
@@ -11,22 +11,23 @@ import time
 from types import FrameType
 
 REASONS = {1: "stopped on request", 2: "stopped after --exit-duration"}
-"""Why a run stops, by number; of several reasons the highest counts."""
+"""Why a run stops, by number. If ranks have different reasons, the highest number counts."""
 
 
 class StopSignal:
-    """Remembers SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP until the next step boundary, and when
-    `minutes` are over.
+    """Remembers SIGTERM, SIGINT (Ctrl-C), SIGUSR1, SIGHUP or a timeout of `minutes` until the next
+    step.
 
-    A second Ctrl-C ends the run at once; within two seconds it counts as the first, since a
-    terminal and torchrun may both pass one on. A SIGHUP that the starter of the process has ignored
-    (nohup) stays ignored.
+    A second Ctrl-C ends the run immediately. Within two seconds it counts as the first one, since
+    the terminal and torchrun may both deliver it. If the parent process ignores SIGHUP (nohup), the
+    run ignores it too.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
         self.received = False
         self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._interrupted: float | None = None
+        # schedulers send SIGTERM or SIGUSR1 some time before they kill a job
         numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
@@ -34,21 +35,23 @@ class StopSignal:
 
     @property
     def reason(self) -> int:
-        """0 to go on, else a number of REASONS."""
+        """The number of the reason in REASONS to stop; 0 to continue."""
+        # the clock of each rank may differ: the ranks agree before the next step
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return 2
         return int(self.received)
 
     def release(self) -> None:
-        """Restore the handlers of before."""
+        """Restore the signal handlers that were set before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        # a handler must not log or communicate: it may interrupt any other code
         self.received = True
         if number != signal.SIGINT:
             return
         now = time.monotonic()
         if self._interrupted is not None and now - self._interrupted > 2.0:
             raise KeyboardInterrupt
-        self._interrupted = self._interrupted or now
+        self._interrupted = self._interrupted or now  # the time of the first Ctrl-C

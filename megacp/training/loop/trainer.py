@@ -1,8 +1,7 @@
-"""The training loop: packs in, steps, lines out, validation, checkpoints, and an orderly end when
-asked to stop.
+"""The training loop: read packs, run steps, log, validate, save checkpoints and stop cleanly.
 
-Every decision that all ranks must take alike (stop, save, validate, skip) follows from numbers that
-all ranks hold.
+All ranks must agree on every decision to stop, save, validate or skip a step. Each decision
+therefore depends only on numbers that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ from megacp.training.start.launch import report_failure
 from megacp.training.start.status import FAILED, STOPPED
 
 STEPS_BETWEEN_TRIMS = 10
-"""Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small
-run grows by MiB a step."""
+"""Optimizer steps between two calls that return free heap memory on a CPU rank. A call takes
+milliseconds; without it, a small run grows by several MiB per step."""
 
 
 class Trainer:
-    """One rank of a run. `config` is resolved and checked; `weights` are those of --load-hf."""
+    """One rank of a run. `config` is resolved and checked; `weights` come from --load-hf."""
 
     def __init__(
         self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None = None
@@ -69,7 +68,7 @@ class Trainer:
         self.saver = Saver(config, grid.world)
         try:
             self._begin(config, grid, sources, weights)
-        except BaseException:  # the directory is another run's again, and signals the process's
+        except BaseException:  # release the lock of --save and restore the signal handlers
             self.saver.close()
             self.stop.release()
             raise
@@ -77,17 +76,20 @@ class Trainer:
     def _begin(
         self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None
     ) -> None:
-        """Build the model, fill it from where the run starts, and open the log.
+        """Build the model, load the weights and state it starts from, and open the log.
 
-        ValueError on all ranks when what was read is not finite on any.
+        Raise ValueError on all ranks if any rank has loaded values that are not finite.
         """
+        # `auto` values depend on the first rows, so they are resolved before the model is built
         config, chosen = resolve_auto(config, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
-        self.timers = Timers(EventClock(grid.device) if grid.device.type == "cuda" else None)
+        clock = EventClock(grid.device) if grid.device.type == "cuda" else None
+        self.timers = Timers(clock)
         start = starting_point(config, grid.world)
         self.model = ParallelModel(config, grid, self.timers.phase, drawn_at(start, weights))
-        self.rows = self.model.rows  # how the rows of a step are dealt to ranks
+        self.rows = self.model.rows  # deals the rows of a step to ranks
         self.state = fresh_state(config, sources, weights)
+        # three kinds of start: a checkpoint, the weights of --load-hf, or random weights
         resumed: Resumed | None = None
         if start.path is not None:
             resumed = load(self.model, self.state, config, start)
@@ -98,44 +100,53 @@ class Trainer:
             self.state = resumed.state
             if not start.weights_only:
                 self.saver.resumed(self.state.step, self.model.optimizer.updates, resumed.path)
-            if damaged := damaged_tensors(saved_boxes(self.model), grid.world):
+            damaged = damaged_tensors(saved_boxes(self.model), grid.world)
+            if damaged:
                 message = (
-                    f"{resumed.path} holds numbers that are not finite: {damaged}; --load an "
-                    "older checkpoint"
+                    f"{resumed.path} contains values that are not finite: {damaged}; use --load "
+                    "with an older checkpoint"
                 )
                 raise ValueError(message)
-        # of a checkpoint: it may be an older one than was counted with before
+        # Compute the length of the run again from the loaded progress: the flags were resolved
+        # earlier, possibly with a newer checkpoint than the one that was loaded.
         done = self.state.step, self.state.consumed_samples
         last, self.end = whole_run(config.training, len(sources.train), *done)
         self.config = self.model.config = config = with_values(config, {"train_iters": last})
         self.health = Health(self.state.health)
         self.trace: Trace | None = None
-        if (profiled := config.log.profile) is not None:
+        profiled = config.log.profile
+        if profiled is not None:
             steps = profiled_steps(profiled)
             self.trace = Trace(config.profile_path, steps, grid.rank, grid.rank == 0, self.timers)
+        # the log opens only now, because it needs the loaded step and the resolved config
         self.log = open_log(config, grid, self.state.step)
-        lines = opening_lines(config, grid, sources, [chosen] if chosen else [], start, resumed)
+        chosen_lines = [chosen] if chosen else []
+        lines = opening_lines(config, grid, sources, chosen_lines, start, resumed)
         for line in (*lines, *self.saver.notes):
             self.log.say(line)
         self.images = image_loading(config, grid, self.rows, sources.decoder)
-        self.leads_replica = (
-            grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
-        )  # counts what all of it share
-        one = cuda_peak(grid.device, config.training.dtype) if grid.device.type == "cuda" else None
-        self.peak_flops = one * grid.world.size if one is not None else None
+        # this rank reports the numbers that all ranks of a replica share
+        self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
+        self.peak_flops: float | None = None
+        if grid.device.type == "cuda":
+            peak_of_device = cuda_peak(grid.device, config.training.dtype)
+            if peak_of_device is not None:
+                self.peak_flops = peak_of_device * grid.world.size
 
     def run(self) -> int:
-        """Train to the end or until asked to stop; the exit status."""
+        """Train until the last step or a request to stop; return the exit status."""
         training = self.config.training
         save_interval = self.config.checkpoint.save_interval
         consumed = self.state.consumed_samples
+        # --train-epochs may end in the middle of a step: the loader pads the last one
         options = dataclasses.replace(loader_options(self.config, self.rows.packs), end=self.end)
-        self.pace = Pace()
+        self.pace = Pace()  # estimates the remaining time; starts after everything is loaded
         try:
             with PackedLoader(
                 self.sources.train, options, self.rows.data_rank, consumed, self.images, self._plan
             ) as loader:
                 while (step := self.state.step) < training.train_iters:
+                    # a reason to stop is known to all ranks, and no part of the step has been done
                     if reason := self.train_step(loader):
                         self._end_trace()
                         self._save(REASONS[reason])
@@ -151,6 +162,7 @@ class Trainer:
         except AnomalyError as reason:
             return self._end_at_anomaly(str(reason))
         except Exception as error:
+            # report all ranks' reasons: this error may only follow from a failure of another rank
             error.add_note(report_failure(error, f"step {self.state.step + 1}", self.grid.world))
             raise
         finally:
@@ -159,7 +171,7 @@ class Trainer:
             self.log.close()
 
     def _finish(self) -> int:
-        """Save the last step; a run that never made an update is no finished run."""
+        """Save the last step; raise AnomalyError if the run has never made an update."""
         self._end_trace()
         if self.model.optimizer.updates == 0:
             raise AnomalyError(f"none of {self.state.step} steps made an update")
@@ -170,11 +182,12 @@ class Trainer:
         return 0
 
     def train_step(self, loader: PackedLoader) -> int:
-        """One step, from packs to the log, and 0; a number of REASONS, with nothing done, when some
-        rank is to stop.
+        """Run one step, from reading packs to the log, and return 0.
+
+        If any rank has a reason to stop, do no training and return its number in REASONS.
         """
         step = self.state.step + 1
-        if self.trace:
+        if self.trace:  # --profile: detailed timings only for the profiled steps
             self.trace.before(step)
             self.timers.detailed = self.trace.running
         with self.timers.measure("step"):
@@ -182,35 +195,41 @@ class Trainer:
                 planned: list[PlannedRow] = loader.next_step()
                 read = [row.batch for row in planned]
                 batches, left_out = self._sound(read, step)
-            with self.timers.measure(
-                "plan"
-            ):  # a batch that lost a document has another mask than the one planned
-                pairs = zip(planned, batches, strict=True)
-                rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
+            with self.timers.measure("plan"):
+                # A batch that lost a document has a different mask, so it is planned again.
+                rows = []
+                for row, batch in zip(planned, batches, strict=True):
+                    rows.append(row if row.batch is batch else self._plan(batch))
+            # All ranks exchange the loss denominator and their reasons to stop. After this point
+            # every decision on the step is the same on all ranks.
             with self.timers.phase("agreement"):
                 report = self._rank_report(read, rows)
-                agreed = agree_on_step(
-                    batches, self.grid, report, replica=self.rows.data_rank.index
-                )
+                replica = self.rows.data_rank.index
+                agreed = agree_on_step(batches, self.grid, report, replica=replica)
             self.saver.settle(agreed.report.save_state, self.log.say)
             if agreed.report.stop_reason:
                 return agreed.report.stop_reason
             numbers = StepNumbers(
-                step, math.nan, 0.0, agreed.weight, agreed.report.image_documents, left_out
+                step=step,
+                loss=math.nan,
+                grad_norm=0.0,
+                weight=agreed.weight,
+                image_documents=agreed.report.image_documents,
+                left_out=left_out,
             )
 
+            # called once, after backward and before the update
             def check(loss: float, norm: float) -> Decision:
                 return self.health.check(dataclasses.replace(numbers, loss=loss, grad_norm=norm))
 
             if agreed.weight:
                 result = self.model.train(rows, step, agreed.denominator, agreed.tokens, check)
-            else:  # no token counts: nothing is computed, nothing changes
+            else:  # no token has a loss weight: skip the computation and change nothing
                 lr = learning_rate(step, self.config.training)
                 result = StepResult(math.nan, 0.0, lr, check(math.nan, 0.0))
         before = self.state.consumed_samples
-        self.state = dataclasses.replace(
-            self.state, step=step, consumed_samples=loader.consumed_samples
-        )
+        consumed = loader.consumed_samples
+        self.state = dataclasses.replace(self.state, step=step, consumed_samples=consumed)
         self._report(result, agreed, before)
         if self.trace and self.trace.is_over(step):
             self._end_trace()
@@ -219,28 +238,30 @@ class Trainer:
         return 0
 
     def _plan(self, batch: PackedBatch) -> PlannedRow:
-        """What the loader's threads make of a microbatch ahead of its step."""
+        """Plan a microbatch; the loader's threads call this ahead of the step."""
         row = self.model.plan(batch)
-        return (
-            dataclasses.replace(row, flops=row_flops(row, self.config))
-            if self.leads_replica
-            else row
-        )
+        if not self.leads_replica:  # another rank of this replica counts the FLOPs
+            return row
+        return dataclasses.replace(row, flops=row_flops(row, self.config))
 
     def _rank_report(self, read: Sequence[PackedBatch], rows: Sequence[PlannedRow]) -> RankReport:
-        counts_images = self.leads_replica and self.config.data.on_bad_image == "skip"
+        """Return this rank's contribution to the exchange before a step."""
+        images = 0
+        if self.leads_replica and self.config.data.on_bad_image == "skip":
+            images = image_documents(read)
         return RankReport(
-            self.stop.reason,
-            sum(row.flops for row in rows),
-            peak_bytes(self.grid.device.type),
-            self.timers.seconds("data") + self.timers.seconds("plan"),
-            self.saver.save_state,
-            image_documents(read) if counts_images else 0,
+            stop_reason=self.stop.reason,
+            flops=sum(row.flops for row in rows),
+            peak_bytes=peak_bytes(self.grid.device.type),
+            data_wait=self.timers.seconds("data") + self.timers.seconds("plan"),
+            save_state=self.saver.save_state,
+            image_documents=images,
         )
 
     def _sound(self, batches: list[PackedBatch], step: int) -> tuple[list[PackedBatch], int]:
-        """What was read without the documents of which some rank could not decode an image, and
-        their number.
+        """Return the batches without documents with bad images, and the number left out.
+
+        A document is left out if any rank of its replica could not decode one of its images.
         """
         if self.images is None or self.images.on_bad_image != "skip":
             return batches, 0
@@ -250,24 +271,30 @@ class Trainer:
         return batches, len(reasons)
 
     def _report(self, result: StepResult, agreed: StepAgreement, before: int) -> None:
-        """All that is said of a step that began after `before` samples; AnomalyError when the run
-        ends with it.
+        """Log a step that began after `before` samples.
+
+        Raise AnomalyError if the decision on the step ends the run.
         """
-        step, consumed = self.state.step, self.state.consumed_samples
+        step = self.state.step
+        consumed = self.state.consumed_samples
         decision = result.decision
-        taken = self.timers.take()  # seconds by phase; the timers begin again
+        taken = self.timers.take()  # seconds by phase; taking them resets the timers
         for line in self.model.backend.warnings():
             self.log.say(line)
         if decision.findings:
-            what = "; ".join(decision.findings) + (
-                "" if decision.update else ", all ranks skipped the update"
-            )
-            self.log.note(step, what + (f"; {result.suspects}" if result.suspects else ""))
-        self.saver.keeps_all = (
-            not decision.update
-        )  # an older checkpoint may be what the run needs next
-        seconds = taken["step"]
-        left = self.config.training.train_iters - step  # steps to come
+            note = "; ".join(decision.findings)
+            if not decision.update:
+                note += ", all ranks skipped the update"
+            if result.suspects:
+                note += f"; {result.suspects}"
+            self.log.note(step, note)
+        # after a skipped update, the user may need a checkpoint older than --keep-last allows
+        self.saver.keeps_all = not decision.update
+        seconds = taken["step"]  # wall time, including data and planning
+        left = self.config.training.train_iters - step  # remaining steps
+        mfu = None
+        if self.peak_flops:
+            mfu = agreed.report.flops / (seconds * self.peak_flops)
         self.log.step(
             StepRecord(
                 step=step,
@@ -275,7 +302,7 @@ class Trainer:
                 grad_norm=result.grad_norm,
                 lr=result.lr,
                 tokens_per_second=agreed.tokens / seconds,
-                mfu=agreed.report.flops / (seconds * self.peak_flops) if self.peak_flops else None,
+                mfu=mfu,
                 peak_memory=agreed.report.peak_bytes,
                 data_wait=agreed.report.data_wait,
                 seconds=seconds,
@@ -286,28 +313,29 @@ class Trainer:
             )
         )
         if isinstance(self.sources.train, PackBlend):
-            self.log.figures(
-                "blend", step, *blend_figures(self.sources.train, before, consumed, left == 0)
-            )
+            words, figures = blend_figures(self.sources.train, before, consumed, left == 0)
+            self.log.figures("blend", step, words, figures)
         if self.timers.detailed:
             found = breakdown(taken, self.grid.world, self.grid.device)
             self.log.figures("timing", step, found.line(step), found.figures())
-        if decision.end:
+        if decision.end:  # raised last, so that the step itself is in the log
             raise AnomalyError(decision.end)
 
     def _validate(self) -> None:
+        """Evaluate --eval-iters steps of the validation packs and log the mean loss."""
         assert self.sources.valid is not None
         options = loader_options(self.config, self.rows.packs)
         count = self.config.training.eval_iters
-        total, weight = 0.0, 0.0
-        for read in validation_steps(
-            self.sources.valid, options, self.rows.data_rank, count, self.images
-        ):
+        replica = self.rows.data_rank
+        total = 0.0
+        weight = 0.0
+        for read in validation_steps(self.sources.valid, options, replica, count, self.images):
             batches, _ = self._sound(read, self.state.step)
-            agreed = agree_on_step(batches, self.grid, replica=self.rows.data_rank.index)
+            agreed = agree_on_step(batches, self.grid, replica=replica.index)
+            # `evaluate` divides by the step's denominator: undo it to weigh all tokens equally
             total += self.model.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
-        self.timers.take()  # its phases belong to no training step
+        self.timers.take()  # discard the phases of validation: they belong to no training step
         if weight == 0.0:
             self.log.say(f"step {self.state.step}: no token of --valid-data-path has a loss weight")
             return
@@ -318,28 +346,27 @@ class Trainer:
         self.saver.save(self.model, state, self.log.say, reason)
 
     def _end_at_anomaly(self, reason: str) -> int:
-        """Commit what was pending, say why the run ends and from where to go on; the exit
-        status.
+        """Commit the pending checkpoint, log why the run ends, and return the exit status.
+
+        The log line also names the newest checkpoint, from which the user can resume.
         """
         self._end_trace()
-        self.saver.keeps_all = True
+        self.saver.keeps_all = True  # the user may have to resume from an older checkpoint
         self.saver.finish(self.log.say)
         newest = self.saver.newest
-        way = (
-            f"the newest checkpoint is {newest}" if newest else "there is no checkpoint of this run"
-        )
-        self.log.fail(self.state.step, f"{reason}. Nothing was saved after it; {way}")
+        if newest:
+            origin = f"the newest checkpoint is {newest}"
+        else:
+            origin = "there is no checkpoint of this run"
+        self.log.fail(self.state.step, f"{reason}. Nothing was saved after it; {origin}")
         return FAILED
 
     def _end_trace(self) -> None:
-        """Write the trace where one was begun, and say where it is."""
+        """Write the running trace, if any, and log its folder or the problems of any rank."""
         if self.trace is None or not self.trace.running:
             return
-        problems = [
-            text
-            for text in gather_objects(self.trace.finish(self.state.step), self.grid.world)
-            if text
-        ]
+        of_ranks = gather_objects(self.trace.finish(self.state.step), self.grid.world)
+        problems = [text for text in of_ranks if text]
         if not problems:
             self.log.say(f"trace up to step {self.state.step}: {self.trace.folder}")
         for problem in problems:

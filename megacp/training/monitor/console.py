@@ -1,9 +1,8 @@
-"""Where messages leave the program: standard output and standard error, which may go away under a
-run.
+"""Standard output and standard error. Both may be closed by their reader during a run.
 
-Text of a foreign folder or file may be part of any message, so all are escaped here. A line that
-cannot be printed ends nothing. The first one of a row is reported on another channel; the next is
-tried.
+Any message may contain text from a foreign folder or file, so all text is escaped here. A line that
+cannot be printed does not end the run. The first failure is reported on another channel, and the
+next line is tried again.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from megacp.storage.wording import escaped, for_terminal
 
 
 class Console:
-    """Prints lines on standard output. `lost` is called with the reason when a line cannot be
-    printed, once a row.
+    """Prints lines on standard output.
+
+    `lost` is called with the reason when a line cannot be printed, once until printing works again.
     """
 
     def __init__(self, lost: Callable[[str], None]) -> None:
@@ -28,28 +28,28 @@ class Console:
         self._broken = False
 
     def say(self, text: str) -> None:
-        """Print a line at once, as a terminal may have it."""
+        """Print a line immediately, escaped for a terminal."""
         try:
             print(for_terminal(text), flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             if not self._broken:
                 self._broken = True
-                self._lost(getattr(error, "strerror", None) or str(error))
+                reason = getattr(error, "strerror", None) or str(error)
+                self._lost(reason)
         else:
             self._broken = False
 
     def close(self) -> None:
-        """Forget what could not be printed: Python would try once more at exit and end with status
-        120.
+        """Discard text that could not be printed.
+
+        Python would try to print it again at exit, and end with status 120.
         """
         if self._broken:
             to_nowhere(1, sys.stdout)
 
 
 def warn(text: str) -> None:
-    """Print a message on standard error, as a terminal may have it; where that is not possible,
-    nothing happens.
-    """
+    """Print a message on standard error, escaped for a terminal, if possible."""
     try:
         print(for_terminal(text), file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -57,23 +57,24 @@ def warn(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a result on standard output: whole, but with its control characters escaped."""
+    """Print a result on standard output in full, with control characters escaped."""
     print(escaped(text), flush=True)
 
 
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """Let a reader that closes the pipe (`| head`) end the process in silence, by SIGPIPE: for what
-    only prints.
+    """Let the process end silently when the reader of its output closes the pipe (`| head`).
+
+    It ends by SIGPIPE, so use this only in commands that just print.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # only it may set what a signal does
+    # only the main thread may set signal handlers
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield
+        # flush here: after the block, a closed pipe would be an error again
         if sys.stdout is not None:
             sys.stdout.flush()
     finally:
@@ -81,11 +82,12 @@ def ends_with_its_reader() -> Iterator[None]:
 
 
 def to_nowhere(number: int, stream: object) -> None:
-    """Let the stream of descriptor `number` write to nothing, with what it still holds."""
+    """Redirect descriptor `number` to /dev/null, and flush the buffer of `stream` there."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if stream.fileno() != number:  # type: ignore[attr-defined]  # somebody has put another stream in its place
+        # the stream may have been replaced, for example by a test
+        if stream.fileno() != number:  # type: ignore[attr-defined]
             return
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, number)
         os.close(descriptor)
-        stream.flush()  # type: ignore[attr-defined]  # likewise
+        stream.flush()  # type: ignore[attr-defined]

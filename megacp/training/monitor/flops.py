@@ -1,7 +1,7 @@
 """Model FLOPs utilisation (PaLM, Chowdhery et al. 2022, appendix B) and peak memory.
 
-The FLOPs are those of `engine/models/costs.py`, without recomputation, compared with the dense
-peaks of known GPUs.
+The FLOPs come from `engine/models/costs.py`, without recomputation. They are compared with the
+dense peak of the GPU.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "A10": {"bfloat16": 125e12, "tf32": 62.5e12, "float32": 31.2e12, "float64": 0.97e12},
     "L4": {"bfloat16": 121e12, "tf32": 60e12, "float32": 30.3e12, "float64": 0.47e12},
 }
-"""Dense peaks in FLOP/s from the vendor's data sheets, by a part of the device's name; tf32 is
-float32 on tensor cores with 10 bits of mantissa.
+"""Dense peaks in FLOP/s from the vendors' data sheets, by a part of the device's name. tf32 is
+float32 on tensor cores, with a mantissa of 10 bits.
 """
 
 
 def gpu_peak(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of a GPU by its name (`torch.cuda.get_device_name()`); None when it is in no table.
+    """Return the peak FLOP/s of a GPU by its name (`torch.cuda.get_device_name()`).
 
-    The longest matching name counts, so an L40S is no L4.
+    None if the GPU is not in the table. The longest matching name counts.
     """
-    words = device_name.replace("-", " ")
-    matches = [
-        name for name in PEAK_FLOPS if f" {name} " in f" {words} " or words.endswith(f" {name}")
-    ]
+    # whole words only, so that an L40S does not match L4
+    words = f" {device_name.replace('-', ' ')} "
+    matches = [name for name in PEAK_FLOPS if f" {name} " in words]
     return PEAK_FLOPS[max(matches, key=len)][dtype] if matches else None
 
 
 def cuda_peak(device: torch.device, dtype: str) -> float | None:
-    """`gpu_peak` of a device; float32 means TF32 where torch may multiply in it, which is not its
-    default.
+    """Return `gpu_peak` of a device. float32 counts as TF32 if torch is allowed to use it, which is
+    not the default.
     """
     import torch
 
@@ -52,11 +51,11 @@ def cuda_peak(device: torch.device, dtype: str) -> float | None:
 
 
 def peak_bytes(device_type: str = "cpu") -> int:
-    """Most bytes held at once: by the whole process ("cpu") or in tensors on its GPU ("cuda")."""
+    """Return the peak bytes of the whole process ("cpu") or of the tensors on its GPU ("cuda")."""
     if device_type == "cuda":
         import torch
 
         return int(torch.cuda.max_memory_allocated())
-    # getrusage's ru_maxrss would begin with the peak of the process that started this one
+    # not getrusage's ru_maxrss, which starts with the peak of the parent process
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024  # "VmHWM:   123456 kB"

@@ -1,12 +1,12 @@
-"""What a run says: one console line a step, the same numbers as JSON lines, TensorBoard, W&B and
-Trackio when asked.
+"""The log of a run: one console line per step, and the same numbers as JSON lines and, on request,
+in TensorBoard, W&B and Trackio.
 
-No place ends a run: one that cannot be written is reported once on the others, and tried again with
-the next line.
+No target ends a run. If one cannot be written, the other targets report it once, and the next line
+tries it again.
 
-The JSONL file is only ever appended to, a whole line at a time. A run that goes on in a file that
-has lines begins with one of kind `run`, whose `step` is the last one before it: of what stands
-above, later steps count no more.
+The JSONL file is only ever appended to, by whole lines. If a resumed run finds lines in it, it
+first appends a line of kind `run`, whose `step` is the step it resumes after. Earlier lines with
+later steps are then obsolete.
 """
 
 from __future__ import annotations
@@ -33,38 +33,37 @@ class StepRecord:
     """The figures of one optimizer step, already reduced over the grid."""
 
     step: int
-    """Optimizer steps done, from 1."""
+    """Number of the optimizer step, from 1."""
     loss: float
     """Weighted mean over the step's loss tokens."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
     tokens_per_second: float
-    """Tokens of the whole step over its wall time."""
+    """Tokens of the whole step divided by its wall time."""
     mfu: float | None
-    """Model FLOPs utilisation in [0, 1]; None where the peak of the device is unknown."""
+    """Model FLOPs utilisation in [0, 1]; None if the peak of the device is unknown."""
     peak_memory: int
-    """Bytes of the fullest rank since the start."""
+    """Peak bytes since the start, on the rank with the highest peak."""
     data_wait: float
-    """Seconds the step waited for its batch."""
+    """Seconds that the step waited for its batch."""
     seconds: float
     """Wall time of the step."""
     consumed_samples: int
-    """Packs seen by the run so far."""
+    """Packs that the run has consumed so far."""
     epoch: float
-    """Passes over the dataset so far; of a blend, its samples over the packs of all its datasets.
+    """Passes over the dataset so far. For a blend: its samples divided by the packs of all its
+    datasets.
     """
     seconds_left: float
-    """Seconds until the last step, by the median time from step to step."""
+    """Estimated seconds until the last step, from the median time between steps."""
     experts: Mapping[str, Number] = field(default_factory=dict)
-    """Balance of experts: terms that are no part of the loss, and loads."""
+    """Expert balance: loads, and auxiliary terms that are not included in the loss."""
 
 
 @dataclass(frozen=True)
 class LogTargets:
-    """Where a run reports to. On ranks other than 0 build `RunLog` with `LogTargets()`: it says
-    nothing.
-    """
+    """The targets of a run's log. Ranks other than 0 use `LogTargets()`, which writes nothing."""
 
     console: bool = False
     jsonl: Path | None = None
@@ -76,9 +75,7 @@ class LogTargets:
 
 
 class RunLog:
-    """The log of one rank. `resume_step` is the step of the loaded checkpoint, 0 for a fresh
-    run.
-    """
+    """The log of one rank. `resume_step` is the step of the loaded checkpoint, 0 for a new run."""
 
     def __init__(
         self,
@@ -87,17 +84,17 @@ class RunLog:
         resume_step: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open all sinks; ValueError when one cannot be opened, or needs a package that is not
-        installed.
+        """Open all targets. W&B and Trackio show the `settings`.
 
-        `settings` are shown by W&B and Trackio.
+        Raise ValueError if one cannot be opened, or needs a package that is not installed.
         """
         self._targets = targets
         self._total = total_steps
         self._step = resume_step
         self._console = Console(self._without_console)
+        # optional dependencies are imported only if their flag is set
         self._sinks: list[Sink] = []
-        self._silent: set[str] = set()
+        self._silent: set[str] = set()  # sinks whose last line could not be written
         if targets.tensorboard_dir:
             self._sinks.append(TensorBoardSink(targets.tensorboard_dir, resume_step))
         for package, project in (
@@ -110,41 +107,38 @@ class RunLog:
             self._sinks.append(JsonlSink(targets.jsonl, resume_step))
 
     def step(self, record: StepRecord) -> None:
-        """Report a training step."""
+        """Log a training step."""
         self._step = record.step
         figures = {**dataclasses.asdict(record), **record.experts}
-        self.figures(
-            "train",
-            record.step,
-            "",
-            {k: v for k, v in figures.items() if k not in ("step", "experts")},
-        )
+        del figures["step"], figures["experts"]
+        self.figures("train", record.step, "", figures)
         if record.step % self._targets.log_interval == 0 or record.step == self._total:
             self.say(step_line(record, self._total))
 
     def validation(self, step: int, loss: float) -> None:
-        """Report a validation loss after `step` optimizer steps."""
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        """Log a validation loss after `step` optimizer steps."""
+        perplexity = math.exp(loss) if loss < 700 else math.inf  # exp(710) overflows
         text = f"step {step}/{self._total}  validation loss {loss:.4f}  perplexity {perplexity:.4g}"
         self.figures("valid", step, text, {"loss": loss})
 
     def figures(
         self, kind: str, step: int, text: str, figures: Mapping[str, Number | None]
     ) -> None:
-        """Report named figures of a step, which `text` says in words, if any: kind attention, blend
-        or timing.
+        """Log named figures of a step, and print `text` unless it is empty.
+
+        `kind` is train, valid, attention, blend or timing.
         """
         self._to_sinks(lambda sink: sink.write(kind, step, figures))
-        if text:
+        if text:  # empty for most steps
             self.say(text)
 
     def note(self, step: int, text: str) -> None:
-        """Report what must be found again after the run: a skipped update, a document left out."""
+        """Log an event to look up after the run, such as a skipped update or a dropped document."""
         self._to_sinks(lambda sink: sink.note(step, text))
         self.say(f"step {step}: {text}")
 
     def fail(self, step: int, text: str) -> None:
-        """Report why the run ends here, on standard error and in every file."""
+        """Log why the run ends, to standard error and to every file."""
         self._to_sinks(lambda sink: sink.note(step, text))
         if self._targets.console:
             warn(f"error: step {step}: {text}")
@@ -155,33 +149,34 @@ class RunLog:
             self._console.say(text)
 
     def close(self) -> None:
-        """Close every sink."""
-        sinks, self._sinks = self._sinks, []
+        """Close every target."""
+        sinks = self._sinks
+        self._sinks = []  # a message of `console.close` must not reach closed sinks
         for sink in sinks:
             with contextlib.suppress(Exception):
                 sink.close()
         self._console.close()
 
     def _to_sinks(self, action: Callable[[Sink], None]) -> None:
+        """Run an action on each sink. Report a failing sink once, until it works again."""
         for sink in self._sinks:
             try:
                 action(sink)
-            except Exception as error:  # whatever a guest package raises, the run goes on
+            except Exception as error:  # third-party packages may raise anything
                 if sink.name not in self._silent:
                     self._silent.add(sink.name)
                     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                    warning = (
-                        f"{sink.name} cannot be written ({reason}): the run goes on without "
-                        "its lines"
-                    )
+                    warning = f"{sink.name} cannot be written ({reason}): the run continues"
                     self.note(self._step, warning)
-                    self._silent.add(sink.name)  # this line may have been short enough
-            else:
+                    # The note itself may have been written: it is shorter than other lines.
+                    self._silent.add(sink.name)
+            else:  # it works again: report its next failure
                 self._silent.discard(sink.name)
 
     def _without_console(self, reason: str) -> None:
+        """Report on standard error and in the files that the console does not work."""
         text = (
-            f"standard output cannot be written ({reason}): the run goes on, its lines are in "
+            f"standard output cannot be written ({reason}): the run continues, with its lines in "
             "the log file"
         )
         warn(text)
@@ -189,50 +184,58 @@ class RunLog:
 
 
 class JsonlSink:
-    """One JSON object a line: `{"kind": "train", "step": 3, "loss": ...}`, in the file at once.
+    """Writes one JSON object per line: `{"kind": "train", "step": 3, "loss": ...}`.
 
-    Floats keep all their digits; nan and inf are written as strings (JSON has no word for them).
-    `name`: what it is called where it is reported that it cannot be written. `kind`: train, valid,
+    Each line is written immediately. Floats keep all their digits; nan and inf are written as
+    strings, since JSON cannot represent them. `name` is used in warnings. `kind` is train, valid,
     blend, attention or timing.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
-        """Open for appending. ValueError where a link or no regular file stands."""
+        """Open for appending. Raise ValueError if the path is a link or not a regular file."""
         self.name = str(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # O_APPEND: other processes may read the file, or append to it, at the same time
         self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
         if os.fstat(self._file).st_size:
-            with contextlib.suppress(OSError):  # a full disk ends nothing
+            with contextlib.suppress(OSError):  # a full disk does not end the run
                 self._line("run", resume_step, {})
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        values = {
-            name: str(v) if v is not None and not math.isfinite(v) else v
-            for name, v in figures.items()
-        }
+        """Write the figures of a step."""
+        values: dict[str, Number | str | None] = {}
+        for name, value in figures.items():
+            is_number = value is None or math.isfinite(value)
+            values[name] = value if is_number else str(value)
         self._line(kind, step, values)
 
     def note(self, step: int, text: str) -> None:
+        """Write a note."""
         self._line("note", step, {"text": text})
 
     def _line(self, kind: str, step: int, values: Mapping[str, Number | str | None]) -> None:
-        line = (json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n").encode()
-        before, done = os.fstat(self._file).st_size, 0
+        """Append a line, all of it or none."""
+        content = {"kind": kind, "step": step, **values}
+        line = (json.dumps(content, allow_nan=False) + "\n").encode()
+        before = os.fstat(self._file).st_size
+        done = 0
         try:
             while done < len(line):
                 done += os.write(self._file, line[done:])
         except OSError:
-            if done:  # the disk is full: take back what is no whole line
+            if done:  # the disk is full: remove the incomplete line
                 os.ftruncate(self._file, before)
             raise
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._file)
 
 
 class TensorBoardSink:
-    """Scalars `train/loss`, `valid/loss`, ... as TensorBoard events; a resumed run hides what it
-    does again.
+    """Writes scalars `train/loss`, `valid/loss`, ... as TensorBoard events.
+
+    A resumed run hides the steps that it repeats.
     """
 
     def __init__(self, folder: str, resume_step: int = 0) -> None:
@@ -241,20 +244,23 @@ class TensorBoardSink:
         except ImportError as error:
             raise ValueError(_missing("--tensorboard-dir", "tensorboard")) from error
         self.name = f"--tensorboard-dir {folder}"
+        # purge_step hides events of an earlier run from this step on
         self._writer = SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)
         self.close = self._writer.close
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
+        """Write the figures of a step."""
         for name, value in figures.items():
             if value is not None:
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def note(self, step: int, text: str) -> None:
+        """Write a note."""
         self._writer.add_text("note", text, step)
 
 
 class ProjectSink:
-    """The same scalars in a run of Weights & Biases, or of Trackio, which has its calls."""
+    """Writes the same scalars to Weights & Biases, or to Trackio, which has the same API."""
 
     def __init__(self, package: str, project: str, settings: Mapping[str, Any]) -> None:
         try:
@@ -266,10 +272,12 @@ class ProjectSink:
         self.close = self._run.finish
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
+        """Write the figures of a step."""
         known = {f"{kind}/{name}": value for name, value in figures.items() if value is not None}
         self._run.log(known, step=step)
 
     def note(self, step: int, text: str) -> None:
+        """Write a note."""
         self._run.log({"note": text}, step=step)
 
 
@@ -277,35 +285,38 @@ Sink = JsonlSink | TensorBoardSink | ProjectSink
 
 
 def _missing(option: str, package: str) -> str:
-    how = (
-        "pip install trackio"
-        if package == "trackio"
-        else "install the extra `log` (pip install 'megacp[log]')"
-    )
+    """Return the message that a flag needs a package."""
+    how = "install the extra `log` (pip install 'megacp[log]')"
+    if package == "trackio":  # not part of the extra
+        how = "pip install trackio"
     return f"{option} needs the package {package}: {how} or drop the flag"
 
 
 def step_line(record: StepRecord, total_steps: int) -> str:
-    """The console line of a step."""
+    """Return the console line of a step."""
+    width = len(str(total_steps))  # align the columns of all lines
+    experts = ""
+    for name, value in record.experts.items():
+        experts += f"{name.replace('_', ' ')} {value:.4g}  "
     mfu = "" if record.mfu is None else f"MFU {100 * record.mfu:.1f}%  "
-    width, wait = len(str(total_steps)), record.data_wait
-    experts = "".join(
-        f"{name.replace('_', ' ')} {value:.4g}  " for name, value in record.experts.items()
-    )
+    wait = record.data_wait
     data_wait = f"{wait:.3g} s" if wait >= 1 else f"{1000 * wait:.3g} ms"
     return (
-        f"step {record.step:>{width}}/{total_steps}  epoch {record.epoch:.2f}  loss "
-        f"{record.loss:.4f}  {experts}"
-        f"grad norm {record.grad_norm:.3f}  lr {record.lr:.2e}  {record.seconds:.3g} s  "
-        f"{record.tokens_per_second:,.0f} tokens/s  {mfu}{record.peak_memory / 2**30:.3g} GiB  "
-        f"data wait {data_wait}  left {duration(record.seconds_left)}"
+        f"step {record.step:>{width}}/{total_steps}  epoch {record.epoch:.2f}  "
+        f"loss {record.loss:.4f}  {experts}grad norm {record.grad_norm:.3f}  lr {record.lr:.2e}  "
+        f"{record.seconds:.3g} s  {record.tokens_per_second:,.0f} tokens/s  "
+        f"{mfu}{record.peak_memory / 2**30:.3g} GiB  data wait {data_wait}  "
+        f"left {duration(record.seconds_left)}"
     )
 
 
 def duration(seconds: float) -> str:
-    """`0:07`, `12:30`, `5:06:07`, `3d 5h`."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86_400, whole // 3600 % 24, whole // 60 % 60
+    """Return a duration as `0:07`, `12:30`, `5:06:07` or `3d 5h`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
     if days:
         return f"{days}d {hours}h"
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"

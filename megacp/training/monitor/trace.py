@@ -1,12 +1,10 @@
-"""A trace of some steps of one rank: torch's profiler, written as chrome JSON (chrome://tracing,
-Perfetto).
+"""A trace of some steps of one rank: chrome JSON by torch's profiler (chrome://tracing, Perfetto).
 
-Outside of its steps no profiler exists, and a trace that cannot be written ends nothing.
+The profiler exists only during these steps. A trace that cannot be written does not end the run.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 from pathlib import Path
@@ -17,62 +15,71 @@ from megacp.storage.files import rename
 
 
 class Trace:
-    """The trace of this rank over `steps`, with the phases of `timers` as named ranges, below
-    `folder`.
+    """The trace of one rank over `steps`, written below `folder`, with the phases of `timers`.
 
-    `mine`: whether this rank writes one.
+    `mine`: whether this rank writes a trace.
     """
 
     def __init__(self, folder: Path, steps: range, rank: int, mine: bool, timers: Timers) -> None:
         self.folder = folder
         self.running = False
-        """Whether the range has begun and not ended, on this rank and all others."""
-        self._steps, self._rank, self._mine, self._timers = steps, rank, mine, timers
+        """Whether the traced steps have begun and not ended; equal on all ranks."""
+        self._steps = steps
+        self._rank = rank
+        self._mine = mine
+        self._timers = timers
         self._profiler: Any = None
         self._first = 0
 
     def before(self, step: int) -> None:
-        """Begin where `step` is the first one of the range that this process makes."""
+        """Start the trace if `step` is the first traced step of this process."""
         if self.running or step not in self._steps:
             return
-        self.running, self._first = True, step
+        self.running = True
+        self._first = step
         if not self._mine:
             return
+        # imported late: most runs need no profiler
         from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
         wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
         self._profiler = profile(activities=wanted & set(supported_activities()))
         self._profiler.start()
-        self._timers.annotate = record_function
+        self._timers.annotate = record_function  # shows the phases in the trace
 
     def is_over(self, step: int) -> bool:
-        """Whether the range ends with this step."""
+        """Return whether the traced steps end with this step."""
         return self.running and step == self._steps[-1]
 
     def finish(self, step: int) -> str:
-        """Write what was traced up to `step`; why that was not possible, or nothing."""
+        """Write the trace up to `step`; return an error message, empty on success."""
         self.running = False
         if self._profiler is None:
             return ""
-        profiler, self._profiler, self._timers.annotate = self._profiler, None, None
+        profiler = self._profiler
+        self._profiler = None
+        self._timers.annotate = None
         name = f"steps_{self._first}_{step}_rank_{self._rank}"
-        # torch would write through a link, and over the trace of an earlier run of these steps
+        # A fresh name: torch would follow a link, or overwrite the trace of an earlier run.
         written = self.folder / f".{name}.{secrets.token_hex(6)}.json"
         try:
             profiler.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(os.fspath(written))
-            if not written.is_file():  # torch only prints why
+            if not written.is_file():  # torch does not raise, it only prints the reason
                 raise OSError(f"{self.folder / name}.json was not written")
             rename(written, _free_path(self.folder, name))
         except (OSError, RuntimeError) as error:
-            return f"rank {self._rank}: {getattr(error, 'strerror', None) or error}"
+            reason = getattr(error, "strerror", None) or error
+            return f"rank {self._rank}: {reason}"
         return ""
 
 
 def _free_path(folder: Path, name: str) -> Path:
-    """The first of NAME.json, NAME.2.json, NAME.3.json, ... that nothing has, not even a link."""
-    names = itertools.chain(
-        [f"{name}.json"], (f"{name}.{number}.json" for number in itertools.count(2))
-    )
-    return next(folder / one for one in names if not os.path.lexists(folder / one))
+    """Return the first free path of NAME.json, NAME.2.json, NAME.3.json, ..."""
+    path = folder / f"{name}.json"
+    number = 1
+    while os.path.lexists(path):  # a broken link also takes the name
+        number += 1
+        path = folder / f"{name}.{number}.json"
+    return path

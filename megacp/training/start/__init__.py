@@ -1,1 +1,1 @@
-"""Starting ranks: how a process learns its rank and meets the other ranks."""
+"""Start of ranks: how a process learns its rank and meets the other ranks."""

@@ -1,4 +1,4 @@
-"""The help: `--help` prints the flags that most runs have, `--help-all` prints all flags."""
+"""Help of the training command: `--help` prints common flags, `--help-all` prints all flags."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FIRST_FIELDS = (
 )
 """Fields whose flags `--help` shows."""
 _WIDEST = 100
-"""Columns of a line of help, also on a wider terminal."""
+"""Columns of a help line, at most."""
 _INDENT = 8 * " "
 
 
@@ -54,13 +54,14 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def show_help(arguments: Sequence[str]) -> None:
-    """Print the flags by their groups: the common ones, or for `--help-all` all of them.
+    """Print the common flags by group, or all flags for `--help-all`.
 
-    Defaults are the values of the files of --config in `arguments`. Raises ValueError as `parse`.
+    Defaults come from the --config files in `arguments`. Raise ValueError like `parse`.
     """
     others = [argument for argument in arguments if argument not in (*HELP, HELP_ALL)]
     if HELP_ALL in arguments:
         parse([*others, *HELP])  # prints, and ends the program
+    # take the texts from the parser, so that defaults and groups are always right
     shown = {flag(name) for name in FIRST_FIELDS}
     lines = [f"usage: {PROGRAM} [-h] [OPTIONS]", DESCRIPTION]
     for group in flag_groups(others):
@@ -71,19 +72,19 @@ def show_help(arguments: Sequence[str]) -> None:
             lines += _described(action)
     lines += [
         "",
-        "--nproc N starts N ranks on this machine, after a check in one process; --help-all shows all flags",
+        "--nproc N starts N ranks on this machine after checking the flags; "
+        "--help-all shows all flags",
     ]
     say("\n".join(lines))
 
 
 def _described(action: argparse.Action) -> list[str]:
-    """Return the lines of a flag: its names and allowed values, then its help."""
+    """Return the lines of a flag: its names and allowed values, then its help text."""
     names = ", ".join(action.option_strings)
     values = f" {action.metavar}" if action.metavar else ""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    lines = [f"  {names}{values}"]
-    for line in (action.help or "").splitlines():
-        lines += textwrap.wrap(
-            line, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
-        )
-    return lines
+    text = " ".join((action.help or "").split())  # docstrings contain line breaks
+    wrapped = textwrap.wrap(
+        text, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+    )
+    return [f"  {names}{values}", *wrapped]

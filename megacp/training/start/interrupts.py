@@ -1,7 +1,6 @@
-"""What Ctrl-C does to a command before it can save anything: one word and status 130, no traceback.
+"""Ctrl-C before a command can save anything: it prints one word and exits with status 130.
 
-This module is imported before torch, whose import takes seconds, so it imports nothing that takes
-time.
+This module is imported before torch, which takes seconds, so it imports only what is fast.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit status of a command that Ctrl-C has ended before there was anything to save."""
+"""Exit status of a command that Ctrl-C ended before there was anything to save."""
 
 
 def leave_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process at once. One that its starter has told to ignore it still
-    does.
-    """
+    """Let Ctrl-C end this process at once, unless its starter made it ignore Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -29,12 +26,14 @@ def _leave(*_: object) -> NoReturn:
 
 
 def handles(process: int, number: int) -> bool:
-    """Whether a process has a handler for this signal, which would end it otherwise; True where
-    Linux is not asked.
+    """Whether a process has a handler for a signal that would otherwise end it.
+
+    Return True on systems without /proc.
     """
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
     except OSError:
         return True
     (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    # SigCgt is a mask in hexadecimal digits: bit n - 1 is set if signal n has a handler.
     return bool(int(caught, 16) >> (number - 1) & 1)

@@ -1,12 +1,11 @@
-"""Where a process learns its rank, meets the others, makes the grid with them, and tells them why
-it failed.
+"""Start of a rank: learn its number, meet the other ranks, build the grid, report failures.
 
-Only this file reads or writes `os.environ`, so everything else is a function of its arguments. One
-process needs no process group and no torchrun.
+Only this file reads or writes `os.environ`, so everything else is a function of its arguments. A
+single process needs neither a process group nor torchrun.
 
-A rank that fails leaves its reason in the run's store, which is no part of a collective, so it
-mostly answers when none does. A rank that was only hit names the others; one that was stopped,
-killed or hangs is found by its silence.
+A failed rank leaves its reason in the run's store, which usually still answers when collectives do
+not. A rank whose collective was broken by another rank reads these reasons; a rank that was killed
+or hangs is recognized because it leaves none.
 """
 
 from __future__ import annotations
@@ -33,24 +32,21 @@ from megacp.distributed.large_blocks import BLOCKS, LARGE
 from megacp.distributed.shape import GridShape
 from megacp.storage.wording import listed
 
-_READING_SECONDS = (
-    5.0  # that rank 0 stays for the others to read what it said: its process may hold the store
-)
+_READING_SECONDS = 5.0
+"""How long rank 0 waits for the other ranks to read its verdict: its process may hold the store."""
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""torch's record of the last NCCL collectives, written to a file of each rank at a timeout (torch's
-names).
-"""
+"""Make torch record the last NCCL collectives and write them to a file per rank at a timeout."""
 _LOOPBACK = "127.0.0.1"
-"""The address at which a machine reaches itself only."""
+"""The address of this machine that only this machine can reach."""
 _CUDA = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Rows differ in length: else the allocator loses memory to fragments, and waits for the device to
-give some back.
+"""Rows differ in length. Without expandable segments the allocator loses memory to fragments, and
+waits for the device to release some.
 """
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run, as torchrun set it."""
+    """The place of this process among all processes of the run, as torchrun set it."""
 
     rank: int = 0
     size: int = 1
@@ -59,120 +55,121 @@ class World:
 
 
 def world_from_environment() -> World:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; a single process when they are
-    absent.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them, return one process.
 
-    Raises ValueError with all four where they are no rank in a world, also without one of the first
-    two: every process would then train alone.
+    Raise ValueError if they are inconsistent, or if only one of the first two is set: every process
+    would then train on its own.
     """
+    # Without any variable, the process is the only rank. LOCAL_WORLD_SIZE may be missing if all
+    # ranks run on one machine.
     size = os.environ.get("WORLD_SIZE", "1")
     defaults = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}
     texts = {key: os.environ.get(key, default) for key, default in defaults.items()}
-    if ("RANK" in os.environ) == ("WORLD_SIZE" in os.environ) and all(
-        text.isdecimal() for text in texts.values()
-    ):
+    both_or_none = ("RANK" in os.environ) == ("WORLD_SIZE" in os.environ)
+    if both_or_none and all(text.isdecimal() for text in texts.values()):
         rank, ranks, local_rank, local_ranks = map(int, texts.values())
         if rank < ranks and local_rank < local_ranks:
             return World(rank, ranks, local_rank, local_ranks)
     shown = ", ".join(f"{key}={os.environ.get(key, '(not set)')}" for key in defaults)
     raise ValueError(
-        f"environment variables: {shown} are no rank in a world; start with torchrun or unset them"
+        f"environment variables: {shown} do not describe a rank of a world; start with torchrun or "
+        "unset them"
     )
 
 
 def ranks_of_one_machine(count: int) -> tuple[dist.Store, list[dict[str, str]]]:
     """Return the store of a run whose ranks this process starts, and the environment of each rank.
 
-    The store is to be kept until the ranks end. Only this machine reaches it: it trusts whoever
-    connects.
+    The caller keeps the store until the ranks end. It accepts any connection, so only this machine
+    can reach it.
     """
+    # Listen before the ranks start: no other process can take the port meanwhile.
     listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]
-    # the store owns the descriptor from here on
+    # The store owns the descriptor from here on.
+    descriptor = listener.detach()
     store = dist.TCPStore(
-        _LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        _LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=descriptor
     )
     shared = {
         "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
-    }
-    shared |= {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        **shared,
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
     }
-    return store, [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    environments = []
+    for rank in range(count):
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **shared}  # the caller's threads win
+        environment["RANK"] = str(rank)
+        environment["LOCAL_RANK"] = str(rank)
+        environments.append(environment)
+    return store, environments
 
 
 def would_restart() -> bool:
-    """Whether torchrun starts the run again when this process exits with another status than 0."""
-    restarts = [
-        os.environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RESTART_COUNT", "MAX_RESTARTS")
-    ]
-    return all(text.isdecimal() for text in restarts) and int(restarts[0]) < int(restarts[1])
+    """Whether torchrun restarts the run when this process exits with a status other than 0."""
+    # only torchrun sets these variables
+    done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return done.isdecimal() and allowed.isdecimal() and int(done) < int(allowed)
 
 
 def device_type(world: World) -> str:
-    """`cuda` where torch sees GPUs, else `cpu`; touches no device, and says what packages read when
-    they are imported.
+    """Return `cuda` if torch sees GPUs, else `cpu`, without initializing a device.
 
-    One GPU for a rank that nobody gave a LOCAL_RANK is its own (`srun --gpus-per-task=1`). Raises
-    ValueError for any other number below the local ranks: a run on CPUs beside idle GPUs is to be
-    asked for.
+    Also set the environment variables that packages read when they are imported. A single GPU
+    belongs to a rank without LOCAL_RANK (`srun --gpus-per-task=1`). Raise ValueError if there are
+    otherwise fewer GPUs than local ranks: training on CPUs next to idle GPUs must be requested.
     """
+    # Slurm may show each rank only its own GPU, and then does not set LOCAL_RANK.
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    alone = "RANK" in os.environ and "LOCAL_RANK" not in os.environ
-    if 0 < count < world.local_size and not (count == 1 and alone):
+    own_gpu = count == 1 and "RANK" in os.environ and "LOCAL_RANK" not in os.environ
+    if 0 < count < world.local_size and not own_gpu:
         raise ValueError(
             f"torch sees {count} GPUs for the {world.local_size} ranks of this machine "
-            "(LOCAL_WORLD_SIZE, else "
-            "WORLD_SIZE): start as many ranks as GPUs, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+            "(LOCAL_WORLD_SIZE, else WORLD_SIZE): start one rank per GPU, or set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
-    if count:
-        set_defaults(
-            _CUDA
-            | {
-                "TORCHINDUCTOR_COMPILE_THREADS": str(
-                    max(1, (os.cpu_count() or 1) // world.local_size)
-                )
-            }
-        )
-    return "cuda" if count else "cpu"
+    if count == 0:
+        return "cpu"
+    # otherwise every rank would start a compiler thread per core
+    compile_threads = max(1, (os.cpu_count() or 1) // world.local_size)
+    set_defaults(_CUDA | {"TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads)})
+    return "cuda"
 
 
 def pick_device(world: World) -> torch.device:
-    """The GPU of this local rank, else the CPU, whose cores the local ranks share as threads."""
+    """Return the GPU of this local rank, or the CPU with an equal share of its cores."""
     if device_type(world) == "cuda":
         torch.cuda.set_device(world.local_rank)
         return torch.device("cuda", world.local_rank)
     settle_cpu()
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:  # the user's choice takes precedence
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
     return torch.device("cpu")
 
 
 def device_at_hand(world: World) -> tuple[str, float]:
-    """What the device of this rank is called, and the GiB that a rank has: of the machine's memory
-    its part of it.
+    """Return the name of this rank's device and its memory in GiB.
+
+    A CPU rank has an equal share of the machine's memory.
     """
     if device_type(world) == "cuda":
         gpu = torch.cuda.get_device_properties(world.local_rank)
         return gpu.name, gpu.total_memory / 2**30
-    return "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-        "SC_PHYS_PAGES"
-    ) / world.local_size / 2**30
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return "CPU", memory / world.local_size / 2**30
 
 
 def settle_cpu() -> None:
-    """Make a process a CPU rank. Threads that start later do as the one that calls this.
+    """Configure this process as a CPU rank; threads inherit it if they start later.
 
-    Results below the normal numbers (1e-38 in fp32) are 0: a processor takes many times as long for
-    a product with one, and a state that has decayed is full of them. Large tensors get memory maps
-    of their own, and those of our own functions are used again (`large_blocks`): in glibc's heap
-    gloo's small blocks keep freed outputs from that.
+    Results below the normal numbers (1e-38 in float32) become 0. Processors are many times slower
+    with them, and states that have decayed are full of them.
+
+    Large tensors get memory maps of their own, which our own functions reuse (`large_blocks`). In
+    glibc's heap, small blocks of gloo would keep the memory of freed outputs from being returned.
     """
     torch.set_flush_denormal(True)
     BLOCKS.active = True
@@ -181,8 +178,9 @@ def settle_cpu() -> None:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One rank among all of a run, before any process group; `store` is the part of this life, None
-    for one rank.
+    """One rank that has met all ranks of a run, before any process group exists.
+
+    `store` contains only keys of this start of the run; it is None for a single rank.
     """
 
     rank: int
@@ -194,13 +192,14 @@ class Rendezvous:
     def decided_by_rank_0(
         self, topic: str, value: str, judge: Callable[[list[str]], str], also: float = 0.0
     ) -> str:
-        """Rank 0's verdict on the values of all ranks, in rank order; every rank calls it once for
-        a topic.
+        """Return rank 0's verdict on the values of all ranks, given to `judge` in rank order.
 
-        `also`: seconds that a rank may need for its value besides those of the rendezvous. Raises
-        ValueError, on rank 0 with the number of a rank that gave no value in time.
+        Every rank calls this once per topic. `also` is the time in seconds that a rank may need for
+        its value, in addition to `seconds`. Raise ValueError if a value does not arrive in time;
+        rank 0 names the rank.
         """
-        store, seconds = self.store, self.seconds + also
+        store = self.store
+        seconds = self.seconds + also
         if store is None:
             return judge([value])
         store.set(f"{topic}/{self.rank}", value)
@@ -216,7 +215,9 @@ class Rendezvous:
             raise ValueError(
                 f"no word on the {topic} from rank {len(values)} within {seconds:g} s"
             ) from late
-        read, deadline = store.add(f"{topic}/read", 1), time.monotonic() + _READING_SECONDS
+        # Rank 0 stays until all ranks have read the verdict, because it may hold the store.
+        read = store.add(f"{topic}/read", 1)  # number of ranks that have read the verdict
+        deadline = time.monotonic() + _READING_SECONDS
         while self.rank == 0 and read < self.size and time.monotonic() < deadline:
             time.sleep(0.01)
             read = store.add(f"{topic}/read", 0)
@@ -224,67 +225,73 @@ class Rendezvous:
 
 
 def rendezvous(world: World, seconds: float) -> Rendezvous:
-    """Find the other ranks of this run in its store, that of torchrun's agent or else of rank 0; no
-    group is made.
+    """Find the other ranks of this run in the store of torchrun's agent, or of rank 0.
 
-    Raises ValueError for a store that cannot be reached, and for ranks that do not come in
-    `seconds`.
+    No process group is created. Raise ValueError if the store cannot be reached, or if ranks do not
+    come within `seconds`.
     """
     if world.size == 1:
         return Rendezvous(world.rank, 1, None, seconds)
-    host, port = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT"))
+    host = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
     place = f"MASTER_ADDR={host}, MASTER_PORT={port}"
     if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
         raise ValueError(
             f"environment variables: {place} (1 to 65535): start with torchrun or set them "
             "everywhere"
         )
+    # torchrun's agent already serves a store at this address; a plain launcher leaves it to rank 0
     serves = world.rank == 0 and _rank_0_holds_the_store()
+    server = "localhost" if serves else host
     timeout = datetime.timedelta(seconds=max(1.0, seconds))
     try:
-        server = "localhost" if serves else host
         store = dist.TCPStore(server, int(port), None, serves, timeout, wait_for_workers=False)
-        return Rendezvous(
-            world.rank, world.size, fresh_store(store, world.rank, world.size, seconds), seconds
-        )
+        fresh = fresh_store(store, world.rank, world.size, seconds)
     except dist.DistError as error:
-        here, why = (
-            f"rank {world.rank} on {socket.gethostname()}",
-            str(error).strip().partition("\n")[0],
-        )
+        here = f"rank {world.rank} on {socket.gethostname()}"
+        why = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{here} found no store at {place}: {why}; is rank 0 there, is the port free?"
         ) from error
+    return Rendezvous(world.rank, world.size, fresh, seconds)
 
 
 def _rank_0_holds_the_store() -> bool:
-    """Whether the store of the run is in the process of rank 0. Otherwise it is in that of torchrun
-    or `--nproc`.
-    """
+    """Whether rank 0 holds the store of the run, rather than torchrun or `--nproc`."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
 def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist.Store:
-    """A part of `store` that no earlier life of the run has written to; every rank calls it.
+    """Return a part of `store` to which no earlier start of the run has written.
 
-    After a restart torchrun gives new ranks the old store, with addresses of dead processes. Each
-    rank writes a random word, rank 0 proposes all words it finds, each rank agrees to a proposal
-    that holds its own, and rank 0 settles it when all have. (TORCHELASTIC_RESTART_COUNT differs
-    between machines once one has failed alone.) ValueError names the ranks that do not come in
-    `seconds`.
+    After a restart, torchrun gives new ranks the old store, which contains addresses of dead
+    processes. All ranks therefore agree on a new prefix:
+
+    1. Each rank writes a random word.
+    2. Rank 0 proposes the words of all ranks that it finds.
+    3. Each rank agrees to a proposal that contains its own word.
+    4. Once all ranks have agreed, rank 0 settles it.
+
+    (TORCHELASTIC_RESTART_COUNT does not serve: it differs between machines after one of them has
+    failed.) Raise ValueError with the ranks that do not come within `seconds`.
     """
 
     def read(key: str) -> str:
-        return store.get(f"life/{key}").decode() if store.check([f"life/{key}"]) else ""
+        if not store.check([f"life/{key}"]):
+            return ""
+        return store.get(f"life/{key}").decode()
 
-    mine, agreed, deadline = secrets.token_hex(8), "", time.monotonic() + seconds
-    store.set(f"life/word/{rank}", mine)
+    # the word is new in every start, so that old keys never match it
+    word = secrets.token_hex(8)
+    agreed = ""
+    deadline = time.monotonic() + seconds
+    store.set(f"life/word/{rank}", word)
     while time.monotonic() < deadline:
         if rank == 0:
             store.set("life/proposal", ",".join(read(f"word/{other}") for other in range(size)))
         proposal = read("proposal")
         words = proposal.split(",")
-        if len(words) == size and words[rank] == mine:
+        if len(words) == size and words[rank] == word:
             name = hashlib.sha256(proposal.encode()).hexdigest()[:16]
             if name != agreed:
                 store.set(f"life/agreed/{rank}", name)
@@ -293,16 +300,17 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
                 store.set("life/settled", name)
             if read("settled") == name:
                 return dist.PrefixStore(f"life/{name}", store)
+        # Many ranks ask one store, so they ask less often.
         time.sleep(0.02 * max(1.0, size / 128))
     missing = [other for other in range(size) if not read(f"word/{other}")]
-    missing = missing or [other for other in range(size) if read(f"agreed/{other}") != agreed]
+    if not missing:
+        missing = [other for other in range(size) if read(f"agreed/{other}") != agreed]
     if rank == 0:
-        time.sleep(_READING_SECONDS)  # the others look for it there
+        time.sleep(_READING_SECONDS)  # the other ranks look for missing ranks in this store
     raise ValueError(
         f"rank {rank} on {socket.gethostname()} waited {seconds:g} s for the {size} ranks of this "
-        "run to start: no "
-        f"word from {named(missing)}; start every rank, with the same MASTER_ADDR, MASTER_PORT and "
-        "WORLD_SIZE"
+        f"run to start: no word from {named(missing)}; start every rank, with the same "
+        "MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
     )
 
 
@@ -312,12 +320,15 @@ def join(
     timeout_minutes: float = 10.0,
     file_timeout_minutes: float | None = None,
 ) -> ProcessGrid:
-    """The grid of the ranks that met: device, process group (gloo on CPU, NCCL on CUDA), axes."""
+    """Build the grid: choose the device, create the process groups (gloo or NCCL) and the axes.
+
+    `timeout_minutes` limits collectives, `file_timeout_minutes` those that wait for files.
+    """
     device = pick_device(world_from_environment())
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    file_timeout = (
-        None if file_timeout_minutes is None else datetime.timedelta(minutes=file_timeout_minutes)
-    )
+    file_timeout = None
+    if file_timeout_minutes is not None:
+        file_timeout = datetime.timedelta(minutes=file_timeout_minutes)
     store = rendezvous.store
     if store is not None:
         store.set(f"joins/{rendezvous.rank}", "")
@@ -326,40 +337,39 @@ def join(
             backend = "nccl" if device.type == "cuda" else "gloo"
             if backend == "nccl":
                 set_defaults(_FLIGHT_RECORDER)
-            # no device_id: each group would be split off the world's communicator by all ranks;
-            # only members make it
+            # Without a device_id only the members of a group create it. With one, all ranks would
+            # split each group off the world's communicator.
             dist.init_process_group(backend, None, timeout, rendezvous.size, rendezvous.rank, store)
         grid = build_grid(shape, rendezvous.rank, device, timeout, file_timeout)
-    except (
-        RuntimeError
-    ) as error:  # also those of the store, which name a key and not the rank that did not write it
+    except RuntimeError as error:
+        # Errors of the store name a key, but not the rank that did not write it.
         if store is not None:
             error.add_note(_who_did_not_join(store, rendezvous.size))
         raise
-    if device.type == "cuda":  # gloo has made its connections with the groups
+    if device.type == "cuda":  # gloo connects when it creates the groups, NCCL later
         connect(grid.in_steps(), device)
     return grid
 
 
 def _who_did_not_join(store: dist.Store, size: int) -> str:
-    """The ranks that met the others and then did not come to make the process group, in words."""
+    """Name the ranks that met the other ranks but did not come to create the process group."""
     try:
         missing = [rank for rank in range(size) if not store.check([f"joins/{rank}"])]
     except RuntimeError:
         return "the run's store does not answer"
     if not missing:
-        return "all ranks came to make the process group, and one was lost while it was made"
+        return "all ranks came to create the process group, and one was lost meanwhile"
     return (
-        f"{named(missing)} did not come to make the process group: stopped, dead, or still "
+        f"{named(missing)} did not come to create the process group: stopped, dead, or still "
         "computing"
     )
 
 
 def meet_in_file(file: str, rank: int, world_size: int) -> None:
-    """Join a gloo process group of this machine's ranks over a file of their own; one rank needs
-    none.
+    """Join a gloo process group of ranks on this machine, which meet in a file.
 
-    Its timeout is beyond all that a tool waits: who started the ranks notices a hang sooner.
+    A single rank joins none. The timeout is longer than any tool waits: the process that started
+    the ranks notices a hang earlier.
     """
     if world_size > 1:
         hours = datetime.timedelta(hours=12)
@@ -367,58 +377,58 @@ def meet_in_file(file: str, rank: int, world_size: int) -> None:
 
 
 def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: float = 5.0) -> str:
-    """Leave this rank's reason for the others; what is known of the failure in words, at `place`
-    (`step 12`).
+    """Leave the reason of this rank's failure for other ranks, and return a report of all reasons.
 
-    If another rank broke a collective of this one (`was_hit`), the others get `wait_seconds` to
-    give their reasons, and those that give none are named; a ValueError is mostly one of all ranks.
-    Never raises.
+    `place` says where the failure happened (`step 12`). If another rank broke a collective of this
+    one (`was_hit`), wait up to `wait_seconds` for the reasons of the other ranks, and name the
+    ranks that give none. Also wait after a ValueError, which usually occurs on all ranks. Never
+    raise.
     """
     why = str(error).strip().partition("\n")[0][:500]
     mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {why}"
     if world.size == 1 or not dist.is_initialized():
         return mine
     hit = was_hit(error)
+    seconds = wait_seconds if hit or isinstance(error, ValueError) else 0.0
     heard = {world.rank: mine}
     answered: list[bool] = []
 
     def exchange() -> None:
-        with contextlib.suppress(Exception):  # the store went with the rank or machine that held it
-            _listen(heard, world, wait_seconds if hit or isinstance(error, ValueError) else 0.0)
+        # The store is gone if the rank or machine that held it is.
+        with contextlib.suppress(Exception):
+            _listen(heard, world, seconds)
             answered.append(True)
 
-    # a frozen machine's store answers no request, and torch's own timeouts do not cover `check` and
-    # `set`
+    # The store of a frozen machine does not answer, and torch's timeouts do not cover `check` and
+    # `set`. So the exchange runs in a thread, which may outlive the wait below.
     thread = threading.Thread(target=exchange, daemon=True)
     thread.start()
     thread.join(3.0 * wait_seconds)
-    said = dict(heard)  # the thread may still add to the other one
-    lines = [mine, *(text for rank, text in sorted(said.items()) if rank != world.rank)]
-    silent = [rank for rank in range(world.size) if rank not in said]
-    ended = (
-        [rank for rank in world.local.host.ended() if rank in silent]
-        if world.local is not None
-        else []
-    )
+    reasons = dict(heard)  # a copy: the thread may still add to `heard`
+    lines = [mine]
+    for rank, reason in sorted(reasons.items()):
+        if rank != world.rank:
+            lines.append(reason)
+    silent = [rank for rank in range(world.size) if rank not in reasons]
+    ended: list[int] = []
+    if world.local is not None:
+        ended = [rank for rank in world.local.host.ended() if rank in silent]
     if hit and ended:
         lines.append(f"{named(ended)} of this machine ended")
     silent = [rank for rank in silent if rank not in ended]
     if not answered:
-        lines.append(
-            "the run's store does not "
-            f"answer{': rank 0 holds it' if _rank_0_holds_the_store() else ''}"
-        )
+        holder = ": rank 0 holds it" if _rank_0_holds_the_store() else ""
+        lines.append(f"the run's store does not answer{holder}")
     elif hit and silent:
         lines.append(f"no word from {named(silent)} in {place}: stopped, dead, or still computing")
     return "\n".join(lines)
 
 
 def was_hit(error: BaseException) -> bool:
-    """Whether an error is what a collective raises when another rank has broken it, or was caused
-    by one of these.
+    """Whether an error comes from a collective that another rank has broken.
 
-    If a rank is lost while all write or read a checkpoint, that is the cause of a SaveError or a
-    ValueError.
+    Causes of the error count too: if a rank is lost while all ranks write or read a checkpoint, the
+    collective's error is the cause of a SaveError or a ValueError.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -429,10 +439,12 @@ def was_hit(error: BaseException) -> bool:
 
 
 def _listen(heard: dict[int, str], world: Axis, seconds: float) -> None:
-    """Leave this rank's words in the run's store, and add to `heard` those that others leave in so
-    many seconds.
+    """Write this rank's reason to the run's store, and add the reasons of other ranks to `heard`.
+
+    Wait up to `seconds` for them.
     """
-    store, deadline = run_store(), time.monotonic() + seconds
+    store = run_store()
+    deadline = time.monotonic() + seconds
     store.set(f"megacp_failure/{world.rank}", heard[world.rank])
     while len(heard) < world.size and time.monotonic() < deadline:
         for rank in range(world.size):
@@ -440,33 +452,34 @@ def _listen(heard: dict[int, str], world: Axis, seconds: float) -> None:
                 heard[rank] = store.get(f"megacp_failure/{rank}").decode()
         time.sleep(0.05)
     if world.rank == 0:
-        time.sleep(min(1.0, seconds))  # it may hold the store: the others read it
+        time.sleep(min(1.0, seconds))  # rank 0 may hold the store, which other ranks still read
 
 
 def run_store() -> dist.Store:
-    """The store in which all ranks of the process group meet."""
+    """Return the store in which all ranks of the process group meet."""
     return dist.distributed_c10d._get_default_store()
 
 
 def named(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0, 2, 3`; of many the first ones and how many more."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks, 16)}"
+    """Return `rank 3`, or `ranks 0, 2, 3`; of a long list, the first ones and a count."""
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {listed(ranks, 16)}"
 
 
 def stop() -> None:
-    """Leave the run in order; without a process group nothing happens."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def hard_exit(status: int) -> NoReturn:
-    """End this process now, without the destructors of libraries and their threads.
+    """End this process now, without running destructors of libraries and their threads.
 
-    After a failure, those of a process group may wait for ever for a machine that is frozen. After
-    a good run, a thread of gloo that lets go of a tensor while the interpreter ends would abort the
+    After a failure, the destructor of a process group may wait forever for a frozen machine. After
+    a good run, a gloo thread that releases a tensor while the interpreter ends would abort the
     process (pytorch issue 190489).
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader may be gone
             stream.flush()
     os._exit(status)

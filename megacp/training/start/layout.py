@@ -1,7 +1,6 @@
-"""The commands that plan another layout, for a run whose number of ranks its layout does not allow.
+"""Commands that plan another layout, for a run whose layout does not allow its number of ranks.
 
-A run never plans by itself. `megacp-plan` writes the flags of a layout to a file, and `--config`
-takes them.
+A run never plans by itself: `megacp-plan` writes the flags of a layout to a file for `--config`.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ LAYOUT_FIELDS = frozenset(
         "mlp_chunk_tokens",
     }
 )
-"""Fields of a layout. megacp-plan chooses these, and the dtype of a plan for another machine."""
+"""Fields of a layout, which megacp-plan chooses; for another machine it also chooses the dtype."""
 PLANNED = "best.yaml"
-"""File of a planned layout in a suggested command."""
+"""File name of the planned layout in the suggested commands."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,16 @@ class SavedBy:
 def other_layout(
     config: RunConfig, ranks: int, arguments: Sequence[str], saved_by: SavedBy | None
 ) -> str:
-    """Return the commands that plan another layout; "" if that of `config` allows `ranks` ranks.
+    """Return the commands that plan another layout, or "" if this one allows `ranks` ranks.
 
     `arguments` are the flags of the run, without `--nproc`.
     """
     if config.model_ranks < 1:  # a size is out of its range
         return ""
-    elsewhere = with_values(config, {"dry_run": True})  # files of this machine are not the question
+    # Compare the problems with those on the usual number of ranks, apart from missing files.
+    elsewhere = with_values(config, {"dry_run": True})
     usual = saved_by.ranks if saved_by is not None else config.model_ranks
-    if {*check(elsewhere, ranks)} <= {*check(elsewhere, usual)}:
+    if set(check(elsewhere, ranks)) <= set(check(elsewhere, usual)):
         return ""
     p = config.parallel
     said = (
@@ -71,6 +71,7 @@ def other_layout(
     )
     if saved_by is not None:
         said += f"; {saved_by.folder} was saved by {counted(saved_by.ranks, 'rank')}"
+    # The plan replaces the layout flags; flags in other files would override it.
     rest, files, replaced = _without_layout(arguments)
     plan = ["megacp-plan", "--gpu", "here", "--world-size", str(ranks), *rest, "--output", PLANNED]
     if PLANNED in replaced:
@@ -89,10 +90,11 @@ def other_layout(
 
 
 def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Return the arguments without flags of a layout, and two kinds of files with such flags.
+    """Remove layout flags from the arguments.
 
-    The second maps each file of --config that also holds other flags to its fields of a layout. The
-    third lists the files that are left out.
+    Return three things: the remaining arguments; the --config files that contain layout fields next
+    to other fields, with the layout fields of each; and the files that only contain a layout, which
+    are removed from the arguments.
     """
     kept: list[str] = []
     mixed: dict[str, list[str]] = {}
@@ -101,11 +103,12 @@ def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list
         name, equals, value = words[0].partition("=")
         field = name.removeprefix("--").replace("-", "_")
         if field in LAYOUT_FIELDS | {"dry_run", "world_size"}:
-            continue
+            continue  # the plan chooses them again
         if name == "--config":
             path = value if equals else words[-1]
             fields = values_of_file(path).keys()
             if layout := [one for one in fields if one in LAYOUT_FIELDS]:
+                # a file such as best.yaml, which megacp-plan writes anew
                 if fields <= LAYOUT_FIELDS | {"dtype"}:
                     replaced.append(path)
                     continue
@@ -115,10 +118,10 @@ def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list
 
 
 def _by_flag(arguments: Sequence[str]) -> list[list[str]]:
-    """Return the arguments in groups: a flag and its values."""
+    """Group the arguments: each flag with its values."""
     groups: list[list[str]] = []
     for word in arguments:
-        if word.startswith("--") or not groups:
+        if word.startswith("--") or not groups:  # words before the first flag form a group too
             groups.append([])
         groups[-1].append(word)
     return groups

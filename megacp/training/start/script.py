@@ -1,4 +1,4 @@
-"""A run that a Python script or a notebook starts: flags by name instead of a command line."""
+"""Training runs started from a Python script or a notebook, with flags by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LINES_OF_AN_ERROR = 50
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """Return the command line of values by field name.
+    """Return the command-line flags for values by field name.
 
-    A list follows its flag, and False is the `no_` form of a flag.
+    A list is written after its flag, and False becomes the `--no-` form.
     """
     words: list[str] = []
     for name, value in values.items():
@@ -34,9 +34,9 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 def train(values: Mapping[str, Any], nproc: int = 1) -> int:
     """Train from a script or a notebook; return 0, or 3 if the run stopped early after saving.
 
-    `values` are flags by name: `{"data_path": "data/chat", "lr": 1e-5}`. Ranks are processes of
-    their own: this process prints their output and keeps nothing of the run. Ctrl-C saves and stops
-    the run. Raises ValueError if the run is refused, RuntimeError if it fails.
+    `values` are flags by name: `{"data_path": "data/chat", "lr": 1e-5}`. Ranks are separate
+    processes, whose output this process prints. Ctrl-C saves and stops the run. Raise ValueError if
+    the run is refused, RuntimeError if it fails.
     """
     command = [sys.executable, "-m", "megacp.train"]
     if nproc > 1:
@@ -52,6 +52,7 @@ def train(values: Mapping[str, Any], nproc: int = 1) -> int:
                     last.append(line)
             except KeyboardInterrupt:
                 run.terminate()
+    # the reason follows the last "error: "
     said = "".join(last).rpartition("error: ")[2].strip()
     if run.returncode == REFUSED:
         raise ValueError(said)

@@ -1,8 +1,8 @@
-"""Exit statuses of a run besides 0, and 128 and above: a signal ended it before its first step."""
+"""Exit statuses of a run besides 0, and 128 + N after signal N before the first step."""
 
 FAILED = 1
-"""A failure, or a limit on the numbers of a run that has ended it; nothing was saved after it."""
+"""The run failed, or stopped because its numbers exceeded a limit. Nothing was saved after that."""
 REFUSED = 2
-"""Flags, files or data are wrong; one message says what."""
+"""Flags, files or data are wrong; one message explains why."""
 STOPPED = 3
 """The run stopped early and saved first: start it again to continue."""

@@ -6,8 +6,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/training/start/launch.py", "tests/engine/backends/test_support.py"): [
         (
-            "    if count:\n        set_defaults",
-            "    if False:\n        set_defaults",
+            '    if count == 0:\n        return "cpu"',
+            '    if True:\n        return "cpu" if count == 0 else "cuda"',
             "each rank compiles with all cores",
         ),
     ],

@@ -31,8 +31,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "pairs are trained with the learning rate of full weights",
         ),
         (
-            "stored.training.lr, f",
-            "config.training.lr, f",
+            "rate = stored.training.lr",
+            "rate = config.training.lr",
             "a resumed run uses the default learning rate",
         ),
     ],
@@ -216,9 +216,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/train.py", "tests/huggingface/convert/test_folder_rules.py"): [
         (
-            "if misfits := weights.image_misfits(where, sources.image_rules):",
-            "if misfits := list[str]():",
-            "packs built with different image rules are trained",
+            "misfits = weights.image_misfits(data_path, sources.image_rules)",
+            "misfits = list[str]()",
+            "packs by other image rules than the folder's are trained on",
         ),
     ],
     ("megacp/training/loop/state.py", "tests/huggingface/convert/test_folder_rules.py"): [
@@ -228,9 +228,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "the export of a run on text has no processor files",
         ),
         (
-            "image_rules=state.image_rules or was.image_rules",
-            "image_rules=state.image_rules",
-            "finetuning on text forgets the image rules",
+            "image_rules = state.image_rules or was.image_rules",
+            "image_rules = state.image_rules",
+            "a finetuning on text forgets the image rules",
         ),
     ],
     ("megacp/huggingface/convert/source.py", "tests/huggingface/convert/test_folder_rules.py"): [

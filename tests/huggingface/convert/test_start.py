@@ -179,7 +179,7 @@ def test_three_commands_are_a_fine_tune_and_its_export_and_the_folder_is_read_on
     told = capsys.readouterr().out
     assert (
         f"the model is that of {copy}: --num-layers 3" in told
-        and "--seq-length 128, as --data-path was packed" in told
+        and "--seq-length 128, from the manifest of --data-path" in told
     )
     assert f"weights of {copy}; this run starts at step 0" in told
     shutil.rmtree(copy)
@@ -297,7 +297,7 @@ def test_a_finetuning_has_a_rate_of_its_own_and_a_run_that_goes_on_that_of_its_c
     for flags, rate in [*whole, *pairs, *goes_on]:
         plan = plan_of([*flags, "--log-file", "/dev/null"], launch.World())
         assert plan is not None and plan.config.training.lr == rate
-        assert f"--lr {rate:g}, " in capsys.readouterr().out
+        assert f"--lr {rate:g} (" in capsys.readouterr().out
 
 
 def test_a_run_draws_no_weight_that_it_reads(

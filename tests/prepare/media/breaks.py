@@ -78,8 +78,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/training/data/vision/decoding.py", "tests/prepare/media/test_pixels.py"): [
         (
-            "i for unit in frames for i in range(unit * step, (unit + 1) * step) if i not in known",
-            "i for unit in frames for i in range(unit * step, (unit + 1) * step) if i not in []",
+            "[i for i in range(unit * step, (unit + 1) * step) if i not in known]",
+            "range(unit * step, (unit + 1) * step)",
             "frames that are kept are decoded again",
         ),
         (
@@ -114,22 +114,26 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('"video_patch", self)', '"image_patch", self)', "a video is told as images"),
     ],
     ("megacp/training/data/vision/molmo2.py", "tests/prepare/media/test_molmo2_rules.py"): [
-        ("(m // 2, m - m // 2)", "(m - m // 2, m // 2)", "the larger half of padding stands first"),
+        (
+            "(size // 2, size - size // 2)",
+            "(size - size // 2, size // 2)",
+            "the larger half of the padding is at the start",
+        ),
         ("index[:-1, :, -right:]", "index[1:, :, -right:]", "a margin is cut at the wrong side"),
         ("grid + rules.patches_per_crop", "grid", "high-resolution windows pool the small crop"),
         (
-            "np.array(values, np.float32) * np.float32(255)",
-            "np.array(values, np.float32) * np.float32(256)",
+            "np.array(rules.image_std, np.float32) * np.float32(255)",
+            "np.array(rules.image_std, np.float32) * np.float32(256)",
             "pixels are scaled by 256",
         ),
         (
-            "windows = (\n        grid.reshape(rows, pool[0], columns, pool[1])\n        .swapaxes(1, 2)\n        .reshape(rows * columns, pool[0] * pool[1])",
-            "windows = grid.reshape(rows, pool[0], columns, pool[1]).reshape(\n        rows * columns, pool[0] * pool[1]",
+            "windows = grid.reshape(rows, pool[0], columns, pool[1]).swapaxes(1, 2)",
+            "windows = grid.reshape(rows, pool[0], columns, pool[1])",
             "windows are rows of patches",
         ),
         (
-            "+ np.float32(0.5)) - np.float32(0.5)",
-            "+ np.float32(0.5)) - np.float32(0)",
+            "(np.arange(after, dtype=np.float32) + half) - half",
+            "(np.arange(after, dtype=np.float32) + half) - np.float32(0)",
             "pixels are half a place off",
         ),
     ],

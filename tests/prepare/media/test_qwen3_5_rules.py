@@ -128,9 +128,9 @@ def test_what_the_library_refuses_is_refused() -> None:
         QWEN.layout_of_image(2010, 10)
     with pytest.raises(ValueError, match="must be smaller than 200"):
         reference.process_image(noise(2010, 10), QWEN)
-    with pytest.raises(ImageError, match="a video needs 2 frames, it has 1"):
+    with pytest.raises(ImageError, match="a video needs 2 frames, but it has 1"):
         QWEN.layouts_of_video([0], 2.0, {(40, 40)})
-    with pytest.raises(ImageError, match="the frames of the video have the sizes"):
+    with pytest.raises(ImageError, match="the frames of the video have different sizes"):
         QWEN.layouts_of_video([0, 1], 2.0, {(40, 40), (40, 41)})
 
 
@@ -146,6 +146,6 @@ def test_rules_survive_json_by_the_name_of_their_family() -> None:
     ):
         rules_from_dict({"family": "qwen3_5", "max_crops": 3})
     with pytest.raises(
-        ValueError, match="--merge-size is 0.*--video-resize-pixels is .5, 4., the least is more"
+        ValueError, match="--merge-size is 0.*--video-resize-pixels is .5, 4., the minimum is above"
     ):
         Qwen35Rules(merge_size=0, video_resize_pixels=(5, 4))

@@ -24,7 +24,7 @@ def save_checkpoint(
     keep_last: int = 0,
     grid: Mapping[str, int] | None = None,
 ) -> Place:
-    """Collective over `world`; the step's directory."""
+    """Write and commit a checkpoint; return the step's directory. Collective over `world`."""
     return PendingCheckpoint(
         root, boxes, Contents(step, extra, config_yaml, grid or {}), world
     ).commit(keep_last)

@@ -1,6 +1,4 @@
-"""The commit protocol in one process and on two ranks: what counts, what is refused, what
-survives.
-"""
+"""The commit protocol in one process and on two ranks: commits, errors, and surviving checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ WORLD = single_axis("world")
 
 
 def boxes(value: float, world: Axis = WORLD, name: str = "model.w") -> list[TensorBox]:
-    """One row per rank of a global `[size, 3]` tensor."""
+    """Return one row per rank of a global `[size, 3]` tensor."""
     return [TensorBox(name, (world.size, 3), (world.rank, 0), torch.full((1, 3), float(value)))]
 
 
@@ -311,8 +309,8 @@ def _save(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: t
 
 
 def _check(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: torch.dtype) -> int:
-    """Load on another grid and compare every element, padding included, with the global tensors;
-    returns how many.
+    """Load on another grid and compare every element, including padding, with the global tensors;
+    return the number of elements.
     """
     place = grid(**shape)
     model, buckets, optimizer = build(place, dtype)
@@ -407,7 +405,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def _own_disks(rank: int, world_size: int, root: str, harmed: int) -> tuple[int, str]:
-    """Each rank loads `run` below a folder of its own, as from the disk of its machine."""
+    """Load `run` on each rank below a different folder, as from the disk of its machine."""
     before = Path.cwd()
     os.chdir(Path(root, str(rank)))
     try:

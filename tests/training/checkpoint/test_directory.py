@@ -1,6 +1,4 @@
-"""A directory of checkpoints: its manifests, what they say of damaged files, and the lock of the
-run that writes.
-"""
+"""A directory of checkpoints: manifests, messages about damaged files, and the lock of the run."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ sys.stdin.read()
 
 
 def holder(directory: Path) -> subprocess.Popen[str]:
-    """Another process that holds the lock until its standard input ends."""
+    """Return another process, which has the lock until its standard input closes."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", _HOLD, str(directory)], text=True, **pipes)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -171,7 +169,7 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
     assert (
         lock.problem is not None
         and "Function not implemented" in lock.problem
-        and "second run" in lock.problem
+        and "another run" in lock.problem
     )
     lock.release()
 

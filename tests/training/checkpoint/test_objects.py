@@ -1,6 +1,4 @@
-"""Checkpoints at URLs: the commit rule without a rename, what is half uploaded, pruning, and stores
-that fail.
-"""
+"""Checkpoints at URLs: commits without a rename, partial uploads, pruning, and failing stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving in the background, a disk that fills up while it is written to, a crafted checkpoint."""
+"""Background saves, a disk that fills up during a write, and a crafted checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORLD = single_axis("world")
 
 
 def boxes(world: Axis = WORLD, rows: int = 4) -> list[TensorBox]:
-    """This rank's rows of two global tensors of `rows` x 64 elements a rank."""
+    """Return this rank's rows of two global tensors, with `rows` x 64 elements per rank."""
     place = (world.rank * rows, 0)
     shape = (world.size * rows, 64)
     values = torch.arange(rows * 64.0).view(rows, 64) + 1000 * world.rank
@@ -74,7 +74,7 @@ def _both_ways(rank: int, world_size: int, root: str) -> bool:
     try:
         mine = boxes(world)
         pending = begin(Path(root, "background"), 7, mine, world)
-        for box in mine:  # training goes on
+        for box in mine:  # training continues
             box.tensor.fill_(-1.0)
         gate.set()
         found.append(hashes(pending.commit()))
@@ -181,8 +181,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(
 
 @pytest.mark.parametrize("below", ["file", "read-only"])
 def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, below: str) -> None:
-    """Root may write where modes forbid it: hence a file as parent, and a real read-only mount
-    where one can be.
+    """Return folders that even root cannot write to: below a file, and on a read-only mount if
+    possible.
     """
     place = tmp_path / "place"
     if below == "file":
@@ -218,7 +218,7 @@ def test_a_pickle_with_a_matching_hash_runs_nothing(tmp_path: Path, name: str) -
     manifest.pop("checksum")
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": checksum_of(manifest)}))
     loaded = load_checkpoint(tmp_path, WORLD)  # all hashes are right
-    told = f"{name} (is damaged: it is no index|does not hold the tensors that)"
+    told = f"{name} (is damaged: it is not an index|does not contain the tensors)"
     with pytest.raises(ValueError, match=f"rank 0: .*{told}"):
         loaded.read(boxes())
     with pytest.raises(ValueError, match=told):

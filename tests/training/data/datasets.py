@@ -50,8 +50,8 @@ IMAGE_RULES = {"token_ids": {"image_patch": 5}}
 
 
 def weighted_images(rng: np.random.Generator, count: int) -> list[list[Segment]]:
-    """`count` packs of two segments: one with an image of 100 to 200 bytes that no decoder knows,
-    one with weights.
+    """Return `count` packs of two segments: one with an undecodable image of 100 to 200 bytes, one
+    with weights.
     """
 
     def image() -> bytes:
@@ -72,7 +72,7 @@ def weighted_images(rng: np.random.Generator, count: int) -> list[list[Segment]]
 
 
 def sign(directory: Path) -> DatasetManifest:
-    """Write the manifest anew with the sizes and hashes that the listed files have now."""
+    """Rewrite the manifest with the current sizes and hashes of the listed files."""
     manifest = DatasetManifest.read(directory)
     entries = []
     for entry in manifest.shards:
@@ -98,7 +98,7 @@ def damage(path: Path, offset: int, value: bytes) -> None:
 def random_packs(
     rng: np.random.Generator, count: int, seq_length: int = 32, vocab_size: int = 100
 ) -> list[list[Segment]]:
-    """`count` packs of one to four segments without weights."""
+    """Return `count` packs of one to four segments without weights."""
     packs = []
     for _ in range(count):
         lengths = rng.integers(1, seq_length // 4 + 1, rng.integers(1, 5))

@@ -1,4 +1,4 @@
-"""Videos that encoders of today do not make: of an old x264, of two sizes, damaged."""
+"""Videos that current encoders do not produce: from an old x264, of two sizes, or damaged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def patterned(number: int, width: int, height: int, rng: np.random.Generator) -> np.ndarray:
-    """Waves under noise, which leave something to code in every block."""
+    """Return waves with noise, so that every block has something to encode."""
     x, y, colour = (
         np.arange(width)[None, :, None],
         np.arange(height)[:, None, None],
@@ -27,7 +27,7 @@ def coded(
     size: tuple[int, int],
     pixels: str,
 ) -> bytes:
-    """10 frames a second of `patterned`, `size` = (width, height)."""
+    """Encode 10 frames per second of `patterned`, `size` = (width, height)."""
     import av
 
     stream, rng = io.BytesIO(), np.random.default_rng(0)
@@ -44,7 +44,7 @@ def coded(
 
 
 def growing(*sizes: tuple[int, int]) -> bytes:
-    """Four frames of each size in one WebM, whose header says the first."""
+    """Return four frames of each size in one WebM file, whose header has the first size."""
     import av
 
     stream, number = io.BytesIO(), 0
@@ -67,18 +67,18 @@ def growing(*sizes: tuple[int, int]) -> bytes:
 def h264(
     num_frames: int, parameters: str, container: str = "mp4", size: tuple[int, int] = (32, 16)
 ) -> bytes:
-    """By libx264 in 4:4:4."""
+    """Encode with libx264 in 4:4:4."""
     return coded(num_frames, "libx264", {"x264-params": parameters}, container, size, "yuv444p")
 
 
 def claiming_an_old_x264(data: bytes) -> bytes:
-    """The same stream, whose first packet names a writer whose 4:4:4 is decoded by another rule."""
+    """Return the same stream; its first packet names an encoder with another rule for 4:4:4."""
     place = data.index(b"x264 - core ") + len(b"x264 - core ")
     return data[:place] + b"150" + data[place + 3 :]
 
 
 def damaged(mp4: bytes, count: int, seed: int) -> bytes:
-    """`count` bytes of the frames changed; headers, tables and the first tenth are left alone."""
+    """Change `count` bytes of the frames, but not headers, tables and the first tenth."""
     rng, found = np.random.default_rng(seed), bytearray(mp4)
     begin, end = mp4.index(b"mdat"), mp4.rindex(b"moov") - 4
     for place in rng.integers(begin + (end - begin) // 10, end, count):

@@ -1,4 +1,4 @@
-"""Collation against its slow twin, the batch that it makes, and mock packs."""
+"""Collation against a slow reference, its batch, and mock packs."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ IMAGES = VisionInputs(
     patches=np.zeros((3, 4, 6), np.float32),
     pooling=np.array([[0, 3], [4, 11], [5, -1]]),
 )
-"""Two units of one and two crops, with one and two pooled tokens, all held here."""
+"""Return two units of one and two crops, with one and two pooled tokens, all on this rank."""
 
 
 def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -> None:

@@ -1,6 +1,4 @@
-"""Images of a row: bounds and places over its packs, spans, what each rank decodes, and what a bad
-image does.
-"""
+"""Images of a row: bounds and places over its packs, spans, decoding per rank, and bad images."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ RULES = MockRules(50, 80, "mixed", ragged=True, images=IMAGES)
 
 
 class BrokenDecoder(MockDecoder):
-    """Refuses some items of some packs and remembers what it was asked for."""
+    """Refuses some items of some packs, and records its calls."""
 
     def __init__(self, broken: Sequence[int] = ()) -> None:
         super().__init__(IMAGES)
@@ -58,7 +56,7 @@ def rows_of_ranks(packs: list[Pack], ranks: int, strategy: str = "stored") -> li
 def spans_by_hand(
     packs: list[Pack], attention: str
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Span of each token, places, and both bounds, one token at a time."""
+    """Return the span of each token, the places, and both bounds, one token at a time."""
     span, places, images, pooled = list[int](), list[int](), list[int](), list[int]()
     document, number, parts = 0, 0, dict[tuple[int, int], int]()
     for pack in packs:
@@ -100,9 +98,7 @@ def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(
 
 
 def features(batch: PackedBatch) -> np.ndarray:
-    """What a model would make of the pixels here, float64 [m]: each window's sum over its
-    patches.
-    """
+    """Return simple features instead of the model's, float64 [m]: sums of each window's patches."""
     flat = (
         batch.vision.patches.reshape(-1, batch.vision.patches.shape[-1]).astype(np.float64).sum(1)
     )

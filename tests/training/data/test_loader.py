@@ -26,7 +26,7 @@ from tests.training.data.datasets import IMAGE_RULES, random_packs, weighted_ima
 
 
 class Packs:
-    """`count` packs of one document each; pack i has i % 5 + 2 tokens."""
+    """Return `count` packs of one document each; pack i has i % 5 + 2 tokens."""
 
     def __init__(self, count: int, broken: int | None = None) -> None:
         self.count, self.broken = count, broken
@@ -203,9 +203,7 @@ def test_validation_counts_each_pack_once_with_equal_work_on_every_rank(
 
 
 def off_by(parts: list[int], dataset: np.ndarray) -> Fraction:
-    """The most samples that any share is off by after any number of samples: counted one by one, in
-    fractions.
-    """
+    """Return the largest error of any share after any number of samples, counted in fractions."""
     counts, worst = [0] * len(parts), Fraction(0)
     for number, pick in enumerate(dataset.tolist(), 1):
         counts[pick] += 1
@@ -218,7 +216,7 @@ def off_by(parts: list[int], dataset: np.ndarray) -> Fraction:
 
 
 def megatrons(weights: list[float], count: int) -> tuple[list[int], list[int]]:
-    """megatron-core's own blend: dataset and number within it of each sample."""
+    """Return dataset and number within it of each sample, by megatron-core's own blend."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and megatron at import
         helper = pytest.importorskip(
@@ -257,8 +255,8 @@ def test_shares_are_kept_and_any_place_is_found_at_once(
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_the_order_is_megatron_cores(data: st.DataObject) -> None:
-    """Totals of a power of two have no rounding in Megatron's floats, prime ones no ties: both have
-    one answer.
+    """Totals that are powers of two have no rounding in Megatron's floats, and primes have no ties.
+    In both cases there is only one answer.
     """
     total = data.draw(st.sampled_from([2, 8, 64, 512, 3, 7, 31, 101, 499]))
     cuts = data.draw(st.sets(st.integers(1, total - 1), max_size=min(6, total - 1)))
@@ -286,13 +284,13 @@ def test_weights_are_exact_as_typed_or_become_parts_of_a_million() -> None:
         0 <= FINEST * w / sum(weights) - part < 1 for part, w in zip(parts, weights, strict=True)
     )
     with pytest.raises(
-        ValueError, match="1e-09 of all weights, a dataset gets at least 1 of 1,000,000"
+        ValueError, match="1e-09 of all weights, but a dataset gets at least 1 of 1,000,000"
     ):
         whole_parts([Fraction(1), Fraction(10**9 + 7)])
 
 
 def blended(folder: Path, sizes: dict[str, int], weights: list[str]) -> PackBlend:
-    """Datasets of some packs each, made in `folder` where they are not there."""
+    """Return datasets of some packs each, created in `folder` if missing."""
     for number, (name, count) in enumerate(sizes.items()):
         if not (folder / name).exists():
             write_dataset(folder / name, [random_packs(np.random.default_rng(number), count)])
@@ -350,7 +348,7 @@ def test_text_and_images_share_a_row(tmp_path: Path) -> None:
 
 
 def changed(folder: Path, **values: Any) -> PackedDataset:
-    """The dataset of a folder with other values in its manifest."""
+    """Return the dataset of a folder with other values in its manifest."""
     manifest = PackedDataset(folder).manifest
     tokenizer = {key: value for key, value in values.items() if hasattr(manifest.tokenizer, key)}
     own = {key: value for key, value in values.items() if key not in tokenizer}

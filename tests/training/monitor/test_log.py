@@ -1,4 +1,4 @@
-"""The log: one line and one JSON object a step; what cannot be written ends no run."""
+"""The log: one line and one JSON object per step. A target that cannot be written ends no run."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def events_of(folder: Path):
 def test_every_place_gets_the_same_figures_and_notes(
     package: str, tmp_path, monkeypatch, capsys
 ) -> None:
-    """A stand-in takes the calls that W&B and Trackio share, the network is not needed."""
+    """A fake module has the API that W&B and Trackio share, so no network is needed."""
     pytest.importorskip("tensorboard")
     calls: list = []
     made = types.SimpleNamespace(
@@ -209,7 +209,7 @@ def test_a_place_that_cannot_be_opened_is_named(
 
 
 class Stream:
-    """Standard output that takes nothing while it is full."""
+    """Standard output that accepts nothing while it is full."""
 
     def __init__(self) -> None:
         self.full = False

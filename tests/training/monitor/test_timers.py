@@ -1,6 +1,4 @@
-"""Timers on a clock that the test turns, breakdowns and traces of steps, peaks of devices and of
-memory.
-"""
+"""Timers on a clock controlled by the test, breakdowns and traces of steps, and peaks."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from tests.training.runs import TINY, grid_flags, train_on_rank
 
 
 class Clock(WallClock):
-    """A clock that stands still unless it is moved."""
+    """A clock that advances only when it is moved."""
 
     now = 0.0
 
@@ -48,7 +46,7 @@ def test_times_add_up_until_they_are_taken_also_nested_and_of_a_body_that_raises
 
 
 class Event:
-    """In the place of `torch.cuda.Event`: a GPU whose work takes the time that the test says."""
+    """Replaces `torch.cuda.Event`, for a GPU whose work takes a given time."""
 
     now, waits = 0.0, 0
 
@@ -137,7 +135,7 @@ PHASES = {
 
 
 def ranges(path: Path) -> Counter[str]:
-    """The named ranges of a trace."""
+    """Return the named ranges of a trace."""
     events = json.loads(path.read_text())["traceEvents"]
     return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
 
@@ -200,7 +198,7 @@ def test_no_profiler_exists_outside_of_its_steps(tmp_path: Path) -> None:
 
 
 def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
-    """A run of which one rank takes three tenths of a second more in every move of a row."""
+    """Train; one rank takes three tenths of a second longer in every move of a row."""
     from megacp.engine.step.step import ParallelModel
 
     real = ParallelModel._moved

@@ -1,14 +1,13 @@
-"""Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what follows from its
-size.
+"""Molmo2's geometry: an image is divided into crops and patches, which are pooled to tokens.
 
-Tokens and pooling indices are those of the transformers library (models/molmo2); pixels differ by
-at most one of 255 levels, where a resized value lies on a rounding edge. Each size is a number in
-`Molmo2Rules`.
+Tokens and pooling indices are equal to the output of the transformers library (models/molmo2).
+Pixels differ by at most one of 255 levels, where a resized value is close to a rounding boundary.
+Each size is a number in `Molmo2Rules`.
 
-An image becomes one low-resolution crop of the whole, then overlapping high-resolution crops of a
-canvas that is tiled by at most `max_crops`. In each part windows of patches are pooled into one
-token. A pooling index counts patches over all crops of the image, [crops * patches_per_crop]; -1 =
-outside.
+An image becomes one low-resolution crop of the whole image, and overlapping high-resolution crops.
+The latter tile a canvas with at most `max_crops` crops. In each part, windows of patches are pooled
+to one token. A pooling index counts patches over all crops of the image, [crops *
+patches_per_crop]; -1 = outside.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from megacp.training.data.vision.rules import ImageLayout, Pixels, VisionRules, 
 
 @dataclass(frozen=True)
 class Molmo2Rules(VisionRules):
-    """How images and videos become crops and tokens; builtin types only, stored in the manifest.
+    """Rules that convert images and videos to crops and tokens, stored in the manifest.
 
-    Images and patches are measured in pixels, margins and pooling in patches (rows, columns).
+    Image and patch sizes are in pixels, margins and pooling in patches (rows, columns).
     """
 
     family: ClassVar[str] = "molmo2"
@@ -50,38 +49,42 @@ class Molmo2Rules(VisionRules):
     image_size: int = rule(378, "side of a crop in pixels")
     patch_size: int = rule(14, "side of a patch in pixels")
     max_crops: int = rule(
-        8, "high-resolution crops of an image at most, beside its low-resolution one"
+        8, "maximum number of high-resolution crops, in addition to the low-resolution one"
     )
     overlap_margins: tuple[int, int] = rule(
-        (4, 4), "patches that neighbours show too: at the left/top, right/bottom"
+        (4, 4), "patches shared with neighbouring crops: at the left and top, right and bottom"
     )
     image_pooling: tuple[int, int] = rule(
-        (2, 2), "rows and columns of patches of a token of an image"
+        (2, 2), "rows and columns of patches per token of an image"
     )
-    video_pooling: tuple[int, int] = rule((3, 3), "the same of a video frame")
-    max_frames: int = rule(64, "frames of a video at most")
-    video_fps: float = rule(2.0, "frames taken from a second at most")
+    video_pooling: tuple[int, int] = rule(
+        (3, 3), "rows and columns of patches per token of a frame"
+    )
+    max_frames: int = rule(64, "maximum number of frames taken from a video")
+    video_fps: float = rule(2.0, "maximum number of frames taken per second")
     time_mode: str = rule(
-        "per-frame", "per-frame: the time in seconds as text before each frame; off: no text"
+        "per-frame", "per-frame: write the time in seconds before each frame; off: no text"
     )
-    use_column_tokens: bool = rule(False, "a token after each row of an image", "--column-tokens")
+    use_column_tokens: bool = rule(
+        False, "add a token after each row of an image", "--column-tokens"
+    )
     low_res_column_tokens: bool | None = rule(
-        None, "in the low-resolution part (as --column-tokens)"
+        None, "add them in the low-resolution crop (default: as --column-tokens)"
     )
-    video_column_tokens: bool = rule(False, "in video frames")
+    video_column_tokens: bool = rule(False, "add them in video frames")
     image_mean: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "subtracted from red, green, blue between 0 and 1"
+        (0.5, 0.5, 0.5), "subtracted from red, green and blue, which are between 0 and 1"
     )
     image_std: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "what the difference is divided by"
+        (0.5, 0.5, 0.5), "divisor of red, green and blue, after the subtraction"
     )
-    max_pixels: int = rule(89_478_485, "larger images are refused")
+    max_pixels: int = rule(89_478_485, "refuse images with more pixels")
     token_ids: dict[str, int] = rule(
-        {}, "ids of image tokens (the tokenizer's, or above it)", "--image-token-ids"
+        {}, "ids of image tokens (default: the tokenizer's, else above it)", "--image-token-ids"
     )
 
     def __post_init__(self) -> None:
-        """ValueError lists all that cannot be, each with its flag."""
+        """Raise ValueError with all invalid values, each with its flag."""
         least = {"image_size": 1, "patch_size": 1, "max_crops": 1, "max_frames": 1, "max_pixels": 1}
         least |= {"image_pooling": 1, "video_pooling": 1, "overlap_margins": 0}
         found = self.common_problems(least)
@@ -101,79 +104,79 @@ class Molmo2Rules(VisionRules):
 
     @property
     def patches_per_side(self) -> int:
-        """Patches along a side of a crop."""
+        """Number of patches along a side of a crop."""
         return self.image_size // self.patch_size
 
     @property
     def patches_per_crop(self) -> int:
-        """N, the patches of a crop."""
+        """Number of patches per crop."""
         return self.patches_per_side**2
 
     @property
     def patch_dim(self) -> int:
-        """Numbers of a patch: 3 * patch_size ** 2."""
+        """Number of values per patch: 3 * patch_size ** 2."""
         return 3 * self.patch_size**2
 
     @property
     def patch_shape(self) -> tuple[int, int]:
-        """`VisionRules.patch_shape`; what follows implements that protocol too."""
+        """`VisionRules.patch_shape`. The following methods are described there too."""
         return self.patches_per_crop, self.patch_dim
 
     def misfit(self, vision: VisionConfig) -> str | None:
-        """Sizes of crops and patches."""
-        size, patch = self.image_size, self.patch_size
+        """Compare the sizes of crops and patches."""
+        size = self.image_size
+        patch = self.patch_size
         expected = vision.vision_image_size, vision.vision_patch_size
         if (size, patch) == expected:
             return None
-        have = (
-            f"has crops of {size} pixels with patches of {patch}, the model's have "
-            f"{expected[0]} and {expected[1]}"
+        return (
+            f"has crops of {size} pixels with patches of {patch}, but the model's have "
+            f"{expected[0]} and {expected[1]}: set --vision-image-size {size} "
+            f"--vision-patch-size {patch}"
         )
-        return f"{have}: set --vision-image-size {size} --vision-patch-size {patch}"
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
-        """One low-resolution crop, and those of its tiling."""
+        """Return one low-resolution crop and the high-resolution crops of the best tiling."""
         return image_layout(width, height, self)
 
     def layouts_of_video(
         self, frames: Sequence[int], fps: float, sizes: Collection[tuple[int, int]]
     ) -> list[tuple[str, ImageLayout]]:
-        """Each frame is one crop, whatever its size."""
-        return [
-            (time_text(i, number / fps, self), frame_layout(self))
-            for i, number in enumerate(frames)
-        ]
+        """Return one crop per frame, whatever its size."""
+        units = []
+        for i, number in enumerate(frames):
+            units.append((time_text(i, number / fps, self), frame_layout(self)))
+        return units
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
-        """Frames of a video: at most `video_fps` a second, and `max_frames` in all.
+        """Return the taken frames: at most `video_fps` per second, and at most `max_frames`.
 
-        Molmo2's processor has the rule, in float32 (which can name one frame behind the last: that
-        one is left out).
+        This is the rule of Molmo2's processor, in float32. Its rounding may yield one frame after
+        the last, which is dropped.
         """
         target = self.max_frames
         if fps > self.video_fps:
             target = min(target, int(num_frames / fps * self.video_fps))
-        step = num_frames / max(min(target, num_frames), 1)  # frames from one taken to the next
-        numbers = (
-            (np.arange(math.ceil(num_frames / step)) * step).astype(np.float32).astype(np.int64)
-        )
+        step = num_frames / max(min(target, num_frames), 1)  # between two taken frames
+        times = np.arange(math.ceil(num_frames / step)) * step
+        numbers = times.astype(np.float32).astype(np.int64)
         kept: list[int] = numbers[numbers < num_frames].tolist()
         return kept
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """Frames resized to a crop."""
+        """Resize a frame to the size of a crop."""
         return resized(pixels, self.image_size, self.image_size)
 
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
-        """All crops."""
+        """Return all crops of an image."""
         height, width, _ = pixels.shape
         return image_patches(pixels, self), image_layout(width, height, self).pooling
 
     def pixels_of_frames(self, frames: np.ndarray) -> Pixels:
-        """A crop each."""
+        """Return one crop per frame."""
         patches = patches_of(frames[:, 0], self)
         window = frame_layout(self).pooling
-        # [frames, 1, 1]: patches of the frames before, since windows count over all of them
+        # [frames, 1, 1]: patches of earlier frames, since windows count over all frames
         begin = np.arange(len(patches))[:, None, None] * self.patches_per_crop
         # [frames, pooled, window] -> [frames * pooled, window]
         return patches, np.where(window >= 0, window + begin, -1).reshape(-1, window.shape[1])
@@ -181,60 +184,57 @@ class Molmo2Rules(VisionRules):
     def crop_boxes(
         self, width: int, height: int
     ) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
-        """The high-resolution crops."""
+        """Return the high-resolution crops."""
         canvas, origins = crop_origins(width, height, self)
         return canvas, [(left, top, self.image_size) for top, left in origins]
 
 
 def _tiling(width: int, height: int, rules: Molmo2Rules) -> tuple[int, int]:
-    """Rows and columns of high-resolution crops, whose canvas shrinks the image least, else
-    enlarges it least.
+    """Return the best tiling: rows and columns of high-resolution crops.
 
-    In float32 and with ties to the first, as the reference: sizes may be below 0 (less than the
-    margins).
+    The best tiling shrinks the image least; if all tilings enlarge it, the one that enlarges it
+    least. Like the reference, it computes in float32, and the first of equal tilings wins. Canvas
+    sizes without margins may be negative.
     """
     margin = sum(rules.overlap_margins) * rules.patch_size
     most = rules.max_crops
-    tilings = [(h, w) for h in range(1, most + 1) for w in range(1, most // h + 1)]
-    # of equally good tilings the first wins: the one of fewer crops, then of fewer rows
+    tilings = []
+    for rows in range(1, most + 1):
+        tilings += [(rows, columns) for columns in range(1, most // rows + 1)]
+    # of equal tilings, prefer fewer crops, then fewer rows
     tilings.sort(key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
     with np.errstate(divide="ignore"):
         canvas = (np.array(tilings) * (rules.image_size - margin)).astype(np.float32)
         scale = (canvas / np.array([height - margin, width - margin], np.float32)).min(axis=1)
-    if (scale < 1).all():
+    if (scale < 1).all():  # every tiling shrinks the image
         return tilings[int(scale.argmax())]
     return tilings[int(np.where(scale < 1, np.float32(10e9), scale).argmin())]
 
 
 def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray, tuple[int, int]]:
-    """Group patch indices [h, w] into windows, int64 [rows * columns, pool_h * pool_w], and (rows,
-    columns).
+    """Group patch indices [h, w] into windows; return them and the numbers of rows and columns.
 
-    A grid that does not divide is surrounded by -1, the larger half at the end.
+    The windows are int64 [rows * columns, pool_h * pool_w]. A grid that `pool` does not divide is
+    padded with -1, with the larger half at the end.
     """
     missing = [-size % step for size, step in zip(grid.shape, pool, strict=True)]
-    grid = np.pad(grid, [(m // 2, m - m // 2) for m in missing], constant_values=-1)
+    padding = [(size // 2, size - size // 2) for size in missing]
+    grid = np.pad(grid, padding, constant_values=-1)
     rows, columns = grid.shape[0] // pool[0], grid.shape[1] // pool[1]
-    # [rows * pool_h, columns * pool_w] -> [rows, columns, pool_h, pool_w] -> [rows * columns,
-    # pool_h * pool_w]
-    windows = (
-        grid.reshape(rows, pool[0], columns, pool[1])
-        .swapaxes(1, 2)
-        .reshape(rows * columns, pool[0] * pool[1])
-    )
-    return windows, (rows, columns)
+    # [rows * pool_h, columns * pool_w] -> [rows, columns, pool_h, pool_w]
+    windows = grid.reshape(rows, pool[0], columns, pool[1]).swapaxes(1, 2)
+    return windows.reshape(rows * columns, pool[0] * pool[1]), (rows, columns)
 
 
 def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
-    """Index of the patch shown at each position, int64 [rows of the canvas, its columns], the
-    low-res crop counted.
+    """Return the index of the patch shown at each position of the canvas, int64 [rows, columns].
 
-    Where crops overlap, each shows the half on its side.
+    Indices also count the low-resolution crop. Where two crops overlap, each of them shows the half
+    on its side.
     """
     side = rules.patches_per_side
     left, right = rules.overlap_margins
-    # [crop row, crop column, patch row, patch column]; -1 where a neighbouring crop shows that
-    # position
+    # [crop row, crop column, patch row, patch column]; -1 where another crop shows that position
     index = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
     if left:
         index[1:, :, :left] = -1
@@ -242,11 +242,11 @@ def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
     if right:
         index[:-1, :, -right:] = -1
         index[:, :-1, :, -right:] = -1
-    kept = index.swapaxes(1, 2).ravel()  # [rows, side, columns, side], reading order on the canvas
-    window = side - left - right  # patches of a crop that no neighbour has
-    grid: np.ndarray = kept[kept >= 0].reshape(
-        rows * window + left + right, columns * window + left + right
-    )
+    kept = index.swapaxes(1, 2).ravel()  # [rows, side, columns, side]: reading order on the canvas
+    window = side - left - right  # patches of a crop that no neighbour shares
+    height = rows * window + left + right
+    width = columns * window + left + right
+    grid: np.ndarray = kept[kept >= 0].reshape(height, width)
     return grid + rules.patches_per_crop
 
 
@@ -258,103 +258,103 @@ def _layout(
     start: str,
     in_columns: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of patches [h, w] (None: of one crop) and their pooling: a start token, rows of
-    `image_patch`, an end.
+    """Return the tokens and the pooling of patches [h, w] (None: the patches of one crop).
+
+    The tokens are a start token, rows of `image_patch`, and an end token.
     """
-    crop = np.arange(rules.patches_per_crop).reshape(
-        rules.patches_per_side, -1
-    )  # indices of its patches
-    pooling, (rows, columns) = pooling_windows(crop if grid is None else grid, pool)
+    if grid is None:  # indices of the patches of a crop
+        grid = np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
+    pooling, (rows, columns) = pooling_windows(grid, pool)
     ids = rules.token_ids
-    row = [ids["image_patch"]] * columns + ([ids["image_col"]] if in_columns else [])
-    return np.array([ids[start], *row * rows, ids[f"{kind}_end"]], np.int64), pooling
+    row = [ids["image_patch"]] * columns
+    if in_columns:
+        row.append(ids["image_col"])
+    tokens = np.array([ids[start], *row * rows, ids[f"{kind}_end"]], np.int64)
+    return tokens, pooling
 
 
 @functools.lru_cache(maxsize=256)
 def image_layout(width: int, height: int, rules: Molmo2Rules) -> ImageLayout:
-    """What an image of this size (upright) becomes; `rules` must have all token ids."""
+    """Return the layout of an image of this size (upright); `rules` must have all token ids."""
     rows, columns = _tiling(width, height, rules)
-    in_high, in_low = rules.use_column_tokens, rules.low_res_column_tokens
     pool = rules.image_pooling
-    low = _layout(
-        None, pool, rules, "image", "low_res_image_start", in_high if in_low is None else in_low
-    )
-    high = _layout(
-        _high_res_grid(rows, columns, rules), pool, rules, "image", "image_start", in_high
-    )
-    return ImageLayout(
-        rows * columns + 1, np.concatenate((low[0], high[0])), np.concatenate((low[1], high[1]))
-    )
+    in_high = rules.use_column_tokens
+    in_low = rules.low_res_column_tokens
+    if in_low is None:
+        in_low = in_high
+    low_tokens, low_pooling = _layout(None, pool, rules, "image", "low_res_image_start", in_low)
+    grid = _high_res_grid(rows, columns, rules)
+    high_tokens, high_pooling = _layout(grid, pool, rules, "image", "image_start", in_high)
+    tokens = np.concatenate((low_tokens, high_tokens))
+    pooling = np.concatenate((low_pooling, high_pooling))
+    return ImageLayout(rows * columns + 1, tokens, pooling)
 
 
 @functools.lru_cache(maxsize=16)
 def frame_layout(rules: Molmo2Rules) -> ImageLayout:
-    """What one frame of a video becomes, whatever its size: one crop, pooled by `video_pooling`."""
-    pool, in_columns = rules.video_pooling, rules.video_column_tokens
-    return ImageLayout(1, *_layout(None, pool, rules, "frame", "frame_start", in_columns))
+    """Return the layout of a video frame of any size: one crop, pooled by `video_pooling`."""
+    in_columns = rules.video_column_tokens
+    tokens, pooling = _layout(None, rules.video_pooling, rules, "frame", "frame_start", in_columns)
+    return ImageLayout(1, tokens, pooling)
 
 
 def time_text(index: int, seconds: float, rules: Molmo2Rules) -> str:
-    """The text before the `index`-th taken frame."""
-    return "" if rules.time_mode == "off" else f"{' ' if index else ''}{seconds:.1f} "
+    """Return the text before the taken frame number `index`."""
+    if rules.time_mode == "off":
+        return ""
+    space = " " if index else ""
+    return f"{space}{seconds:.1f} "
 
 
 def _source_pixels(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The two source indices of each of `after` pixels and the weight of the second, float32:
-    centres aligned.
+    """Return two source indices for each of `after` pixels, and the weight of the second one.
+
+    Centres of pixels are aligned; the weights are float32.
     """
     scale = np.float32(before) / np.float32(after)
-    centre = np.maximum(
-        scale * (np.arange(after, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5),
-        np.float32(0),
-    )
+    half = np.float32(0.5)
+    centre = scale * (np.arange(after, dtype=np.float32) + half) - half
+    centre = np.maximum(centre, np.float32(0))
     first = np.minimum(centre.astype(np.int64), before - 1)
-    return (
-        first,
-        np.minimum(first + 1, before - 1),
-        np.minimum(centre - first, 1).astype(np.float32),
-    )
+    second = np.minimum(first + 1, before - 1)
+    weight = np.minimum(centre - first, 1).astype(np.float32)
+    return first, second, weight
 
 
 def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 [h, w, 3] -> uint8 [height, width, 3]: bilinear between the nearest four, in float32,
-    no smoothing.
+    """Resize an image, uint8 [h, w, 3] -> uint8 [height, width, 3].
+
+    Blend the four nearest pixels bilinearly in float32, without smoothing.
     """
     top, bottom, down = _source_pixels(pixels.shape[0], height)
     left, right, across = _source_pixels(pixels.shape[1], width)
     down = down[:, None]
     across = np.repeat(across, 3)  # a weight for each colour of a pixel
-    rows, index = np.unique(
-        np.concatenate((top, bottom)), return_inverse=True
-    )  # most are read for two results
+    # Only the source rows that are used; most of them contribute to two results.
+    rows, index = np.unique(np.concatenate((top, bottom)), return_inverse=True)
     pixels = pixels[rows]
     # [rows, width, 3] -> [rows, 3 * width]
     blended = pixels.take(left, 1).reshape(len(rows), -1) * (1 - across)
     blended += pixels.take(right, 1).reshape(len(rows), -1) * across
-    above, below = (
-        blended.take(index[:height], 0) * (1 - down),
-        blended.take(index[height:], 0) * down,
-    )
-    return np.rint(above + below).clip(0, 255).astype(np.uint8).reshape(height, width, 3)
+    above = blended.take(index[:height], 0) * (1 - down)
+    below = blended.take(index[height:], 0) * down
+    levels = np.rint(above + below).clip(0, 255).astype(np.uint8)
+    return levels.reshape(height, width, 3)
 
 
 def patches_of(crops: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
-    """uint8 [crops, size, size, 3] -> normalized float32 [crops, N, 3 * patch ** 2], a patch row by
-    row, RGB inside.
+    """Cut crops into normalized patches, uint8 [crops, size, size, 3] -> float32 [crops, N, D].
+
+    N is the number of patches, D = 3 * patch ** 2: a patch row by row, with RGB innermost.
     """
-    side, patch = rules.patches_per_side, rules.patch_size
-    of_colours = [
-        np.array(values, np.float32) * np.float32(255)
-        for values in (rules.image_mean, rules.image_std)
-    ]
-    mean, std = (np.tile(values, patch**2) for values in of_colours)  # [3 * patch ** 2]
-    # [crops, side, patch, side, patch, 3] -> [crops, side, side, patch, patch, 3] -> [crops, N, 3 *
-    # patch ** 2]
-    cut = (
-        crops.reshape(-1, side, patch, side, patch, 3)
-        .swapaxes(2, 3)
-        .reshape(-1, side * side, rules.patch_dim)
-    )
+    side = rules.patches_per_side
+    patch = rules.patch_size
+    # [D]: for pixels of 0..255
+    mean = np.tile(np.array(rules.image_mean, np.float32) * np.float32(255), patch**2)
+    std = np.tile(np.array(rules.image_std, np.float32) * np.float32(255), patch**2)
+    # [crops, side, patch, side, patch, 3] -> [crops, side, side, patch, patch, 3] -> [crops, N, D]
+    cut = crops.reshape(-1, side, patch, side, patch, 3).swapaxes(2, 3)
+    cut = cut.reshape(-1, side * side, rules.patch_dim)
     values = np.subtract(cut, mean, dtype=np.float32)
     values /= std
     return values
@@ -363,19 +363,23 @@ def patches_of(crops: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
 def crop_origins(
     width: int, height: int, rules: Molmo2Rules
 ) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """Height and width of the canvas, and row and column of the first pixel of each high-resolution
-    crop.
+    """Return height and width of the canvas, and the origin of each high-resolution crop.
+
+    An origin is the row and column of the first pixel.
     """
     rows, columns = _tiling(width, height, rules)
     margin = sum(rules.overlap_margins) * rules.patch_size
     step = rules.image_size - margin  # neighbours share `margin` pixels
-    origins = [(row * step, column * step) for row in range(rows) for column in range(columns)]
+    origins = []
+    for row in range(rows):
+        origins += [(row * step, column * step) for column in range(columns)]
     return (rows * step + margin, columns * step + margin), origins
 
 
 def image_patches(pixels: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
-    """uint8 [h, w, 3] -> float32 [num_crops, patches_per_crop, 3 * patch ** 2], the low-resolution
-    crop first.
+    """Return all crops of an image as patches, the low-resolution crop first.
+
+    uint8 [h, w, 3] -> float32 [num_crops, patches_per_crop, 3 * patch ** 2].
     """
     height, width, _ = pixels.shape
     (down, across), origins = crop_origins(width, height, rules)

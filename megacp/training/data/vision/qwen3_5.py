@@ -1,12 +1,13 @@
-"""Qwen3.5's geometry: an image, or two frames of a video, as one grid of patches, of which windows
-become tokens.
+"""Qwen3.5's geometry: an image, or two frames of a video, is one grid of patches.
 
-Tokens, grids, frames and times are those of the transformers library (models/qwen3_vl, whose
-processors qwen3_5 has); pixels differ by at most two of 255 levels: Pillow blends with finer
-weights than torchvision, and each of the two passes rounds.
+Windows of patches become tokens.
 
-A "crop" of the bounds in a dataset is one patch here. Patches stand window by window, so those of a
-token follow each other.
+Tokens, grids, frames and times are equal to the output of the transformers library
+(models/qwen3_vl, whose processors are used for qwen3_5). Pixels differ by at most two of 255
+levels: Pillow blends with finer weights than torchvision, and rounds after each of the two passes.
+
+A "crop" in a dataset's bounds is one patch here. Patches are stored window by window, so the
+patches of a token are consecutive.
 """
 
 from __future__ import annotations
@@ -23,16 +24,14 @@ from megacp.engine.config.vision import VisionConfig
 from megacp.training.data.vision.rules import ImageError, ImageLayout, Pixels, VisionRules, rule
 
 _FRAMES = 2
-"""Frames of a patch; an image is shown as two equal ones."""
+"""Frames per patch; an image is treated as two equal frames."""
 _LARGEST_RATIO = 200
-"""Largest ratio of the sides of an image."""
+"""Maximum ratio of the sides of an image."""
 
 
 @dataclass(frozen=True)
 class Qwen35Rules(VisionRules):
-    """How images and videos become patches and tokens; builtin types only, stored in the
-    manifest.
-    """
+    """Rules that convert images and videos to patches and tokens, stored in the manifest."""
 
     family: ClassVar[str] = "qwen3_5"
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_moe")
@@ -45,61 +44,61 @@ class Qwen35Rules(VisionRules):
     placeholder: ClassVar[tuple[str, ...]] = ("vision_start", "image_patch", "vision_end")
     frames_of_unit: ClassVar[int] = _FRAMES
     patch_size: int = rule(16, "side of a patch in pixels")
-    merge_size: int = rule(2, "patches along a side of the window that becomes one token")
+    merge_size: int = rule(2, "patches along a side of a window, which becomes one token")
     resize_pixels: tuple[int, int] = rule(
-        (1 << 16, 1 << 24), "least and most of an image, in whole windows"
+        (1 << 16, 1 << 24), "minimum and maximum pixels of an image, resized to whole windows"
     )
     video_resize_pixels: tuple[int, int] = rule(
-        (1 << 12, 24 << 20), "the same of all taken frames of a video"
+        (1 << 12, 24 << 20), "minimum and maximum pixels of all taken frames of a video"
     )
-    min_frames: int = rule(4, "frames of a video at least")
-    max_frames: int = rule(768, "frames of a video at most")
+    min_frames: int = rule(4, "minimum number of frames taken from a video")
+    max_frames: int = rule(768, "maximum number of frames taken from a video")
     video_fps: float = rule(
-        2.0, "frames taken from a second, between --min-frames and --max-frames"
+        2.0, "frames taken per second, between --min-frames and --max-frames in total"
     )
     image_mean: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "subtracted from red, green, blue between 0 and 1"
+        (0.5, 0.5, 0.5), "subtracted from red, green and blue, which are between 0 and 1"
     )
     image_std: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "what the difference is divided by"
+        (0.5, 0.5, 0.5), "divisor of red, green and blue, after the subtraction"
     )
-    max_pixels: int = rule(89_478_485, "larger images are refused")
+    max_pixels: int = rule(89_478_485, "refuse images with more pixels")
     token_ids: dict[str, int] = rule(
-        {}, "ids of image tokens (the tokenizer's, or above it)", "--image-token-ids"
+        {}, "ids of image tokens (default: the tokenizer's, else above it)", "--image-token-ids"
     )
 
     def __post_init__(self) -> None:
-        """ValueError lists all that cannot be, each with its flag."""
-        least = dict.fromkeys(
-            ("patch_size", "merge_size", "min_frames", "max_frames", "max_pixels"), 1
-        )
-        found = self.common_problems({**least, "resize_pixels": 1, "video_resize_pixels": 1})
-        for name in ("resize_pixels", "video_resize_pixels"):
-            if (given := getattr(self, name))[0] > given[1]:
+        """Raise ValueError with all invalid values, each with its flag."""
+        names = ("patch_size", "merge_size", "min_frames", "max_frames", "max_pixels")
+        ranges = ("resize_pixels", "video_resize_pixels")
+        found = self.common_problems(dict.fromkeys((*names, *ranges), 1))
+        for name in ranges:
+            given = getattr(self, name)
+            if given[0] > given[1]:
                 found.append(
-                    f"--{name.replace('_', '-')} is {given}, the least is more than the most"
+                    f"--{name.replace('_', '-')} is {given}, the minimum is above the maximum"
                 )
         if found:
             raise ValueError("image rules: " + "; ".join(found))
 
     @property
     def patch_shape(self) -> tuple[int, int]:
-        """`VisionRules.patch_shape`; what follows implements that protocol too."""
+        """`VisionRules.patch_shape`. The following methods are described there too."""
         return 1, 3 * _FRAMES * self.patch_size**2
 
     def misfit(self, vision: VisionConfig) -> str | None:
-        """Sizes of patches and windows."""
-        patch, merge = self.patch_size, self.merge_size
+        """Compare the sizes of patches and windows."""
+        patch = self.patch_size
+        merge = self.merge_size
         if (patch, merge) == (vision.vision_patch_size, 2):
             return None
-        have = (
-            f"has patches of {patch} pixels in windows of {merge}, the model's are "
-            f"{vision.vision_patch_size} in 2"
+        return (
+            f"has patches of {patch} pixels in windows of {merge}, but the model's are "
+            f"{vision.vision_patch_size} in 2: set --vision-patch-size"
         )
-        return f"{have}: set --vision-patch-size"
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
-        """One grid, in which the sides keep their ratio."""
+        """Return one grid, in which the sides keep their ratio."""
         if max(width, height) > _LARGEST_RATIO * min(width, height):
             raise ImageError(
                 f"{width} x {height}: one side is more than {_LARGEST_RATIO} times the other"
@@ -109,42 +108,38 @@ class Qwen35Rules(VisionRules):
     def layouts_of_video(
         self, frames: Sequence[int], fps: float, sizes: Collection[tuple[int, int]]
     ) -> list[tuple[str, ImageLayout]]:
-        """Two frames each, behind the mean of their times; the last frame may stand for two."""
+        """Return a unit per two frames, with their mean time; the last frame may be used twice."""
         if len(frames) < _FRAMES:
-            raise ImageError(f"a video needs {_FRAMES} frames, it has {len(frames)}")
+            raise ImageError(f"a video needs {_FRAMES} frames, but it has {len(frames)}")
         if len(sizes) > 1:
-            raise ImageError(
-                "the frames of the video have the sizes "
-                f"{', '.join(f'{w} x {h}' for w, h in sizes)}"
-            )
+            listed_sizes = ", ".join(f"{w} x {h}" for w, h in sizes)
+            raise ImageError(f"the frames of the video have different sizes: {listed_sizes}")
         ((width, height),) = sizes
         layout = _grid_layout(*self._video_size(len(frames), width, height), "video_patch", self)
-        times = [number / fps for number in frames] + [
-            frames[-1] / fps
-        ]  # the last may be half of a pair
+        times = [number / fps for number in frames]
+        times.append(frames[-1] / fps)  # for an odd number of frames
         pairs = [(times[i] + times[i + 1]) / 2 for i in range(0, len(frames), _FRAMES)]
         return [(f"<{time:.1f} seconds>", layout) for time in pairs]
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
-        """The first and the last frame, and those evenly between them."""
+        """Return the first and the last frame, and frames evenly between them."""
         count = int(num_frames / fps * self.video_fps)
-        count = min(
-            max(count, self.min_frames), self.max_frames, num_frames
-        )  # a short video gives all it has
+        # a short video is taken completely
+        count = min(max(count, self.min_frames), self.max_frames, num_frames)
         taken: list[int] = np.linspace(0, num_frames - 1, count).round().astype(np.int64).tolist()
         return taken
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """Frames resized to the size that all of the video have."""
+        """Resize a frame to the size of all frames of its video."""
         return _resized(pixels, *self._video_size(count, pixels.shape[1], pixels.shape[0]))
 
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
-        """One grid."""
+        """Return one grid."""
         fitted = _resized(pixels, *self._image_size(pixels.shape[1], pixels.shape[0]))
         return self.pixels_of_frames(np.broadcast_to(fitted, (1, _FRAMES, *fitted.shape)))
 
     def pixels_of_frames(self, frames: np.ndarray) -> Pixels:
-        """A grid each: a patch is [colour, frame, row, column]."""
+        """Return a grid per unit. The values of a patch are [colour, frame, row, column]."""
         units, _, height, width, _ = frames.shape
         patch, merge = self.patch_size, self.merge_size
         rows, columns = height // (patch * merge), width // (patch * merge)
@@ -152,34 +147,35 @@ class Qwen35Rules(VisionRules):
         cut = frames.reshape(units, _FRAMES, rows, merge, patch, columns, merge, patch, 3)
         # -> [units, rows, columns, merge, merge, 3, frames, patch, patch]
         cut = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, self.patch_shape[1] // 3)
-        of_colours = [
-            np.array(values, np.float32) * np.float32(255)
-            for values in (self.image_mean, self.image_std)
-        ]
-        mean, std = (values[:, None] for values in of_colours)  # [3, 1]
+        # [3, 1]: for pixels of 0..255
+        mean = (np.array(self.image_mean, np.float32) * np.float32(255))[:, None]
+        std = (np.array(self.image_std, np.float32) * np.float32(255))[:, None]
         patches = np.subtract(cut, mean, dtype=np.float32)
         patches /= std
-        return patches.reshape(-1, *self.patch_shape), np.arange(len(patches)).reshape(-1, merge**2)
+        pooling = np.arange(len(patches)).reshape(-1, merge**2)  # windows are consecutive
+        return patches.reshape(-1, *self.patch_shape), pooling
 
     def _image_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height to which an image is resized."""
         return _fitting(width, height, 1, self.patch_size * self.merge_size, self.resize_pixels)
 
     def _video_size(self, count: int, width: int, height: int) -> tuple[int, int]:
-        """Width and height of each of `count` frames."""
+        """Return the width and height of each of `count` frames."""
         side = self.patch_size * self.merge_size
-        if min(width, height) < side:
+        if min(width, height) < side:  # first enlarge it to one window
             scale = max(side / height, side / width)
-            width, height = int(width * scale), int(height * scale)
+            width = int(width * scale)
+            height = int(height * scale)
         return _fitting(width, height, count, side, self.video_resize_pixels, _FRAMES)
 
 
 def _fitting(
     width: int, height: int, count: int, side: int, pixels: tuple[int, int], step: int = 1
 ) -> tuple[int, int]:
-    """Width and height in multiples of `side`, such that `count` frames have the least and most
+    """Return width and height in multiples of `side`, such that `count` frames are in the range
     `pixels`.
 
-    Frames count as a multiple of `step`, rounded like the sides.
+    The number of frames is rounded to a multiple of `step`, like the sides.
     """
     fitted = [round(one / side) * side for one in (width, height)]
     total = round(count / step) * step * math.prod(fitted)  # pixels of all frames
@@ -194,20 +190,22 @@ def _fitting(
 
 @functools.lru_cache(maxsize=64)
 def _grid_layout(width: int, height: int, kind: str, rules: Qwen35Rules) -> ImageLayout:
-    """The tokens of a grid for pixels of this size: a start, a token a window, an end."""
+    """Return the tokens of a grid for pixels of this size: start, one token per window, end."""
     merge = rules.merge_size
     side = rules.patch_size * merge  # pixels of a window, which becomes a token
     ids = rules.token_ids
     rows, columns = height // side, width // side
     tokens = np.full(rows * columns + 2, ids[kind], np.int64)
-    tokens[0], tokens[-1] = ids["vision_start"], ids["vision_end"]
+    tokens[0] = ids["vision_start"]
+    tokens[-1] = ids["vision_end"]
     pooling = np.arange(rows * columns * merge**2).reshape(-1, merge**2)
     return ImageLayout(pooling.size, tokens, pooling, (rows, columns))
 
 
 def _resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """uint8 [h, w, 3] -> uint8 [height, width, 3]: bicubic and smoothed, first along rows, as
-    torchvision does.
+    """Resize an image, uint8 [h, w, 3] -> uint8 [height, width, 3].
+
+    Bicubic with smoothing, first along rows, like torchvision.
     """
     try:
         from PIL import Image
@@ -215,4 +213,5 @@ def _resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
         raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
     image = Image.fromarray(np.ascontiguousarray(pixels))
     kind = Image.Resampling.BICUBIC
-    return np.asarray(image.resize((width, pixels.shape[0]), kind).resize((width, height), kind))
+    image = image.resize((width, pixels.shape[0]), kind)
+    return np.asarray(image.resize((width, height), kind))

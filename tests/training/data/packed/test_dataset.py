@@ -1,6 +1,4 @@
-"""The packed dataset on disk: exact round trips, atomic shards; a damaged, missing or foreign file
-is named.
-"""
+"""The packed dataset on disk: exact round trips, atomic shards, and messages about bad files."""
 
 from __future__ import annotations
 
@@ -83,9 +81,9 @@ def test_a_shard_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         writer.add_pack(packs[0])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    killed = ShardWriter(target, 100, 32)  # a build that is killed leaves its temporary directory
+    killed = ShardWriter(target, 100, 32)  # a killed build leaves its temporary directory
     killed.add_pack(packs[0])
-    killed._tokens.data.abandon()  # the operating system closes what a killed process held open
+    killed._tokens.data.abandon()  # the operating system closes the files of a killed process
     with ShardWriter(target, 100, 32) as writer:
         writer.add_pack(packs[1])
         entry = writer.commit()
@@ -131,7 +129,7 @@ def test_a_bad_pack_is_refused_and_leaves_the_shard_usable(
 
 @pytest.fixture
 def dataset_path(tmp_path: Path) -> Path:
-    """Two shards, of 3 and 2 packs with weights and images."""
+    """Write two shards, of 3 and 2 packs with weights and images."""
     rng = np.random.default_rng(0)
     write_dataset(
         tmp_path / "d", [weighted_images(rng, n) for n in (3, 2)], image_rules=IMAGE_RULES
@@ -167,7 +165,7 @@ def test_each_flipped_bit_is_told_at_open_or_when_its_pack_is_read(dataset_path:
 
 
 def exchanged(path: Path, how: str) -> None:
-    """Cut, or something else under the name of a file, which would be read for ever."""
+    """Truncate a file, or replace it by something that a reader would wait for forever."""
     if how == "cut":
         return os.truncate(path, path.stat().st_size - 2)
     path.unlink()
@@ -225,7 +223,7 @@ def test_an_edited_manifest_one_that_leads_out_of_its_folder_and_one_that_forget
 def test_two_shards_swapped_and_a_file_cut_while_it_is_open_are_named(dataset_path: Path) -> None:
     dataset = PackedDataset(dataset_path)
     os.truncate(dataset_path / "shard_00001/tokens.bin", 5)
-    with pytest.raises(ValueError, match=r"shard_00001/tokens\.bin: has 5 bytes, it had 60"):
+    with pytest.raises(ValueError, match=r"shard_00001/tokens\.bin: has 5 bytes, but had 60"):
         dataset.pack(4)
     for old, new in (("shard_00000", "x"), ("shard_00001", "shard_00000"), ("x", "shard_00001")):
         (dataset_path / old).rename(dataset_path / new)
@@ -237,7 +235,7 @@ def test_a_table_of_other_columns_or_a_pickle_is_refused(tmp_path: Path) -> None
     path = tmp_path / "packs.npy"
     for table in (np.zeros(5), np.array([{}], object), np.zeros(3, tables.SEGMENT_DTYPE)):
         np.save(path, table, allow_pickle=True)
-        with pytest.raises(ValueError, match=r"packs\.npy: is no table of"):
+        with pytest.raises(ValueError, match=r"packs\.npy: is not a table of"):
             tables.table_of(StoredFile(path), tables.PACK_DTYPE)
     write_table(path, np.zeros(3, tables.PACK_DTYPE))
     assert len(tables.table_of(StoredFile(path), tables.PACK_DTYPE)) == 3
@@ -251,7 +249,7 @@ def test_a_dataset_whose_branches_know_no_leave_says_to_build_it_again(tmp_path:
     np.save(tmp_path / "shard_00000/branches.npy", rfn.repack_fields(table))
     sign(tmp_path)
     with pytest.raises(
-        ValueError, match=r"branches\.npy: is no table of .*'leave'.*: build the dataset again$"
+        ValueError, match=r"branches\.npy: is not a table of .*'leave'.*: rebuild the dataset$"
     ):
         PackedDataset(tmp_path)
 
@@ -305,7 +303,7 @@ def test_a_pack_outlives_the_shard_it_came_from(tmp_path: Path) -> None:
 
 
 def megatron() -> ModuleType:
-    """Megatron-core's own indexed dataset, or skip."""
+    """Return Megatron-core's own indexed dataset, or skip the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and megatron at import
         return pytest.importorskip(
@@ -318,7 +316,7 @@ def opened(prefix: Path) -> IndexedReader:
 
 
 def values_of(reader: IndexedReader, start: int, stop: int) -> np.ndarray:
-    """Sequences start..stop, joined."""
+    """Return the concatenated sequences start..stop."""
     return np.frombuffer(reader.stored(start, stop), reader.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Datasets at URLs: the packs of a disk, files kept by hash, half an upload refused."""
+"""Datasets at URLs: the same packs as on disk, files cached by hash, partial uploads refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.training.data.datasets import IMAGE_RULES, random_packs, weighted_ima
 
 
 def uploaded(folder: Path, leave_out: str = "") -> Url:
-    """A dataset of this machine, sent as it is but for one file."""
+    """Upload a local dataset, except for one file."""
     url = memory()
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -30,7 +30,7 @@ def uploaded(folder: Path, leave_out: str = "") -> Url:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    """Two shards of 20 packs with weights and images."""
+    """Write two shards of 20 packs with weights and images."""
     rng = np.random.default_rng(0)
     shards = [weighted_images(rng, 20), weighted_images(rng, 20)]
     write_dataset(tmp_path / "data", shards, image_rules=IMAGE_RULES)
