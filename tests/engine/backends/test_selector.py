@@ -205,4 +205,4 @@ def test_determinism_is_asked_for_as_the_attention_has_it(monkeypatch: pytest.Mo
             build_grid(GridShape(), 0, "cuda"),
         )
     (line,) = backend.warnings()
-    assert "ours for every row" in line and "workspace limitation" in line
+    assert "native for every row" in line and "workspace limitation" in line

@@ -40,7 +40,10 @@ ATTENTION_CASES = [
     ({"num_query_groups": 2}, {"a2a": "8 heads and 2 groups"}),
     (
         {"num_query_groups": 2, SIZES: (4, 1)},
-        {"a2a": "over 4 ranks", "a2a+p2p": "over 4 ranks, a tensor rank has 8 heads and 2 groups"},
+        {
+            "a2a": "over 4 ranks",
+            "a2a+p2p": "over 4 ranks, but a tensor rank has 8 heads and 2 groups",
+        },
     ),
     ({"num_query_groups": 4, TP: 2}, {"a2a": "4 heads and 2 groups"}),
     ({"kv_channels": 256}, dict.fromkeys(COMM_TYPES, "256")),

@@ -206,7 +206,7 @@ def test_a_single_group_or_groups_of_one_have_a_word_of_their_own(
 def test_a_row_of_padding_is_no_row_for_it() -> None:
     assert (
         thd_sequences(plan_of(padded_row([-1] * 8, 2, "zigzag"), 2, "zigzag"))
-        == "the row holds padding alone"
+        == "the row has only padding"
     )
 
 

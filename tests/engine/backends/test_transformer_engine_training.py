@@ -197,7 +197,7 @@ def test_training_on_transformer_engine_is_training_on_native(
         assert same
         assert found.layers == (APART if selective else FUSED)
         assert len(
-            [line for line in found.warnings if "Transformer Engine's fused one" in line]
+            [line for line in found.warnings if "Transformer Engine's fused attention" in line]
         ) == (mask == "packed")
         assert len([line for line in found.warnings if "apart" in line]) == selective
         rows = (
