@@ -149,7 +149,7 @@ def test_a_refusal_is_told_in_the_selectors_words(
     with selecting():
         attention = packed("a2a", 3, 3, False, monkeypatch)
         odd = selector_problem(attention, Heads(9, 3, 64), torch.bfloat16, 96, 96)
-        assert "(sequences 1, longest 96)" in str(odd)
+        assert "1 sequences of up to 96 tokens" in str(odd)
         assert "divisible by 2 (got num_heads = 9, num_gqa_groups = 3)" in str(odd)
         narrow = selector_problem(attention, Heads(6, 6, 60), torch.bfloat16, 96, 96)
         assert "heads of 60 and 60" in str(narrow)
