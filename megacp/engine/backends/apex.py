@@ -60,9 +60,11 @@ def weight_gradient_kernel() -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
         return None
     if find_spec(GRADIENT_KERNEL) is None:
         return None
+    # import only now, when it is certain that the package is NVIDIA's
     kernel = import_module(GRADIENT_KERNEL)
 
     def add(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+        # apex's argument order is input, output gradient, total
         kernel.wgrad_gemm_accum_fp32(x.contiguous(), grad.contiguous(), total)
 
     return add

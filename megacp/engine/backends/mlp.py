@@ -147,7 +147,7 @@ class TiledMLP(nn.Module):
 
     def over_tiles(self, rows: Sequence[Any]) -> torch.Tensor:
         """Return the output `[t/tp, h]`, computed tile by tile without a graph."""
-        out = torch.empty_like(rows[0])
+        out = torch.empty_like(rows[0])  # [t/tp, h]
         with torch.no_grad():
             for place, tile in self._tiles(rows):
                 out[place] = self.mlp(*tile, keep)
@@ -165,13 +165,14 @@ class TiledMLP(nn.Module):
         of_rows: list[Any] = []
         for x, wants in zip(rows, wanted, strict=True):
             of_rows.append(torch.empty_like(x) if wants else None)
-        totals: dict[nn.Parameter, torch.Tensor] = {}
+        totals: dict[nn.Parameter, torch.Tensor] = {}  # sums over tiles, in fp32 or wider
         with _told_once(trained) as fused:
             for place, tile in self._tiles(rows):
                 inputs = []
                 for x, wants in zip(tile, wanted, strict=True):
                     inputs.append(x.detach().requires_grad_() if wants else x)
                 of_tile, found = self._tile(inputs, grad[place], wanted, trained)
+                # input gradients of a tile are rows of the whole gradient
                 for whole, part in zip(itertools.compress(of_rows, wanted), of_tile, strict=True):
                     if part is not None:
                         whole[place] = part
@@ -182,6 +183,7 @@ class TiledMLP(nn.Module):
                         totals[parameter] = part.to(accumulation_dtype(part.dtype))
                     else:
                         totals[parameter] += part
+        # narrow the sums to the dtype that autograd expects
         of_trained = []
         for parameter in trained:
             total = totals.get(parameter)
@@ -207,6 +209,7 @@ class TiledMLP(nn.Module):
                 grad, own = self.mlp.down.gradients(out.detach(), grad)
             else:
                 out = self.mlp(*tile, keep)
+        # all remaining gradients come from one call of autograd
         others = [p for p in trained if p not in own]
         inputs = list(itertools.compress(tile, wanted))
         found = torch.autograd.grad(out, [*inputs, *others], grad, allow_unused=True)
@@ -239,6 +242,7 @@ def _told_once(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[nn.Para
     finally:
         for parameter, tell in tellers.items():
             parameter.gradient_added = tell
+    # report the parameters that autograd's hooks will not report
     for parameter, tell in tellers.items():
         # `grad_added_to_main_grad` is an attribute that the bucket sets
         if parameter.grad_added_to_main_grad and parameter not in signed:  # type: ignore[attr-defined]

@@ -60,6 +60,7 @@ class NormSpec:
 
     def weight(self, init: str, cut: Cut = "whole") -> Tensor:
         """Return the description of an RMSNorm's weight."""
+        # a gated norm never uses the zero-centred form
         init = "ones" if self.gated else init
         return Tensor(f"{self.name}.weight", (self.size,), cut, init, decays=False)
 
@@ -89,6 +90,7 @@ class RMSNorm(nn.Module):
 
 def layer_norm(norm: NormSpec, options: LinearOptions) -> nn.Module:
     """Return a LayerNorm over the last dimension; its weight and bias are replicated over tp."""
+    # without its own parameters; those with specs are attached below
     layer = nn.LayerNorm(norm.size, norm.epsilon, elementwise_affine=False)
     tensors = layer_norm_tensors(norm.name, norm.size)
     layer.weight, layer.bias = (
@@ -139,6 +141,7 @@ class NativeBackend:
         parallel = config.parallel
         training = config.training
         self.tp = grid.tp
+        # a dense model has no expert ranks, whatever the grid looks like
         self.ep = grid.ep if model.num_experts > 0 else single_axis("ep")
         self.notes = Notes()
         self.options = LinearOptions(
@@ -149,7 +152,7 @@ class NativeBackend:
             "text" not in config.frozen_parts,
             weight_gradients=weight_gradients,
         )
-        # settings of layers
+        # settings of layers; towers replace some of them
         self.activation = model.mlp_activation
         self.norm_init = "zeros" if model.apply_layernorm_1p else "ones"
         self.lora = LoraSpec(model.lora_pairs, model.lora_dropout) if model.lora_pairs else None
@@ -162,6 +165,7 @@ class NativeBackend:
         row = row_axis(grid, parallel)
         kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
         name = parallel.cp_comm_type
+        # sizes of the inner and outer groups of a2a+p2p
         hierarchy = parallel.hierarchical_context_parallel_sizes or ()
         self.transport = select_transport(
             name, kernel, row, grid.device, hierarchy, tell=self.notes.tell
@@ -192,17 +196,20 @@ class NativeBackend:
     @property
     def deferred(self) -> DeferredWeightGradients | None:
         """Receiver of the deferred weight gradients; None if they are not deferred."""
+        # the receiver may also add gradients immediately (--gradient-accumulation-fusion)
         gradients = self.options.weight_gradients
         return gradients if isinstance(gradients, DeferredWeightGradients) else None
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         """Return a module `x[t/tp, h] -> y[t, f/tp]`; each tensor is sharded by rows."""
         layer = ColumnParallelLinear(linear, self.options)
+        # with LoRA, wrap the frozen linear together with its pairs
         return adapted(layer, linear, ColumnPairs, self.lora, self.options)
 
     def row_linear(self, linear: LinearSpec) -> nn.Module:
         """Return a module `x[t, f/tp] -> y[t/tp, h]`; its tensor is sharded by columns."""
         layer = RowParallelLinear(linear, self.options)
+        # as above, with the pair of a row-parallel linear
         return adapted(layer, linear, RowPair, self.lora, self.options)
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
@@ -232,7 +239,9 @@ class NativeBackend:
 
         Use `over_heads` if tp ranks apply it to different heads of the same tokens.
         """
-        return RMSNorm(norm, True if over_heads else None, self.options, self.norm_init)
+        # None: the gradient is partial over tp only with sequence parallelism
+        partial = True if over_heads else None
+        return RMSNorm(norm, partial, self.options, self.norm_init)
 
     def column_norm(self, norm: NormSpec) -> nn.Module:
         """Return an RMSNorm for the output `y[t, f/tp]` of a column linear, over all tp ranks."""
@@ -252,8 +261,9 @@ class NativeBackend:
             "vision": self.vision.vision_lr_multiplier,
             "connector": self.vision.connector_lr_multiplier,
         }
+        # a shallow copy shares transports and notes with this backend
         other = copy.copy(self)
-        other.lora = None
+        other.lora = None  # LoRA is only for the decoder
         sink = self.options.weight_gradients
         # towers are on the first stage, whose gradients no other stage waits for: do not defer them
         at_once_sink = sink and sink.at_once()

@@ -38,8 +38,10 @@ class RecurrentStates:
     def transport(self, rule: Rule, notes: Notes) -> StateTransport:
         """Return a transport for a layer with this rule, and note which kernel it uses."""
         kind = self._device.type
+        # large temporaries from mmap would be zeroed by the kernel at every allocation
         if kind == "cpu":
             keep_in_heap(STATE_TEMPORARIES)
+        # None if flash-linear-attention has no kernel for this case or is not installed
         fused = fused_mover(rule, kind, self._dtype)
         if fused:
             notes.tell("states: flash-linear-attention's")

@@ -52,6 +52,7 @@ def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
         unusable = kernel_problem(training.attention_kernel, device_type, training.dtype)
         if unusable:
             problems.append(f"--attention-kernel and --dtype: {unusable}")
+    # on CUDA, elementwise operations are compiled by torch.compile
     if device_type == "cuda":
         no_compiler = compiler_problem()
         if no_compiler:
@@ -81,6 +82,7 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     reasons = engine_reasons(config, grid.device.type)
     if not reasons:
         return TransformerEngineBackend(grid, config)
+    # a run that needs Transformer Engine must not silently use native layers
     if wanted:
         lines = [f"  - {problem}" for problem in _refused(wanted, reasons)]
         raise ValueError("\n".join(["this configuration cannot run:", *lines]))
@@ -94,6 +96,7 @@ def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients |
     asked = config.parallel.defers_weight_gradients
     if not (asked or config.training.gradient_accumulation_fusion):
         return None
+    # a stage without deferred gradients uses the schedule but adds gradients immediately
     later = asked and defers(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)
     add = None
     # apex's kernel is for 16-bit factors

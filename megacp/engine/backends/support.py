@@ -39,12 +39,14 @@ def attention_reasons(config: RunConfig) -> Iterator[str]:
     # everything below is about context parallelism
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
+    # `auto` may choose a transport that only native attention has
     if transport_of(config).engine is None or p.chooses_transport:
         known = ", ".join(row.name for row in TRANSPORTS.values() if row.engine is not None)
         yield (
             f"--cp-comm-type {p.cp_comm_type} is only supported by native layers; Transformer "
             f"Engine supports {known}"
         )
+    # all-to-all transports distribute the heads of a tensor rank over this number of cp ranks
     dealt_over = heads_group(config)
     heads = m.num_attention_heads // p.tensor_model_parallel_size
     groups = m.query_groups // p.tensor_model_parallel_size
@@ -74,6 +76,7 @@ def layer_reasons(
         yield package
     if eight_bits is not None:
         yield f"--fp8 {t.fp8}: {eight_bits}"
+    # zero_bubble stores the factors of weight gradients, which only native linears expose
     if config.parallel.defers_weight_gradients:
         schedule = config.parallel.pipeline_schedule
         yield (
@@ -102,6 +105,7 @@ def layer_reasons(
             f"--fp8 {t.fp8} needs --mlp-chunk-tokens to be a multiple of {multiple * sharers} "
             f"({multiple} on each of {sharers} tp ranks), got {t.mlp_chunk_tokens}"
         )
+    # local widths of the products in attention and MLP
     m = config.model
     widths = {
         "--hidden-size": m.hidden_size,
@@ -121,6 +125,7 @@ def needed_by(config: RunConfig) -> list[str]:
     """Return the settings of a run that need Transformer Engine."""
     training = config.training
     names = []
+    # "auto" does not need it: such a run falls back to native layers
     if training.transformer_impl == "transformer_engine":
         names.append("--transformer-impl transformer_engine")
     if training.fp8 != "off":

@@ -177,6 +177,7 @@ def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor
 @once
 def _padding_on(plan: AttentionPlan, device: torch.device) -> torch.Tensor | None:
     """Return the indices of this rank's padding rows on the device; None without padding."""
+    # computed on the host, so the device need not wait for the result
     rows = np.flatnonzero(plan.metadata.leave[plan.local] == 0)
     return to_device(rows, device) if len(rows) else None
 
@@ -234,6 +235,7 @@ class PackedAttention:
                 groups = [inside.group, between.group]
                 heads_over = inner
         self.cp |= {"cp_comm_type": name, "cp_size_a2a": heads_over}
+        # set the ranks and the method for the exchange of keys and values
         self.attention.set_context_parallel_group(
             cp_group=groups,
             cp_global_ranks=list(cp.global_ranks),
@@ -267,12 +269,14 @@ class PackedAttention:
 
         `k` and `v` are `[t, groups, d]`. Padding rows are 0 in forward and in backward.
         """
+        # copies to the device are cached, so all layers of a row share them
         lengths, places = _bounds_on(sequences, q.device)
         longest = int(sequences.padded.max())
         empty = _padding_on(plan, q.device)
         if empty is not None:
             # cuDNN may leave NaN there, and 0 x NaN would spread to every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
+        # self-attention: queries and keys have the same lengths
         attention = functools.partial(
             self.attention,
             qkv_format="thd",

@@ -54,6 +54,7 @@ def package_problem() -> str | None:
 
     This imports the package if it is installed.
     """
+    # the environment must be set before the import
     set_defaults(SETTINGS)
     return engine_problem()
 
@@ -75,6 +76,7 @@ def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
     """Return the arguments of all modules with linears: sharding, gradients, dtype and device."""
     return {
         "sequence_parallel": options.sequence_parallel,
+        # add weight gradients to `main_grad` inside the matrix product
         "fuse_wgrad_accumulation": options.weight_gradients is not None and options.trained,
         "tp_group": options.tp.group,
         "tp_size": options.tp.size,
@@ -158,6 +160,7 @@ def fp8_recipe(name: str, reduce_amax: bool) -> Any:
     """
     from transformer_engine.common import recipe
 
+    # HYBRID: E4M3 in forward, E5M2 for gradients
     hybrid = recipe.Format.HYBRID
     if name == "delayed":
         return recipe.DelayedScaling(fp8_format=hybrid, reduce_amax=reduce_amax)
@@ -183,7 +186,7 @@ def packed_attention(
         kv_channels=model.head_dim,
         num_gqa_groups=model.query_groups,
         attention_dropout=0.0,
-        qkv_format="thd",
+        qkv_format="thd",  # packed: [tokens, heads, dim]
         attn_mask_type="padding_causal",
         tp_size=tp.size,
         tp_group=tp.group,
@@ -266,12 +269,15 @@ class TransformerEngineBackend(NativeBackend):
         self.adamw = fused_adam
         self.fp8 = training.fp8
         self.token_multiple = FP8_MULTIPLES[training.fp8]
+        # recomputation and LoRA need access between norm and linear, so do not fuse them
         self.apart = training.recompute_mode.repeats_activations or self.lora is not None
         self.in_tower = False
+        # arguments of all modules with a norm
         self.norms = {
             "normalization": "RMSNorm",
             "zero_centered_gamma": config.model.apply_layernorm_1p,
         }
+        # tp and cp ranks have parts of the same tensors, so they share largest absolute values
         amax = grid.over("tp", "cp")
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
@@ -291,12 +297,14 @@ class TransformerEngineBackend(NativeBackend):
         If it cannot run for this config, add a log line with the reasons and return None.
         """
         parallel = config.parallel
+        # check the config first: building the attention may create process groups
         reasons = "; ".join(attention_reasons(config))
         if not reasons:
             inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
             packed = packed_attention(
                 config.model, grid.tp, grid.cp, parallel.cp_comm_type, inner, grid.device
             )
+            # a row has several packs, but no document is longer than one pack
             pack = config.data.seq_length
             tokens = pack * config.training.micro_batch_size
             # layers may have different windows, and each needs a kernel
@@ -315,6 +323,7 @@ class TransformerEngineBackend(NativeBackend):
 
     def _tell_of_norms(self, config: RunConfig) -> None:
         """Log which norms are not fused or are native, and the flag that causes it."""
+        # only the first cause is logged
         if self.lora:
             self._tell_apart("--lora-rank")
         elif self.apart:
@@ -337,14 +346,16 @@ class TransformerEngineBackend(NativeBackend):
 
     def _linear(self, parallel_mode: str, linear: LinearSpec) -> nn.Module:
         layer = EngineLinear(parallel_mode, linear, self.options)
+        # attach the same specs as in the native backend
         weight, *bias = linear_specs(linear, self.options)
         self.options.attach(layer.linear.weight, weight)
         if bias:
             self.options.attach(layer.linear.bias, bias[0])
+        # token counts of towers do not fit the FP8 tile size
         return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
-        if norm is None or self.apart:
+        if norm is None or self.apart:  # two modules, both from Transformer Engine
             return super().norm_column_linear(norm, linear)
         from transformer_engine.pytorch import LayerNormLinear
 
@@ -363,7 +374,7 @@ class TransformerEngineBackend(NativeBackend):
 
     def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
         # as in native layers, `fc1_weight` has this rank's gate rows above its up rows
-        if norm is None or self.apart:
+        if norm is None or self.apart:  # separate modules
             return super().norm_mlp(norm, gate_up, down)
         from transformer_engine.pytorch import LayerNormMLP
 
@@ -393,7 +404,7 @@ class TransformerEngineBackend(NativeBackend):
         return Fused(layer.requires_grad_(self.options.trained))
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
-        if norm.gated:
+        if norm.gated:  # Transformer Engine has no gated norm
             return super().norm(norm, over_heads=over_heads)
         from transformer_engine.pytorch import RMSNorm
 
@@ -410,6 +421,7 @@ class TransformerEngineBackend(NativeBackend):
 
     def tower(self, name: VisionPart) -> NativeBackend:
         other = super().tower(name)
+        # the base class copies this object, so the type stays
         assert isinstance(other, TransformerEngineBackend)
         other.in_tower = other.apart = True
         return other
@@ -443,6 +455,8 @@ class TransformerEngineBackend(NativeBackend):
             return self.packed(q, k, v, plan, sequences, call)
 
     def prepare(self, plan: AttentionPlan) -> None:
+        # native tables are only needed for rows that Transformer Engine cannot process;
+        # `sequences` caches its result for the forward
         if self.packed is None or isinstance(self.packed.sequences(plan), str):
             super().prepare(plan)
 

@@ -73,6 +73,7 @@ class ParameterSpec:
         counted: bool = True,
     ) -> ParameterSpec:
         """Return a spec for `pieces` with the properties of `tensor`, except its name and shape."""
+        # learning rate and fused gradients depend on the layer, not on the tensor
         return cls(
             tuple(pieces),
             init=tensor.init,
@@ -95,6 +96,7 @@ Attached = TypeVar("Attached", bound=torch.Tensor)
 
 def attach(parameter: Attached, spec: ParameterSpec) -> Attached:
     """Attach a spec to a parameter, or to another tensor for checkpoints, and return the tensor."""
+    # the parameter may have more rows than its pieces: padding
     rows = sum(piece.shape[0] for piece in spec.pieces)
     assert rows <= parameter.shape[0], (
         f"{[p.name for p in spec.pieces]} need {rows} rows, but the parameter has shape "
@@ -106,6 +108,7 @@ def attach(parameter: Attached, spec: ParameterSpec) -> Attached:
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
     """Return the spec of a parameter; every parameter of a megacp model has one."""
+    # an attribute of the tensor, so that specs survive wherever the parameter goes
     spec = getattr(parameter, "megacp_spec", None)
     assert spec is not None, f"a parameter of shape {tuple(parameter.shape)} has no ParameterSpec"
     return spec

@@ -197,6 +197,7 @@ class ShardedParameters(ABC):
         # all ranks iterate in the same order, so their all-reduces match
         for axis, members in axes:
             for group in _joined(members, found):
+                # join small gradients into one message, and split the result again
                 summed = all_reduce(torch.cat([found[i] for i in group]), axis)
                 sizes = [found[i].numel() for i in group]
                 for i, part in zip(group, summed.split(sizes), strict=True):
@@ -210,7 +211,7 @@ def _joined(members: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[lis
     A larger tensor forms a group of one.
     """
     groups: list[list[int]] = []
-    filled = 0
+    filled = 0  # elements in the last group
     for i in members:
         if not groups or filled + tensors[i].numel() > JOINED_ELEMENTS:
             groups.append([])

@@ -142,7 +142,10 @@ class Balance:
     """Load balance of all mixture-of-experts layers on this rank, over the ranks of its grid."""
 
     def __init__(
-        self, layers: Sequence[LayerBalance], config: RunConfig, grid: ProcessGrid
+        self,
+        layers: Sequence[LayerBalance],
+        config: RunConfig,
+        grid: ProcessGrid,
     ) -> None:
         self.layers = layers
         self.model = config.model

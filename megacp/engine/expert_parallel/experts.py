@@ -60,6 +60,7 @@ def _weights(grad: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tenso
     """
     if _one_kernel(x, grad.shape[1]):
         return F.grouped_mm(grad.t(), x, offs=groups.ends).flatten(0, 1)
+    # [n b, a]; torch.mm below writes every element
     d_weight = empty((groups.experts * grad.shape[1], x.shape[1]), x)
     if x.device.type == STAND_IN:
         return d_weight
@@ -145,7 +146,10 @@ def _activate(activation: Activation, gate_up: torch.Tensor, weights: torch.Tens
 
 
 def _gradients(
-    activation: Activation, grad: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor
+    activation: Activation,
+    grad: torch.Tensor,
+    gate_up: torch.Tensor,
+    weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = grad.to(weights.dtype)
     # apply the activation again, this time recorded by autograd
@@ -188,6 +192,7 @@ class ExpertLinear(nn.Module):
             parameters.append(row_parameter(prefix, by_expert, options))
         self.weight, *bias = parameters
         self.bias = bias[0] if bias else None
+        # output columns of each named matrix
         self.widths = [weights[0].shape[0] for weights, *_ in tensors]
         self.sizes = [config.lora_pairs.get(lora_kind(f"experts.{name}")) for name in names]
         self.places, self.ranks = places_of_inputs(names, self.sizes)
@@ -207,7 +212,10 @@ class ExpertLinear(nn.Module):
             self.high = nn.ParameterList(row_parameter(prefix, b, trained) for b in ups)
 
     def forward(
-        self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        groups: Groups,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return `[R, out]`. If `x` is already weighted, `weights[R, 1]` weights the biases too."""
         y = matrices_product(x, self.weight, groups)
@@ -235,7 +243,11 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, prefix: str, experts: range, config: ModelConfig, options: LinearOptions
+        self,
+        prefix: str,
+        experts: range,
+        config: ModelConfig,
+        options: LinearOptions,
     ) -> None:
         super().__init__()
         self.gate_up = ExpertLinear(prefix, ("gate", "up"), experts, config, options)
@@ -243,7 +255,11 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.mlp_activation]
 
     def forward(
-        self, x: torch.Tensor, weights: torch.Tensor, groups: Groups, save: Save
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        groups: Groups,
+        save: Save,
     ) -> torch.Tensor:
         gate_up = self.gate_up(x, groups)  # [R, 2I]
         # weighting the activations equals weighting the outputs: the product is linear

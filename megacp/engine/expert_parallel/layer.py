@@ -12,11 +12,27 @@ from megacp.attention.ops.pointwise import sigmoid_gate
 from megacp.engine.backends.native import NativeBackend, NormSpec
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.expert_parallel.balance import LayerBalance, with_terms
-from megacp.engine.expert_parallel.exchange import to_experts, to_tokens, weights_to_experts
+from megacp.engine.expert_parallel.exchange import (
+    to_experts,
+    to_tokens,
+    weights_to_experts,
+)
 from megacp.engine.expert_parallel.experts import Experts
 from megacp.engine.expert_parallel.route import Routes
-from megacp.engine.expert_parallel.router import SCORES, choose, first_of_equals, in_groups, logits
-from megacp.engine.layers.moe import MOE, SHARED, router_bias, router_tensor, shared_gate_tensor
+from megacp.engine.expert_parallel.router import (
+    SCORES,
+    choose,
+    first_of_equals,
+    in_groups,
+    logits,
+)
+from megacp.engine.layers.moe import (
+    MOE,
+    SHARED,
+    router_bias,
+    router_tensor,
+    shared_gate_tensor,
+)
 from megacp.engine.save import Save
 from megacp.engine.tensor_parallel.linear import LinearSpec, product
 from megacp.engine.tensor_parallel.parameters import row_parameter

@@ -56,7 +56,11 @@ class Route:
     """
 
     def __init__(
-        self, chosen: torch.Tensor, places: torch.Tensor, experts: int, axis: Axis
+        self,
+        chosen: torch.Tensor,
+        places: torch.Tensor,
+        experts: int,
+        axis: Axis,
     ) -> None:
         self.axis = axis
         self.chosen = chosen

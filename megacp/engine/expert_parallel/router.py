@@ -30,7 +30,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dx = grad @ weight.to(grad.dtype)  # [t, E] x [E, h]
     d_weight = grad.t() @ x.to(grad.dtype)  # [E, t] x [t, h]

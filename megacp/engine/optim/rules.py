@@ -50,6 +50,7 @@ class AdamW:
         for group in groups:
             asked.append({"params": group.slices, "weight_decay": group.weight_decay})
         betas = (settings.adam_beta1, settings.adam_beta2)
+        # the engine's kernel if the backend has one, else torch's fused kernel
         if engine is not None:
             self._kernel = engine(asked, betas, settings.adam_eps)
         else:
@@ -70,6 +71,7 @@ class AdamW:
         """Set the number of past updates, for the bias correction of the next update."""
         for count in self._counts:
             count.fill_(updates)
+        # torch counts updates in the state, Transformer Engine in the group: set both
         for described in self._kernel.param_groups:
             described["step"] = updates
 

@@ -133,6 +133,7 @@ class ShardedOptimizer:
         """Clip gradients of this `norm`, update, and publish the new parameters."""
         parameters = self.parameters
         with phase("optimizer"):
+            # lend the summed gradients to the rules
             for i, x in enumerate(self.slices):
                 x.grad = parameters.grad_shard(i)
             for rule in self._rules:
@@ -181,6 +182,7 @@ class ShardedOptimizer:
         for shard, kept in zip(shards, self._state, strict=True):
             for kind, values in kept.items():
                 state[kind] += shard.slices_of(values)
+        # float32 and float64 models have no separate master weights
         masters: list[ParameterSlice] = []
         for shard, x in zip(shards, self.slices, strict=True):
             if x.dtype != shard.narrow:

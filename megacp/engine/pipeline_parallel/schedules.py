@@ -132,6 +132,7 @@ def one_f_one_b(
     Removing them removes waits and adds none. A short last group with the same warm-up would
     deadlock, for example with 4 stages, 3 chunks and 5 microbatches.
     """
+    # include the missing microbatches at first, so that the warm-up counts full groups
     order = _forward_order(num_stages, num_microbatches, num_chunks)
     forwards = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
     # backward passes the chunks of a group from the last to the first
@@ -230,6 +231,7 @@ def _forward_order(
     missing = -num_microbatches % num_stages if num_chunks > 1 else 0
     order = []
     for first in range(-missing, num_microbatches, num_stages):
+        # a group passes all chunks before the next group starts
         group = range(first, min(first + num_stages, num_microbatches))
         for chunk in range(num_chunks):
             order += [(microbatch, chunk) for microbatch in group]
@@ -330,6 +332,7 @@ def schedule(
         f"no schedule for {num_microbatches} microbatches on {num_stages} stages of {num_chunks} "
         "chunks: the checks of a run should have rejected it"
     )
+    # drop backwards and weight gradients of virtual stages that train nothing
     computes = []
     for action in SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks):
         trained = virtual_stage(stage, num_stages, action.chunk) >= first_trained

@@ -116,6 +116,7 @@ class PackedBatch:
                 raise ValueError(
                     f"{name} must be {dtype} [{len(self)}], got {value.dtype} {value.shape}"
                 )
+        # position_axes is optional, so it is not in _DTYPES
         axes = self.position_axes
         if axes is not None and (axes.dtype != np.int64 or axes.shape != (len(self), 3)):
             raise ValueError(
@@ -173,7 +174,9 @@ class PackedBatch:
         share: bounds and feature rows, but not pixels and grids.
         """
         digest = hashlib.blake2b(digest_size=8)
+        # hash the fields in their order of declaration
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        # each rank reads different pixels, so replace the images by their common data
         if self.vision is not None:
             values["vision"] = "images"
             shared = ("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows")
@@ -194,6 +197,7 @@ class PackedBatch:
         They get weight 0, and no token attends to them. Token ids and images stay.
         """
         gone = np.isin(self.document, documents) & (self.leave > 0)  # [T]
+        # batches are immutable, so change copies
         cleared: dict[str, Any] = {}
         for name in ("leave", "labels", "loss_weights", "span"):
             cleared[name] = getattr(self, name).copy()
@@ -209,6 +213,7 @@ class PackedBatch:
         count = -len(self) % multiple
         if not count:
             return self
+        # padding arrays by field; positions are the only values that are not 0
         tails = {name: np.zeros(count, dtype) for name, dtype in _DTYPES.items()}
         tails["position_ids"] = np.arange(count, dtype=np.int64)
         if self.position_axes is not None:

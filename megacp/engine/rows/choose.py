@@ -17,7 +17,11 @@ import numpy as np
 
 from megacp.attention.context_parallel.balance import row_area
 from megacp.attention.context_parallel.kv_exchange import needed_rows
-from megacp.attention.context_parallel.layout import BALANCED, ZIGZAG, Layout
+from megacp.attention.context_parallel.layout import (
+    BALANCED,
+    ZIGZAG,
+    Layout,
+)
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.transports import TRANSPORTS, choose_transport
 from megacp.attention.ops.mask import Metadata
@@ -33,7 +37,8 @@ EVEN = 1.05
 
 
 def resolve_auto(
-    config: RunConfig, first_rows: Callable[[], Sequence[PackedBatch]]
+    config: RunConfig,
+    first_rows: Callable[[], Sequence[PackedBatch]],
 ) -> tuple[RunConfig, str | None]:
     """Return the config with transport and layout chosen for rows like `first_rows()`.
 
@@ -54,6 +59,7 @@ def resolve_auto(
             layout = DEFAULT.cp_layout
     else:
         rows = first_rows()
+        # the mean over rows, so that one unusual row does not decide
         needed = float(np.mean([needed_share(_dealt(config, row, BALANCED)) for row in rows]))
         if p.chooses_transport:
             comm = transport_for(config, needed)
@@ -70,6 +76,7 @@ def transport_for(config: RunConfig, needed: float) -> str:
     """Return the transport for rows in which a rank needs this share of foreign K/V rows."""
     cp = config.parallel.context_parallel_size
     tp = config.parallel.tensor_model_parallel_size
+    # all-to-all transports need heads and groups that cp divides
     heads = config.model.num_attention_heads // tp
     groups = config.model.query_groups // tp
     return choose_transport(needed, cp, heads, groups)
@@ -91,6 +98,7 @@ def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
 def _dealt(config: RunConfig, row: PackedBatch, layout: Layout) -> tuple[Metadata, np.ndarray]:
     """Return the metadata of a row padded for a layout, and the tokens `[cp, t]` of each rank."""
     p = config.parallel
+    # under sequence parallelism, the padded length must also be a multiple of tp
     tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
     _, metadata = padded_row(row, layout, p.context_parallel_size, tp)
     return metadata, layout.deal(metadata, p.context_parallel_size, mix_of(config.model))

@@ -28,7 +28,9 @@ REPLICATE = "replicate"
 
 
 def compute_image_shard_boundaries(
-    cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int
+    cum_crop_bounds: np.ndarray,
+    cum_token_pooling_bounds: np.ndarray,
+    cp_size: int,
 ) -> np.ndarray:
     """Return the crops and pooled tokens that each rank encodes, as BOUNDARY_DTYPE [cp_size].
 

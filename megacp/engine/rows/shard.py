@@ -66,6 +66,7 @@ class LocalBatch:
 
         A step then allocates no memory between its communication calls.
         """
+        # pinned memory only speeds up copies to CUDA
         if device.type != "cuda":
             return self
         moved: dict[str, Any] = {name: pinned(getattr(self, name), device) for name in _TENSORS}
@@ -81,6 +82,7 @@ class LocalBatch:
                 f"a rank of {self.plan.cp} has only a part of the row; call in_row_order on one "
                 "rank"
             )
+        # argsort of a permutation is its inverse
         return values[to_device(np.argsort(self.plan.local), values.device)]
 
 
@@ -99,7 +101,10 @@ def mask_metadata(batch: PackedBatch) -> Metadata:
 
 
 def padded_row(
-    batch: PackedBatch, layout: Layout, cp: int, tp: int
+    batch: PackedBatch,
+    layout: Layout,
+    cp: int,
+    tp: int,
 ) -> tuple[PackedBatch, Metadata]:
     """Return the row padded to the length that the layout needs, and its mask metadata."""
     padded = batch.with_padding_to(layout.padded_length(mask_metadata(batch), cp, tp))
@@ -107,7 +112,12 @@ def padded_row(
 
 
 def shard_batch(
-    batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, mix: Mix = ALIKE
+    batch: PackedBatch,
+    cp: Axis,
+    layout: Layout,
+    *,
+    tp: int = 1,
+    mix: Mix = ALIKE,
 ) -> LocalBatch:
     """Return this cp rank's share of `batch[T]`, on the host and padded for the layout.
 
@@ -116,6 +126,7 @@ def shard_batch(
     if cp.size == 1:
         layout = CONTIGUOUS  # one rank gets all tokens
     padded, metadata = padded_row(batch, layout, cp.size, tp)
+    # the plan has the tokens of all ranks, and `plan.local` those of this rank
     plan = AttentionPlan(layout.deal(metadata, cp.size, mix), metadata, cp.rank)
     # [T], or [T, 3] if time, row and column of image tokens differ
     positions = padded.position_ids if padded.position_axes is None else padded.position_axes

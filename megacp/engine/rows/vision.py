@@ -69,6 +69,7 @@ def own_routes(indices: np.ndarray, tokens: np.ndarray, cp_rank: int) -> Feature
     """
     cp = len(indices)
     target, row = _holders(indices, tokens)
+    # nothing is sent: the rank "sends" all features to itself
     counts = np.zeros((cp, cp), np.int64)
     counts[cp_rank, cp_rank] = len(tokens)
     source = np.full(len(tokens), cp_rank)
@@ -89,7 +90,10 @@ def _holders(indices: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def feature_routes(
-    indices: np.ndarray, tokens: np.ndarray, boundaries: np.ndarray, cp_rank: int
+    indices: np.ndarray,
+    tokens: np.ndarray,
+    boundaries: np.ndarray,
+    cp_rank: int,
 ) -> FeatureRoutes:
     """Return the routes of features at row indices `tokens [n]`.
 
@@ -105,6 +109,7 @@ def feature_routes(
     )
     target, row = _holders(indices, tokens)
     source = np.repeat(np.arange(cp), stops - starts)
+    # index within the range of the source rank
     position = np.arange(len(tokens)) - np.repeat(starts, stops - starts)
     # encode each pair (source, target) as one number to count it
     counts = np.bincount(source * cp + target, minlength=cp * cp).reshape(cp, cp)
@@ -117,7 +122,8 @@ def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.T
     `features[m, h]` have been encoded on this rank. Return the features `[k, h]` that this rank
     needs, in feature order. Gradients take the reverse route.
     """
-    sent = features.index_select(0, to_device(routes.leaving, features.device))
+    sent = features.index_select(0, to_device(routes.leaving, features.device))  # message order
+    # numbers of features sent to and received from each rank
     out = routes.counts[routes.cp_rank].tolist()
     into = routes.counts[:, routes.cp_rank].tolist()
     received = exchange(sent, axis, out, into)
@@ -203,6 +209,7 @@ def add_features(
     if sliced:
         features = copy_to(features, tp)
         first = tp.rank * len(x)  # this rank's tokens are [first, first + len(x))
+        # select the features of this slice on the host, without waiting for the device
         here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
         features = features.index_select(0, to_device(here, x.device))
         rows = rows[here] - first
@@ -221,9 +228,11 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> Local
     patches = torch.from_numpy(vision.patches)
     pooling = torch.from_numpy(vision.pooling)
     grids = None if vision.grids is None else PatchGrids(vision.grids)
+    # every rank has all pixels, so no exchange is needed
     if vision.strategy == REPLICATE:
         routes = own_routes(indices, vision.feature_rows, axis.rank)
         return LocalVision(patches, pooling, routes, axis, True, grids)
+    # a stored table is for one number of ranks
     boundaries = vision.boundaries
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds

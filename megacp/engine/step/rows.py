@@ -48,6 +48,7 @@ def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:
     """Return the rows of this rank of `grid`."""
     axis = row_axis(grid, config.parallel)
     packs = config.training.micro_batch_size
+    # every dp rank reads different rows
     if axis is grid.cp:
         return Rows(axis, DataRank(grid.dp.rank, grid.dp.size), packs)
     # dynamic context parallelism: all ranks of dp x cp share one row

@@ -68,6 +68,7 @@ class ParallelModel:
         """Whether this process has not trained a step yet."""
         self.phase = phase
         self.chunks, self.parameters = build_sharded(config, grid, drawn)
+        # all chunks of a rank share one backend
         self.backend = self.chunks[0].backend
         self.optimizer = ShardedOptimizer(
             self.parameters, training, grid.world, grid.device, self.backend.adamw
@@ -79,10 +80,12 @@ class ParallelModel:
         self.rows = rows_of(config, grid)
         self.layout = LAYOUTS[parallel.cp_layout]
         self.mix = mix_of(config.model)
+        # number of tp ranks that share the tokens of a row between two layers
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         width = config.model.hidden_size
         self.first_trained = first_trained_stage(config, grid.world.size)
         """The first virtual stage with trained parameters."""
+        # stages exchange hidden states [t/tp, h] in the model's dtype
         self.hidden = HiddenStates(
             lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype
         )
@@ -111,6 +114,7 @@ class ParallelModel:
         for reach in self.mix:
             self.backend.prepare(share.plan.within(reach))
         self.backend.prepare_states(share.plan)
+        # convert pixels and precompute the tower's tables here instead of in the step
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
             if self.chunks[0].vision is not None:
@@ -131,6 +135,7 @@ class ParallelModel:
         The key depends on seed and step, but not on ranks; `token_names` distinguish the packs.
         """
         text = f"{self.config.training.seed}/{step}"
+        # a hash, because consecutive steps must get unrelated keys
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return share.to(self.grid.device, int.from_bytes(digest, "little"))
 
@@ -166,6 +171,7 @@ class ParallelModel:
         the whole step without padding; it divides the load-balancing terms.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
+        # only a completed step has compiled and loaded all kernels
         self.is_new = False
         with self.phase("gradient exchange"):
             self.parameters.finish()
@@ -194,6 +200,7 @@ class ParallelModel:
         for chunk in self.chunks:
             chunk.eval()
         losses = self._pipeline(rows, 0, denominator, False)()
+        # without a backward, full sharding would keep the last parts gathered
         self.parameters.release()
         for chunk in self.chunks:
             chunk.train()
@@ -221,6 +228,7 @@ class ParallelModel:
         # interleaved stages on CUDA compile and load kernels in their first step (runtime.py)
         if training and self.is_new and len(self.chunks) > 1 and self.grid.device.type == "cuda":
             name = f"first {name}"
+        # stages, microbatches and chunks determine this stage's list of actions
         sizes = self.grid.pp.size, len(shares), len(self.chunks)
         actions = schedule(name, self.grid.pp.rank, *sizes, first_trained=self.first_trained)
         chunks: list[ModelChunk] = [
@@ -229,6 +237,7 @@ class ParallelModel:
         if self.parameters.by_schedule:  # with full sharding, the list also gathers parameters
             actions = with_parameters(actions)
         deferred = self.backend.deferred if training else None
+        # batches move to the device with the dropout key of this step
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
         return partial(
             run, actions, chunks, shares, self.grid, hidden, self.parameters, self.phase, deferred

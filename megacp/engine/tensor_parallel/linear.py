@@ -196,7 +196,9 @@ class RowParallelLinear(ParallelLinear):
         return y if self.bias is None else y + self.bias
 
     def gradients(
-        self, x: torch.Tensor, grad: torch.Tensor
+        self,
+        x: torch.Tensor,
+        grad: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[nn.Parameter, torch.Tensor | None]]:
         """Return `dx[t, f/tp]` and the gradients of trained parameters, without a forward.
 
@@ -220,7 +222,11 @@ class _ColumnNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, axis: Axis
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        axis: Axis,
     ) -> torch.Tensor:
         wide = x.to(accumulation_dtype(x.dtype))
         squares = wide.square().sum(-1, keepdim=True)  # [t, 1], over the local columns

@@ -21,7 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.attention.ops.pointwise import dropout
-from megacp.distributed.differentiable import copy_to, gather_from, reduce_from, reduce_scatter_to
+from megacp.distributed.differentiable import (
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+)
 from megacp.engine.config.model import PairSize
 from megacp.engine.layers.table import A, B, Tensor, lora_kind
 from megacp.engine.tensor_parallel.linear import LinearSpec
@@ -58,7 +63,8 @@ def is_of_a_pair(name: str) -> bool:
 
 
 def places_of_inputs(
-    names: Sequence[str], sizes: Sequence[PairSize | None]
+    names: Sequence[str],
+    sizes: Sequence[PairSize | None],
 ) -> tuple[list[int], list[int]]:
     """Return the index of each linear's A matrix, and the ranks of all A matrices of a product.
 
@@ -85,7 +91,11 @@ class LowRank(nn.Module):
     names: DropoutNames | None = None
 
     def __init__(
-        self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions
+        self,
+        linear: nn.Module,
+        spec: LinearSpec,
+        lora: LoraSpec,
+        options: LinearOptions,
     ) -> None:
         super().__init__()
         self.linear = linear
@@ -120,6 +130,7 @@ class LowRank(nn.Module):
         if self.lora.dropout == 0.0 or not self.training:
             return x
         assert self.names is not None, "the block must set the token names of a microbatch first"
+        # `site` gives every linear different bits for the same tokens
         tokens = self.names.whole if whole else self.names.own
         return dropout(x, self.names.key + self.site, tokens, self.lora.dropout, first)
 
@@ -128,14 +139,18 @@ class ColumnPairs(LowRank):
     """A column-parallel linear with LoRA pairs; each pair adds to some columns of `y[t, f/tp]`."""
 
     def __init__(
-        self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions
+        self,
+        linear: nn.Module,
+        spec: LinearSpec,
+        lora: LoraSpec,
+        options: LinearOptions,
     ) -> None:
         super().__init__(linear, spec, lora, options)
         self.widths = [part.outputs // options.tp.size for part in spec.linears.values()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `y[t, f/tp]` for `x[t/tp, h]` under sequence parallelism, else for `x[t, h]`."""
-        y = self.linear(x)
+        y = self.linear(x)  # [t, f/tp]
         # all A matrices in one product: [.., h] -> [.., sum of ranks]
         u = F.linear(self.dropped(x, whole=False), self.down)
         u = gather_from(u, self.tp) if self.sequence_parallel else copy_to(u, self.tp)
@@ -157,7 +172,11 @@ class RowPair(LowRank):
     """
 
     def __init__(
-        self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions
+        self,
+        linear: nn.Module,
+        spec: LinearSpec,
+        lora: LoraSpec,
+        options: LinearOptions,
     ) -> None:
         super().__init__(linear, spec, lora, options)
         (size,) = self.sizes
@@ -185,6 +204,7 @@ def adapted(
 
     Otherwise return the linear itself.
     """
+    # without a pair, the model must not pay for a wrapper
     if lora is None or not any(lora.sizes(spec)):
         return linear
     return kind(linear, spec, lora, options)

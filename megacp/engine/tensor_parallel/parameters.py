@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from megacp.distributed.grid import Axis
-from megacp.engine.data_parallel.parameter import ParameterSpec, TensorSlice, attach
+from megacp.engine.data_parallel.parameter import (
+    ParameterSpec,
+    TensorSlice,
+    attach,
+)
 from megacp.engine.layers.table import EXPERTS, Tensor
 from megacp.engine.tensor_parallel.weight_gradients import WeightGradients
 
@@ -34,6 +38,7 @@ class LinearOptions:
 
         `rows` is the number of rows including padding, which follows the pieces.
         """
+        # pieces are stacked by rows and agree in all other dimensions
         rows = rows or sum(piece.shape[0] for piece in spec.pieces)
         shape = (rows, *spec.pieces[0].shape[1:])
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -46,7 +51,7 @@ class LinearOptions:
 
 def _slices(tensors: Sequence[Tensor], tp: Axis) -> Iterator[TensorSlice]:
     """Yield this rank's slice of each tensor, stacked by rows in one local parameter."""
-    start = 0
+    start = 0  # first row of the next piece
     for tensor in tensors:
         offsets = [0] * len(tensor.shape)
         shape = list(tensor.shape)
@@ -63,7 +68,10 @@ def _slices(tensors: Sequence[Tensor], tp: Axis) -> Iterator[TensorSlice]:
 
 
 def parameter_spec(
-    tensors: Sequence[Tensor], options: LinearOptions, *, partial_over_tp: bool | None = None
+    tensors: Sequence[Tensor],
+    options: LinearOptions,
+    *,
+    partial_over_tp: bool | None = None,
 ) -> ParameterSpec:
     """Return the spec of a parameter with this rank's slices of `tensors`.
 
@@ -76,8 +84,10 @@ def parameter_spec(
     first = tensors[0]
     tp = options.tp
     partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
+    # sharded tensors have complete gradients on their rank
     if first.cut != "whole" or first.reduced_over == EXPERTS:
         return ParameterSpec.of(first, _slices(tensors, tp))
+    # replicated tensors: sum the gradient over tp if needed, and count one copy in the norm
     over = ("tp",) if partial and tp.size > 1 else ()
     return ParameterSpec.of(first, _slices(tensors, tp), over, counted=tp.rank == 0)
 

@@ -61,7 +61,9 @@ class TableSpec:
 
 @fused
 def _read(
-    logits: torch.Tensor, index: torch.Tensor, elsewhere: torch.Tensor
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    elsewhere: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-sum-exp and the target logit of each row, both `[t]`.
 
@@ -79,7 +81,10 @@ def _read(
 
 @fused
 def _write_gradient(
-    logits: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor
+    logits: torch.Tensor,
+    local: torch.Tensor,
+    lse: torch.Tensor,
+    scale: torch.Tensor,
 ) -> None:
     """Overwrite the logits with their gradient, `(softmax - 1 at the label) * scale`, in one pass.
 

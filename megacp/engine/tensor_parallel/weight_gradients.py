@@ -83,6 +83,7 @@ class WeightGradients:
         """
         weight: Any = product.weight  # with the attributes that its bucket sets
         self._add(weight.main_grad, product.grad.flatten(0, -2), x.flatten(0, -2))
+        # the bucket reduces the gradient when it learns that it is final
         if last:
             weight.grad_added_to_main_grad = True
             weight.gradient_added(weight)
@@ -104,6 +105,7 @@ class DeferredWeightGradients(WeightGradients):
 
     def take(self, product: WeightProduct) -> None:
         """Defer a product. It keeps `dy` and `x` alive, but not their autograd graph."""
+        # detached, so that the autograd graph of the backward can be freed
         grad = product.grad.detach()
         x = product.x.detach()
         self._found.append(dataclasses.replace(product, grad=grad, x=x))
