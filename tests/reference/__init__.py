@@ -1,1 +1,1 @@
-"""Slow, obvious twins of what the project computes cleverly."""
+"""Slow, obvious references for optimised code of the project."""

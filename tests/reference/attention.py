@@ -1,5 +1,5 @@
-"""Slow twins of the mask, of masked attention and of rotary embedding, written one token and one
-head at a time.
+"""Slow references of the mask, masked attention and rotary embedding, one token and one head at a
+time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach
 
 
 def visible(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
-    """The rule of the mask, pair by pair, bool `[len(q), len(k)]`."""
+    """Return the mask pair by pair: bool `[len(q), len(k)]`."""
     mask = np.zeros((len(q), len(k)), bool)
     for i in range(len(q)):
         for j in range(len(k)):
@@ -29,9 +29,11 @@ def visible(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
 
 
 def molmo2_visible(subsegment: np.ndarray, is_image: np.ndarray) -> np.ndarray:
-    """The published rule of Molmo2: a key is seen when its subsegment id is not below the query's,
-    and it is not later or both are image tokens of one example. It relies on branches after their
-    prefix and examples in order.
+    """Return the mask by the published rule of Molmo2.
+
+    A key is visible if its subsegment id is not below the query's, and if it is not later or both
+    are image tokens of one example. The rule relies on branches after their prefix and on examples
+    in order.
 
     `subsegment = 100000 * example + (10000 for the shared prefix, else the branch number)`; a
     negative id is padding.
@@ -57,8 +59,10 @@ def attention(
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """`q[n, heads, d]`, `k, v[m, groups, d]`, `sinks[heads]`: one row and one head at a time; a row
-    that sees nothing is zero.
+    """Compute attention one row and one head at a time.
+
+    The inputs are `q[n, heads, d]`, `k, v[m, groups, d]` and `sinks[heads]`; a row without a
+    visible key is 0.
     """
     rows = []
     for i in range(q.shape[0]):
@@ -82,13 +86,13 @@ def rounding(
     mask: np.ndarray,
     scale: float,
 ) -> list[float]:
-    """Bounds on the errors of out, dq, dk and dv when every product and sum is rounded to float32,
-    in any order.
+    """Return bounds on the errors of out, dq, dk and dv if every product and sum is rounded to
+    float32, in any order.
 
-    A sum of n products is off by at most 4 sqrt(n) u times the sum of their sizes, u = 2^-24, but
-    for one in 1,500 (Higham and Mary, 2019, theorem 2.8); errors of its terms add up in squares.
-    Squares of errors are `e_`, in units of u^2. What a row shares (lse, delta) stays apart from
-    what is independent, which is summed over keys.
+    A sum of n products has an error of at most 4 sqrt(n) u times the sum of their sizes, u = 2^-24,
+    except for one in 1,500 sums (Higham and Mary, 2019, theorem 2.8). Errors of its terms add up in
+    squares. Squares of errors are `e_`, in units of u^2. Errors that a row shares (lse, delta) are
+    kept apart from independent errors, which are summed over keys.
     """
     (n, _, d), m, groups = q.shape, len(k), q.shape[1] // k.shape[1]
     q, dout = q.transpose(0, 1), dout.transpose(0, 1)  # [heads, n, d]
@@ -101,7 +105,7 @@ def rounding(
     p, scores = torch.exp(scores - lse), scores.masked_fill(~seen, 0.0)
     e_score = (d + 1) * (q.abs() @ k.abs().mT * scale) ** 2
     e_lse = (p**2 * e_score).sum(-1, keepdim=True) + m + 4 + lse**2
-    e_p = e_score + scores**2 + lse**2 + 4  # of a weight over the weight
+    e_p = e_score + scores**2 + lse**2 + 4  # error of a weight relative to the weight
     out, sizes = p @ v, p @ v.abs()
     e_out = (p**2 * e_p) @ v**2 + out**2 * e_lse + m * sizes**2
     delta, sizes = (out * dout).sum(-1, keepdim=True), (out * dout).abs().sum(-1, keepdim=True)
@@ -120,13 +124,13 @@ def rounding(
     sizes_k, sizes_v = ds.abs().mT @ q.abs(), p.mT @ dout.abs()
     shared = [
         x.unflatten(0, (-1, groups)).sum(1) for x in (e_dk, sizes_k, e_dv, sizes_v)
-    ]  # over a group's heads
+    ]  # over the heads of a group
     e_dk, e_dv = (e + groups * n * size**2 for e, size in (shared[:2], shared[2:]))
     return [4 * 2.0**-24 * x.max().sqrt().item() for x in (e_out, e_dq, e_dk, e_dv)]
 
 
 def rotate(x: torch.Tensor, position: int, base: float) -> torch.Tensor:
-    """One head `[d]`: the pair (i, i + d/2) as a complex number, times exp(i * position *
+    """Rotate one head `[d]`: the pair (i, i + d/2) is a complex number, times exp(i * position *
     base^(-2i/d)).
     """
     half = len(x) // 2

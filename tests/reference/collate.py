@@ -1,4 +1,4 @@
-"""Collation one token at a time, from the sentences of the format: slow and obvious.
+"""Collation one token at a time, directly from the format's specification: slow and obvious.
 
 A document here is (tokens, weights, padded_length, branch_starts).
 """
@@ -9,7 +9,7 @@ Document = tuple[list[int], list[float], int, tuple[int, ...]]
 
 
 def collate(packs: list[list[Document]], attention_mask: str) -> dict[str, list[float]]:
-    """The fields of a PackedBatch as lists."""
+    """Return the fields of a PackedBatch as lists."""
     names = ("tokens", "labels", "loss_weights", "position_ids", "leave")
     rows: dict[str, list[float]] = {name: [] for name in names}
     end_of_pack = 0
@@ -33,7 +33,7 @@ def collate(packs: list[list[Document]], attention_mask: str) -> dict[str, list[
                         and i + 1 == starts[0]
                         and len({tokens[start] for start in starts}) == 1
                     ):
-                        ends = False  # all branches go on with the same token
+                        ends = False  # all branches continue after the same token
                     after = None if ends else (tokens, weights, i + 1)
                     position = i if branch == 0 else starts[0] + i - starts[branch - 1]
                     place = (position, begin + [len(tokens), *starts[1:], len(tokens)][branch])

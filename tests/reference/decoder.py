@@ -1,7 +1,7 @@
-"""A naive decoder and trainer in plain torch: a dict of global tensors, an explicit mask, autograd,
+"""A naive decoder and trainer in plain torch: global tensors in a dict, an explicit mask, and
 torch's AdamW.
 
-It shares no code with megacp beyond the config's numbers; the rule of the mask is written out
+It shares no code with megacp except the numbers of the config; the rule of the mask is written
 again.
 """
 
@@ -20,8 +20,8 @@ from tests.reference import recurrence
 
 Weights = Mapping[str, Tensor]
 Seen = list[tuple[str, Any, Tensor, Tensor, Tensor]]
-"""Of each layer with experts and microbatch: name, batch, scores, probabilities `[T, E]`, and 1
-where chosen.
+"""For each expert layer and microbatch: name, batch, scores, probabilities `[T, E]`, and 1 for
+chosen experts.
 """
 
 
@@ -35,8 +35,8 @@ def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
 
 
 def mask_of(batch: Any, window: int | None = None) -> Tensor:
-    """Bool `[T, T]` from the two integers of each token, and from positions where the layer has a
-    window.
+    """Return the mask, bool `[T, T]`, from `leave` and `span`, and from positions if the layer has
+    a window.
     """
     leave, span = torch.from_numpy(batch.leave), torch.from_numpy(batch.span)
     place = torch.arange(len(leave))
@@ -49,7 +49,7 @@ def mask_of(batch: Any, window: int | None = None) -> Tensor:
 
 
 def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]:
-    """YaRN by its paper: the speeds, and the factor on q and k."""
+    """Return YaRN's frequencies and its factor on q and k, by its paper."""
     found, ends = [], []
     for turns in (32.0, 1.0):
         wanted = turns * 2 * math.pi / model.rope_original_max_positions
@@ -64,8 +64,9 @@ def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]
 
 
 def turn(x: Tensor, positions: Tensor, model: Any, near: bool) -> Tensor:
-    """Half-rotation of `x[T, heads, d]`, or of the first part of it; `near`: by the angles of
-    layers with a window.
+    """Rotate the two halves of `x[T, heads, d]`, or of its first part.
+
+    `near` uses the angles of layers with a window.
     """
     dim, factor = int(x.shape[-1] * model.rotary_percent), 1.0
     x, rest = x[..., :dim], x[..., dim:]
@@ -84,7 +85,7 @@ def turn(x: Tensor, positions: Tensor, model: Any, near: bool) -> Tensor:
 
 
 def delta_net(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
-    """Gated DeltaNet token by token."""
+    """Compute Gated DeltaNet token by token."""
     part = {n: linear(x, weights, f"{name}.{n}") for n in "qkvzba"}
     for n in "qkv":
         taps = weights[f"{name}.convolution_{n}.weight"].squeeze(1)
@@ -102,7 +103,7 @@ def delta_net(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
 
 
 def mamba2(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
-    """Mamba-2 token by token."""
+    """Compute Mamba-2 token by token."""
     own = {
         key.removeprefix(f"{name}."): value
         for key, value in weights.items()
@@ -155,7 +156,7 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
         scores = (q[:, head] @ k[:, group].t() * (model.softmax_scale or dim**-0.5)).masked_fill(
             ~mask, -torch.inf
         )
-        # a padding row sees nothing: softmax gives NaN there, which must not reach the gradient
+        # a padding row attends to no key: softmax is NaN there, which must not reach the gradient
         scores = torch.where(mask.any(1)[:, None], scores, torch.zeros_like(scores))
         if model.softmax_type == "learnable":
             scores = torch.cat([scores, weights[f"{name}.sinks"][head].expand(len(x), 1)], 1)
@@ -176,13 +177,15 @@ def mlp(x: Tensor, weights: Weights, name: str, model: Any) -> Tensor:
 
 
 def best(values: list[float], count: int) -> list[int]:
-    """Places of the highest values, the first of equal ones."""
+    """Return the indices of the highest values; ties go to the lower index."""
     return sorted(range(len(values)), key=lambda place: (-values[place], place))[:count]
 
 
 def chosen_for(row: list[float], model: Any) -> list[int]:
-    """Experts of one token: of its best groups, by the sums of their two best, those with the
-    highest scores.
+    """Return the experts of one token.
+
+    Groups are ranked by the sum of their two best scores, and the experts with the highest scores
+    in the best groups are chosen.
     """
     size = len(row) // model.moe_router_num_groups
     groups = [row[first : first + size] for first in range(0, len(row), size)]
@@ -193,8 +196,9 @@ def chosen_for(row: list[float], model: Any) -> list[int]:
 
 
 def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any, seen: Seen) -> Tensor:
-    """Every expert over every token, times its share of the token: 0 unless it is chosen; padding
-    has none.
+    """Apply every expert to every token, times its weight for the token.
+
+    The weight is 0 for experts that are not chosen, and for padding.
     """
     scores, total = linear(x, weights, f"{name}.router"), torch.zeros_like(x)
     sigmoid, chosen = model.moe_router_score_function == "sigmoid", torch.zeros_like(scores)
@@ -220,13 +224,13 @@ def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any, seen
 
 
 def balance(seen: Seen, batches: Sequence[Any], model: Any, training: Any) -> list[Tensor]:
-    """The term of documents and the z-loss, document by document, where they are asked for."""
+    """Return the load-balancing term and the z-loss, document by document, if they are enabled."""
     tokens = sum(batch.real_tokens for batch in batches)
     of_documents, z = torch.zeros(2, dtype=torch.float64).unbind()
     for _, batch, scores, probabilities, chosen in seen:
         ends = torch.from_numpy(
             np.maximum.accumulate(batch.leave)
-        )  # nothing in a document ends later than its root
+        )  # no part of a document ends later than its root
         real = torch.from_numpy(batch.leave > 0)
         z = z + training.moe_z_loss_coeff / tokens * scores[real].logsumexp(1).square().sum()
         for end in ends[real].unique():
@@ -241,7 +245,7 @@ def balance(seen: Seen, batches: Sequence[Any], model: Any, training: Any) -> li
 
 
 def loads(seen: Seen) -> dict[str, Tensor]:
-    """Tokens of each expert, by layer."""
+    """Return the number of tokens per expert, by layer."""
     found: dict[str, Tensor] = {}
     for name, *_, chosen in seen:
         found[name] = found.get(name, 0) + chosen.detach().sum(0)
@@ -249,7 +253,7 @@ def loads(seen: Seen) -> dict[str, Tensor]:
 
 
 def logits(weights: Weights, batch: Any, model: Any, seen: Seen) -> Tensor:
-    """`[T, vocabulary]`."""
+    """Return the logits `[T, vocabulary]`."""
     x = weights["embedding.weight"][torch.from_numpy(batch.tokens)] * model.embedding_multiplier
     for layer in range(model.num_layers):
         name = f"layers.{layer}"
@@ -277,7 +281,7 @@ def logits(weights: Weights, batch: Any, model: Any, seen: Seen) -> Tensor:
 
 
 def loss(weights: Weights, batches: Sequence[Any], model: Any, seen: Seen) -> Tensor:
-    """Weighted mean over all tokens of all batches."""
+    """Return the weighted mean loss over all tokens of all batches."""
     total = sum(
         (
             F.cross_entropy(
@@ -295,8 +299,10 @@ def loss(weights: Weights, batches: Sequence[Any], model: Any, seen: Seen) -> Te
 def train(
     weights: Weights, steps: Sequence[Sequence[Any]], model: Any, training: Any
 ) -> tuple[list[tuple[float, ...]], dict[str, Tensor], dict[str, Tensor]]:
-    """Constant learning rate. Returns loss, gradient norm and figures of experts per step, the
-    first step's gradients, final weights.
+    """Train with a constant learning rate.
+
+    Return loss, gradient norm and expert figures of each step, the gradients of the first step, and
+    the final weights.
     """
     fixed = {
         name: tensor.clone() for name, tensor in weights.items() if name.endswith("correction")

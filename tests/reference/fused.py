@@ -1,4 +1,4 @@
-"""flash-linear-attention's `chunk_gated_delta_rule` token by token: its parameters, its refusals,
+"""flash-linear-attention's `chunk_gated_delta_rule` token by token, with its parameters, errors and
 autograd.
 """
 
@@ -29,8 +29,9 @@ def chunk_gated_delta_rule(
     cp_context: object = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`q, k[1, t, groups, K]`, `v[1, t, heads, V]`, rates `[1, t, heads]`; as release 0.6.0
-    declares it.
+    """Compute the rule for `q, k[1, t, groups, K]`, `v[1, t, heads, V]` and rates `[1, t, heads]`.
+
+    The signature is that of release 0.6.0.
     """
     assert not any(
         [

@@ -1,8 +1,8 @@
-"""Megatron's rank order from its documented rule, one group list at a time, as slowly as it reads.
+"""Megatron's rank order from its documented rule, one group list at a time: slow and obvious.
 
-The rule: an order string names the axes fastest first; a rank's coordinates are the digits of the
-rank in that mixed radix; a group over some axes is all ranks whose other digits agree; groups are
-listed by their other digits.
+An order string names the axes, fastest first. A rank's coordinates are its digits in that mixed
+radix. A group over some axes is the set of ranks whose other digits agree. Groups are listed by
+their other digits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 
 
 def digits(rank: int, sizes: Mapping[str, int], order: str = MEGATRON_ORDER) -> dict[str, int]:
-    """Coordinates of a rank by repeated division."""
+    """Return the coordinates of a rank, by repeated division."""
     found = {}
     for name in order.split("-"):
         found[name] = rank % sizes[name]
@@ -24,8 +24,8 @@ def digits(rank: int, sizes: Mapping[str, int], order: str = MEGATRON_ORDER) -> 
 def groups(
     sizes: Mapping[str, int], token: Sequence[str], order: str = MEGATRON_ORDER
 ) -> list[tuple[int, ...]]:
-    """All groups over the axes of `token`, members ascending, in the order in which their first
-    members appear.
+    """Return all groups over the axes of `token`, with ascending members, ordered by their first
+    member.
     """
     world = 1
     for size in sizes.values():

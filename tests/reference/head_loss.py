@@ -1,6 +1,4 @@
-"""The loss of a head in one process, by torch in float64, and the most memory that a piece of work
-holds.
-"""
+"""The loss of a head in one process, by torch in float64, and a measurement of peak memory."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ from megacp.distributed.large_blocks import BLOCKS
 def head_loss(
     x: Tensor, table: Tensor, labels: Tensor, weights: Tensor, denominator: float
 ) -> Tensor:
-    """Scalar, of `x[t, h]`, `table[vocabulary, h]`. A token of weight 0 is left out, its label may
-    be any number.
+    """Return the scalar loss of `x[t, h]` and `table[vocabulary, h]`.
+
+    A token of weight 0 is left out, and its label may be any number.
     """
     counted = weights != 0
     terms = torch.nn.functional.cross_entropy(
@@ -30,15 +29,16 @@ def head_loss(
 def head_gradients(
     x: Tensor, table: Tensor, labels: Tensor, weights: Tensor, denominator: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its gradients `dx[t, h]`, `d_table[vocabulary, h]`."""
+    """Return the loss and its gradients `dx[t, h]`, `d_table[vocabulary, h]`."""
     x, table = (value.detach().double().requires_grad_() for value in (x, table))
     loss = head_loss(x, table, labels, weights, denominator)
     return loss.detach(), *torch.autograd.grad(loss, (x, table))
 
 
 def peak_bytes_of(work: Callable[[], object]) -> int:
-    """Most bytes held at once over those held before; what operations make inside and let go counts
-    too.
+    """Return the peak number of bytes, relative to the bytes allocated before.
+
+    It includes tensors that operations allocate and free internally.
     """
     with (
         mock.patch.object(BLOCKS, "active", False),

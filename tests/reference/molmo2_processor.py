@@ -1,7 +1,8 @@
 """The image and video processors of the transformers library, without torchvision.
 
-They ask torchvision for three things only, given here by what it does for a float tensor on a CPU:
-`resize` without smoothing is torch's bilinear interpolation, `normalize` subtracts and divides.
+They need only three functions of torchvision. The replacements do the same as torchvision for a
+float tensor on a CPU: `resize` without smoothing is torch's bilinear interpolation, and `normalize`
+subtracts and divides.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from megacp.training.data.vision.molmo2 import Molmo2Rules
 
 @functools.cache
 def _library(kind: str, name: str) -> Any:
-    """A class of the library, from its own file: the package gives a stand-in. Imported where it is
-    used, because that takes a second, and every process that collects tests reads this file.
+    """Return a class of the library from its file, because the package itself returns a stand-in.
+
+    The import takes a second and every test process reads this file, so import only on use.
     """
     return getattr(importlib.import_module(f"transformers.models.molmo2.{kind}_molmo2"), name)
 
 
 class _Backend:
-    """What the processors' functions call `self` or `backend`."""
+    """The object that the processors' functions use as `self` or `backend`."""
 
     def _build_overlapping_crops(self, *arguments: Any, **options: Any) -> Any:
         build = _library("image_processing", "Molmo2ImageProcessor")._build_overlapping_crops
@@ -73,10 +75,11 @@ def _settings(rules: Molmo2Rules) -> dict[str, Any]:
 def process_image(
     pixels: np.ndarray, rules: Molmo2Rules
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """uint8 [h, w, 3] -> patches, pooling indices, [low rows, low columns, high rows, high
-    columns].
+    """Process uint8 [h, w, 3].
+
+    Return patches, pooling indices, and [low rows, low columns, high rows, high columns].
     """
-    # a copy in channels-first order, as the library makes it from an array
+    # a copy in channels-first order, like the library's conversion from an array
     batch = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()[None]
     grid, patches, pooling = _library(
         "image_processing", "Molmo2ImageProcessor"
@@ -95,7 +98,9 @@ def process_image(
 def process_video(
     frames: np.ndarray, rules: Molmo2Rules
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """uint8 [t, h, w, 3] -> patches [t, N, d], pooling indices of one frame, [rows, columns]."""
+    """Process uint8 [t, h, w, 3]; return patches [t, N, d], pooling indices of one frame, and
+    [rows, columns].
+    """
     batch = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).contiguous()
     grid, patches, pooling = _library(
         "video_processing", "Molmo2VideoProcessor"
@@ -110,7 +115,7 @@ def process_video(
 
 
 def sampled_frames(num_frames: int, fps: float, rules: Molmo2Rules) -> list[int]:
-    """Numbers of the frames that the video processor takes."""
+    """Return the indices of the frames that the video processor samples."""
     metadata = SimpleNamespace(fps=fps, duration=num_frames / fps, total_num_frames=num_frames)
     processor = SimpleNamespace(max_fps=rules.video_fps, num_frames=rules.max_frames)
     found = _library("video_processing", "Molmo2VideoProcessor").sample_frames(processor, metadata)  # type: ignore[arg-type]
@@ -118,7 +123,7 @@ def sampled_frames(num_frames: int, fps: float, rules: Molmo2Rules) -> list[int]
 
 
 def _texts(rules: Molmo2Rules) -> Any:
-    """What the library's processor keeps of its settings."""
+    """Return the settings that the library's processor stores."""
     return SimpleNamespace(
         image_use_col_tokens=rules.use_column_tokens,
         use_single_crop_col_tokens=rules.low_res_column_tokens,
@@ -129,7 +134,7 @@ def _texts(rules: Molmo2Rules) -> Any:
 
 
 def image_text(grid: list[int], rules: Molmo2Rules) -> str:
-    """The tokens of an image, by their texts, for [low rows, low columns, high rows, high
+    """Return the tokens of an image, as texts, for [low rows, low columns, high rows, high
     columns].
     """
     return _library("processing", "Molmo2Processor").replace_image_token(
@@ -138,7 +143,7 @@ def image_text(grid: list[int], rules: Molmo2Rules) -> str:
 
 
 def video_text(grid: list[int], times: list[float], rules: Molmo2Rules) -> str:
-    """The tokens of a video with the times between, by their texts, for [frames, rows, columns]."""
+    """Return the tokens of a video with its timestamps, as texts, for [frames, rows, columns]."""
     return _library("processing", "Molmo2Processor").get_video_string(
         _texts(rules), torch.tensor(grid), times
     )

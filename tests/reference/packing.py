@@ -1,4 +1,4 @@
-"""Packing one item at a time, image shards by trying every partition. Slow and obvious."""
+"""Packing one item at a time, and image shards by trying every partition: slow and obvious."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import itertools
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Item numbers of each pack: longest first, into the pack with the least free space that still
-    fits.
+    """Return the item numbers of each pack.
+
+    Items are placed longest first, each in the pack with the least free space that still fits.
     """
     packs: list[list[int]] = []
     free: list[int] = []
@@ -27,8 +28,9 @@ def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
 def first_fit(
     tokens: list[int], crops: list[int], token_capacity: int, crop_capacity: int, order: list[int]
 ) -> list[list[int]]:
-    """Item numbers of each pack: items in `order`, into the first pack with room in both
-    budgets.
+    """Return the item numbers of each pack.
+
+    Items are placed in `order`, each in the first pack with room in both budgets.
     """
     packs: list[list[int]] = []
     for item in order:
@@ -46,7 +48,7 @@ def first_fit(
 
 
 def least_largest_cost(costs: list[int], ranks: int) -> int:
-    """The optimum over all contiguous partitions into `ranks` parts, empty ones allowed."""
+    """Return the optimum over all contiguous partitions into `ranks` parts; parts may be empty."""
     n = len(costs)
     partitions = itertools.combinations_with_replacement(range(n + 1), ranks - 1)
     return min(

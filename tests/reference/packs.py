@@ -1,5 +1,5 @@
-"""Random packs with everything a mask can hold: documents, branches, image spans, padding inside
-and at the end.
+"""Random packs with every feature of a mask: documents, branches, image spans, padding inside and
+at the end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def random_batch(
     weights: str = "some",
     number: int = 0,
 ) -> PackedBatch:
-    """A pack of `tokens` tokens. Branches come after their prefix, later documents after earlier
-    ones.
+    """Return a random pack of `tokens` tokens.
 
-    No documents: padding alone. `depth`: branches above one another at the most. `weights`: `some`
-    (about two thirds are counted, with unequal weights) or `all` (1 everywhere).
+    Branches come after their prefix, and later documents after earlier ones. Without documents the
+    pack has only padding. `depth` is the maximum nesting of branches. `weights` is `some` (about
+    two thirds of the tokens, with unequal weights) or `all` (1 everywhere).
     """
     cuts = np.sort(
         rng.choice(np.arange(1, tokens), max(1, min(documents, tokens)) - 1, replace=False)
@@ -56,7 +56,7 @@ def random_batch(
                 next_span += 0 if shared else 1
             if (
                 prefix < length and rng.random() < 0.7
-            ):  # images inside of branches, of the document's span or their own
+            ):  # images inside branches, in the document's span or in a separate one
                 low = int(rng.integers(prefix, length))
                 span[start + low : start + int(rng.integers(low + 1, length + 1))] = next_span
             next_span += 1
@@ -88,7 +88,9 @@ def random_batch(
 def _trees(
     rng: np.random.Generator, lengths: np.ndarray, real: np.ndarray, depth: int, images: bool
 ) -> tuple[Metadata, np.ndarray]:
-    """Random trees of these lengths side by side, and the position of each token on its path."""
+    """Return random trees of these lengths one after another, and the position of each token on its
+    path.
+    """
     leave, span, position = (np.zeros(len(real), np.int64) for _ in range(3))
 
     def grow(start: int, stop: int, above: int, left: int) -> None:
@@ -108,8 +110,9 @@ def _trees(
 
 
 def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) -> PackedBatch:
-    """One document: frames that all see each other, `text` causal tokens in front of each, `after`
-    behind the last.
+    """Return one document of frames that all attend to each other.
+
+    There are `text` causal tokens before each frame, and `after` tokens behind the last frame.
     """
     one = [0] * text + [1] * tokens_of_frame
     span = np.array(one * frames + [0] * after, np.int32)
@@ -122,12 +125,12 @@ def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) ->
 
 
 def metadata(batch: PackedBatch) -> Metadata:
-    """What the mask knows of a batch."""
+    """Return the mask's metadata of a batch."""
     return Metadata.of_row(batch.leave, batch.span)
 
 
 def dense_mask(table: TileTable) -> np.ndarray:
-    """The mask of a small table as bool `[queries, keys]`."""
+    """Return the mask of a small table as bool `[queries, keys]`."""
     dense = np.zeros((table.queries, table.keys), dtype=bool)
     for row in table.rows:
         for tile in row.tiles:

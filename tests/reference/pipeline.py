@@ -1,4 +1,6 @@
-"""Slow, obvious twins of the pipeline room: try every cut, and train all layers in one process."""
+"""Slow, obvious references of the pipeline package: try every partition, and train all layers in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from torch import Tensor
 def every_partition(
     layer_costs: Sequence[float], first_extra: float, last_extra: float, num_virtual_stages: int
 ) -> list[tuple[list[range], list[Fraction]]]:
-    """All contiguous cuts with at least one layer each, and the exact cost of each part."""
+    """Return all contiguous partitions with at least one layer per part, and the exact cost of each
+    part.
+    """
     num_layers = len(layer_costs)
     found = []
     for inner in itertools.combinations(range(1, num_layers), num_virtual_stages - 1):
@@ -29,8 +33,8 @@ def every_partition(
 
 
 class Part(torch.nn.Module):
-    """One virtual stage of a tiny float64 model: x -> tanh(W x + b) + x, and a squared error at the
-    end.
+    """One virtual stage of a tiny float64 model: x -> tanh(W x + b) + x, with a squared error at
+    the end.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Part(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.randn(width, generator=generator, dtype=torch.float64))
 
     def forward(self, hidden: Tensor | None, batch: dict[str, Tensor]) -> Tensor:
-        """Hidden states [t, width], or the scalar loss on the last virtual stage."""
+        """Return hidden states [t, width], or the scalar loss on the last virtual stage."""
         assert (hidden is None) == self.first
         x = batch["input"] if hidden is None else hidden
         y = torch.tanh(x @ self.weight.T + self.bias) + x
@@ -57,7 +61,7 @@ class Part(torch.nn.Module):
 
 
 def make_batches(lengths: Sequence[int], width: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """One microbatch of random inputs and targets [t, width] float64 for each length."""
+    """Return one microbatch of random inputs and targets [t, width] float64 for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [
         {
@@ -71,7 +75,7 @@ def make_batches(lengths: Sequence[int], width: int, seed: int = 0) -> list[dict
 def train_in_one_process(
     lengths: Sequence[int], width: int, num_virtual_stages: int
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Losses of the microbatches and the gradients of every virtual stage, with all of them in one
+    """Return losses of the microbatches and gradients of every virtual stage, computed in one
     graph.
     """
     parts = [

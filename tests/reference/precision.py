@@ -1,5 +1,5 @@
-"""transformers in float64 throughout: it computes norms, softmax and rotary angles in float32
-whatever the dtype.
+"""transformers in float64 throughout. By default it computes norms, softmax and rotary angles in
+float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def float32_is_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, the library's own float32 computations are in float64."""
+    """Run the library's internal float32 computations in float64."""
     with monkeypatch.context() as patch:
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "float", torch.float64)

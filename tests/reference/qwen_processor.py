@@ -1,7 +1,7 @@
 """The Qwen3.5 processors and positions of the transformers library, without torchvision.
 
-What they ask of torchvision is given here by what it does on a CPU: `resize` of bytes is torch's
-own bicubic interpolation with smoothing, `normalize` subtracts and divides.
+The replacements for torchvision do the same as torchvision on a CPU: `resize` of bytes is torch's
+bicubic interpolation with smoothing, and `normalize` subtracts and divides.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megacp.training.data.vision.qwen3_5 import Qwen35Rules
 
 
 def _library(module: str, name: str) -> Any:
-    """A class of the library; imported where it is used, because that takes seconds."""
+    """Return a class of the library; it is imported on use, because that takes seconds."""
     return getattr(importlib.import_module(f"transformers.models.{module}"), name)
 
 
 def _interpolated(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """uint8 [n, 3, h, w] in another size."""
+    """Resize uint8 [n, 3, h, w]."""
     return torch.nn.functional.interpolate(images, size=size, mode="bicubic", antialias=True)
 
 
@@ -33,7 +33,7 @@ def _resize(image: np.ndarray, size: tuple[int, int], resample: int, **options: 
 
 
 def process_image(pixels: np.ndarray, rules: Qwen35Rules) -> tuple[np.ndarray, list[int]]:
-    """uint8 [h, w, 3] -> patches [n, d], grid [1, rows, columns]."""
+    """Process uint8 [h, w, 3]; return patches [n, d] and the grid [1, rows, columns]."""
     processor = _library("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")(
         size=dict(zip(("shortest_edge", "longest_edge"), rules.resize_pixels, strict=True)),
         patch_size=rules.patch_size,
@@ -47,7 +47,7 @@ def process_image(pixels: np.ndarray, rules: Qwen35Rules) -> tuple[np.ndarray, l
 
 
 class _Frames:
-    """What the video processor's methods call `self`."""
+    """The object that the video processor's methods use as `self`."""
 
     max_video_tokens = 768
 
@@ -111,17 +111,17 @@ class _Frames:
 
 
 def process_video(frames: np.ndarray, rules: Qwen35Rules) -> tuple[np.ndarray, list[int]]:
-    """uint8 [t, h, w, 3] -> patches [n, d], grid [pairs, rows, columns]."""
+    """Process uint8 [t, h, w, 3]; return patches [n, d] and the grid [pairs, rows, columns]."""
     return _Frames(rules).process(frames, rules)
 
 
 def sampled_frames(num_frames: int, fps: float, rules: Qwen35Rules) -> list[int]:
-    """Numbers of the frames that the video processor takes."""
+    """Return the indices of the frames that the video processor samples."""
     return _Frames(rules).sampled(num_frames, fps)
 
 
 def _texts(rules: Qwen35Rules) -> SimpleNamespace:
-    """What the library's processor keeps of its settings."""
+    """Return the settings that the library's processor stores."""
     processor = _library("qwen3_vl.processing_qwen3_vl", "Qwen3VLProcessor")
     sizes = SimpleNamespace(merge_size=rules.merge_size, temporal_patch_size=2)
     return SimpleNamespace(
@@ -137,14 +137,14 @@ def _texts(rules: Qwen35Rules) -> SimpleNamespace:
 
 
 def image_text(grid: list[int], rules: Qwen35Rules) -> str:
-    """The text of an image by a chat template, with its tokens, for [1, rows, columns]."""
+    """Return the text of an image in a chat template, with its tokens, for [1, rows, columns]."""
     texts = _texts(rules)
     image = texts.library.replace_image_token(texts, {"image_grid_thw": np.array([grid])}, 0)
     return f"<|vision_start|>{image}<|vision_end|>"
 
 
 def video_text(grid: list[int], frames: list[int], fps: float, rules: Qwen35Rules) -> str:
-    """The text of a video with the times between, for [pairs, rows, columns] and the taken
+    """Return the text of a video with its timestamps, for [pairs, rows, columns] and the sampled
     frames.
     """
     texts = _texts(rules)
@@ -160,7 +160,7 @@ def positions(
     video_grids: list[list[int]],
     rules: Qwen35Rules,
 ) -> np.ndarray:
-    """int64 [n, 3] of one document: time, row and column of each token."""
+    """Return time, row and column of each token of one document: int64 [n, 3]."""
     model = _library("qwen3_5.modeling_qwen3_5", "Qwen3_5Model")
     self = SimpleNamespace(
         config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=rules.merge_size)),

@@ -1,4 +1,4 @@
-"""Rules of states token by token, and a convolution tap by tap, along the path of each token of a
+"""Recurrent rules token by token, and a convolution tap by tap, along the path of each token of a
 row.
 """
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 def before(leave: np.ndarray) -> list[int]:
-    """The token before each on its path: the nearest earlier one whose subtree holds it; -1:
-    none.
+    """Return the token before each token on its path, or -1.
+
+    It is the nearest earlier token whose subtree contains it.
     """
     earlier = [[j for j in range(i) if leave[j] > i and leave[i] > 0] for i in range(len(leave))]
     return [tokens[-1] if tokens else -1 for tokens in earlier]
@@ -20,8 +21,9 @@ def before(leave: np.ndarray) -> list[int]:
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, leave: np.ndarray
 ) -> Tensor:
-    """`[T, heads, V]`; the state of each token starts from that of the token before it; padding
-    gives 0.
+    """Return `[T, heads, V]`.
+
+    The state of each token starts from the state of the token before it; padding gives 0.
     """
     share, states, outs = v.shape[1] // k.shape[1], dict[int, Tensor](), []
     for i, past in enumerate(before(leave)):
@@ -42,7 +44,7 @@ def gated_delta_rule(
 def state_space_dual(
     c: Tensor, b: Tensor, x: Tensor, log_decay: Tensor, leave: np.ndarray
 ) -> Tensor:
-    """`[T, heads, V]`, likewise."""
+    """Return `[T, heads, V]` with the same rules."""
     share, states, outs = x.shape[1] // b.shape[1], dict[int, Tensor](), []
     c, b = (each.repeat_interleave(share, 1) for each in (c, b))
     for i, past in enumerate(before(leave)):
@@ -53,8 +55,9 @@ def state_space_dual(
 
 
 def convolution(x: Tensor, weight: Tensor, leave: np.ndarray) -> Tensor:
-    """`x[T, c]`, `weight[c, taps]`, the last tap for the token itself; padding sees itself
-    alone.
+    """Convolve `x[T, c]` with `weight[c, taps]`.
+
+    The last tap is for the token itself; padding only uses itself.
     """
     past, rows = before(leave), []
     for i in range(len(x)):

@@ -1,8 +1,9 @@
-"""Executes the action lists of all stages on paper: proves that a schedule ends, and measures it.
+"""Simulated execution of the action lists of all stages. It proves that a schedule finishes and
+measures it.
 
-The rules are those of the runtime: a send never waits (unless a send window is given), a receive
-waits for its message, a compute takes its time. Messages of a channel arrive in the order sent. A
-message that its receive does not expect is an error, since real ranks would take it for the other
+The rules are those of the runtime: a send never waits (unless there is a send window), a receive
+waits for its message, and a compute takes its time. Messages of a channel arrive in the order of
+their sends. An unexpected message is an error, because real ranks would mistake it for the expected
 one.
 """
 
@@ -26,22 +27,21 @@ SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 @dataclass(frozen=True)
 class Simulation:
-    """What an execution of the lists gave; times in the unit of the given durations, lists indexed
-    by stage.
+    """Result of a simulation. Times have the unit of the given durations, and lists are indexed by
+    stage.
     """
 
     makespan: float
     busy: tuple[float, ...]  # time spent in forwards and backwards
     peak_in_flight: tuple[
         int, ...
-    ]  # most (microbatch, chunk) forwarded and not yet backwarded at once
-    peak_put_off: tuple[int, ...]  # most whose weight gradients wait for an action of their own
+    ]  # largest number of (microbatch, chunk) with a forward but no backward yet
+    # largest number whose weight gradients wait for a separate action
+    peak_put_off: tuple[int, ...]
 
     @property
     def bubble(self) -> float:
-        """Idle time of the busiest stage relative to its busy time, the ideal: 0.0 is a perfect
-        pipeline.
-        """
+        """Idle time of the busiest stage relative to its busy time; 0.0 is a perfect pipeline."""
         return self.makespan / max(self.busy) - 1.0
 
 
@@ -61,7 +61,10 @@ class _Stage:
     done: set[Action] = field(default_factory=set)
 
     def compute(self, action: Action, duration: float, puts_off: bool) -> None:
-        """`puts_off`: the list has an action of its own for these weight gradients."""
+        """Execute a compute.
+
+        `puts_off` means that the list has a separate action for its weight gradients.
+        """
         key = (action.microbatch, action.chunk)
         self.clock, self.busy = self.clock + duration, self.busy + duration
         if action.kind is Kind.FORWARD:
@@ -72,13 +75,14 @@ class _Stage:
             self.deferred |= {key} if puts_off else set()
         else:
             self.deferred.discard(key)
-            # counted after the next of them: one that follows its backward at once has not waited
+            # count after the next compute: weight gradients that follow their backward at once do
+            # not wait
             self.peak_put_off = max(self.peak_put_off, len(self.deferred))
 
 
 def in_flight_bound(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-    """Most (microbatch, chunk) activations that a stage holds at once in training: its warm-up, and
-    one more.
+    """Return the largest number of (microbatch, chunk) activations of a stage: its warm-up plus
+    one.
     """
     after = num_stages - stage - 1
     warmup = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * num_stages
@@ -97,13 +101,14 @@ def simulate(
 ) -> Simulation:
     """Execute the lists of all stages (`stages[i]` is stage i's list) until they end.
 
-    `backward_time` is without weight gradients where these have actions of their own on some stage,
-    `weights_time` each; a backward of such lists without that action takes both. `send_window` is
-    the most messages of a channel sent and not yet received before the next send waits. Virtual
-    stages before `first_trained` have no backward and hold nothing for it.
+    `backward_time` excludes weight gradients if any stage has separate actions for them, each of
+    which takes `weights_time`; in lists without such actions, a backward takes both times.
+    `send_window` is the maximum number of messages of a channel that are sent but not received
+    before the next send waits. Virtual stages before `first_trained` have no backward and store
+    nothing for it.
 
-    An assertion fails when no stage can continue, and when a message meets the wrong receive, is
-    never received, or an action runs twice or before the actions that it needs.
+    An assertion fails if no stage can continue, if a message meets the wrong receive or is never
+    received, or if an action runs twice or before the actions that it needs.
     """
     times = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time, Kind.WEIGHTS: weights_time}
     runs, count = [_Stage(actions) for actions in stages], len(stages)
@@ -116,7 +121,7 @@ def simulate(
     taken: dict[Channel, list[float]] = defaultdict(list)
 
     def goes_on(stage: int) -> bool:
-        """Run the next action of a stage, unless another stage must do something before."""
+        """Run the next action of a stage, unless another stage must act first."""
         run = runs[stage]
         if len(run.done) == len(run.actions):
             return False
@@ -159,7 +164,8 @@ def simulate(
         run.done.add(action)
         return True
 
-    while any([goes_on(stage) for stage in range(count)]):  # all of them, in turn
+    # a list, so that every stage gets a turn
+    while any([goes_on(stage) for stage in range(count)]):
         pass
     for run in runs:
         assert len(run.done) == len(run.actions), f"a deadlock before {run.actions[len(run.done)]}"
@@ -180,8 +186,9 @@ def simulate(
 
 
 def _needs(kind: Kind, has_before: bool, has_after: bool) -> list[Kind]:
-    """What a stage must have done for the same (microbatch, chunk) before; whether there are stages
-    on either side.
+    """Return the earlier actions for the same (microbatch, chunk) that an action needs.
+
+    The flags say whether there are stages before and after.
     """
     return {
         Kind.FORWARD: [Kind.RECV_FORWARD] * has_before,
@@ -194,12 +201,12 @@ def _needs(kind: Kind, has_before: bool, has_after: bool) -> list[Kind]:
 
 
 def hangs_where_computes_wait(stages: Sequence[Sequence[Action]]) -> list[Action]:
-    """What stages stand before for ever when every compute waits for the whole device; [] when all
-    end.
+    """Return the actions at which stages wait forever if every compute waits for the whole device;
+    [] if all end.
 
-    On NCCL a message is a kernel on both sides: a compute that waits for its device waits for every
-    message that its stage has sent or asked for, until the other side has come. A receive is asked
-    for right before it is needed.
+    On NCCL a message is a kernel on both sides. A compute that waits for its device waits for every
+    message that its stage has posted, until the peer arrives. A receive is posted right before it
+    is needed.
     """
     at, sent, asked = [0] * len(stages), Counter[Channel](), Counter[Channel]()
 

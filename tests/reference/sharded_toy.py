@@ -1,9 +1,9 @@
-"""A model of parameters only, cut like a transformer over tp and pp.
+"""A model of parameters only, sharded like a transformer over tp and pp.
 
 Its loss is `sum(p * c + p * p / 2)` with given coefficients c per data-parallel rank and step, so
-the true gradient is known without a forward pass. It has every kind of parameter: cut by rows, by
-columns, three pieces fused in one, a padded vocabulary tied between first and last stage,
-replicated vectors and one with three dimensions.
+the true gradient is known without a forward pass. It has every kind of parameter: sharded by rows
+or by columns, three fused pieces, a padded vocabulary tied between first and last stage, replicated
+vectors, and one with three dimensions.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FUSED = {
     "norm": (["norm.weight"], None),
     "filter": (["filter.weight"], None),
 }
-"""Local parameters of a layer: what stands in them one after the other, and the dimension cut over
+"""Local parameters of a layer: the global tensors stacked in each, and the dimension sharded over
 tp.
 """
 
 
 def global_shapes() -> dict[str, tuple[int, ...]]:
-    """Global shape of every parameter by name."""
+    """Return the global shape of every parameter by name."""
     layers = {
         f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in LAYER_SHAPES.items()
     }
@@ -55,7 +55,7 @@ def decayed(name: str) -> bool:
 
 
 def values(salt: object, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Random global tensors, a function of name and salt only."""
+    """Return random global tensors that depend only on name and salt."""
     seeds = {
         name: torch.Generator().manual_seed(zlib.crc32(f"{name}/{salt}".encode()))
         for name in global_shapes()
@@ -67,8 +67,9 @@ def values(salt: object, dtype: torch.dtype = torch.float64) -> dict[str, torch.
 
 
 class Toy(nn.Module):
-    """The parameters of one (tp rank, stage); `of(rank)` in the order in which a model would
-    construct them.
+    """The parameters of one (tp rank, stage).
+
+    `of(rank)` is in the order in which a model would construct them.
     """
 
     def __init__(self, tp: int, tp_rank: int, stages: int, stage: int, dtype: torch.dtype) -> None:
@@ -115,8 +116,8 @@ class Toy(nn.Module):
         self.register_parameter(attribute, attach(nn.Parameter(local), spec))
 
     def loss(self, coefficients: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """This rank's part of the loss: parameters with a partial gradient share it with their
-        copies.
+        """Return this rank's part of the loss; parameters with a partial gradient share it with
+        their copies.
         """
         total = torch.zeros((), dtype=self.dtype)
         for parameter in self.parameters():
@@ -130,7 +131,10 @@ class Toy(nn.Module):
 
 
 def local_of(parameter: nn.Parameter, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The local tensor, in their dtype, whose pieces are cut from global ones; zero elsewhere."""
+    """Return the local tensor with its pieces taken from the global tensors, and 0 elsewhere.
+
+    The dtype is that of the global tensors.
+    """
     local = torch.zeros(parameter.shape, dtype=next(iter(whole.values())).dtype)
     for piece in spec_of(parameter).pieces:
         box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
@@ -139,7 +143,7 @@ def local_of(parameter: nn.Parameter, whole: Mapping[str, torch.Tensor]) -> torc
 
 
 def group_of(x: torch.Tensor, weight_decay: float, lr_multiplier: float = 1.0) -> Group:
-    """A slice alone, before AdamW's first update."""
+    """Return a group with a single slice, before AdamW's first update."""
     return Group(
         weight_decay,
         lr_multiplier,

@@ -1,6 +1,4 @@
-"""Reading sharded tensors and parameters back into global ones, for tests that compare with one
-process.
-"""
+"""Assembly of global tensors from sharded tensors and parameters, for comparison with one process."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ from torch import nn
 from megacp.engine.data_parallel.parameter import spec_of
 
 Pieces = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
-"""(global name, offsets) -> (global shape, values)."""
+"""Mapping from (global name, offsets) to (global shape, values)."""
 
 
 def pieces_of(module: nn.Module, values: Mapping[nn.Parameter, torch.Tensor]) -> Pieces:
-    """What this rank holds of each global tensor, from values shaped like its local parameters."""
+    """Return this rank's part of each global tensor, from values shaped like its local parameters."""
     return {
         (piece.name, piece.offsets): (
             piece.global_shape,
@@ -29,9 +27,10 @@ def pieces_of(module: nn.Module, values: Mapping[nn.Parameter, torch.Tensor]) ->
 
 
 def assemble(parts: Iterable[Pieces]) -> dict[str, np.ndarray]:
-    """Global tensors by name. NaN marks elements that a rank does not hold; every element must be
-    held by some rank, and with the same bits by all that hold it (replicated weights, the two
-    copies of a tied embedding).
+    """Return global tensors by name.
+
+    NaN marks elements that a rank does not have. Every element must be on some rank, and with the
+    same bits on all ranks that have it (replicated weights, the two copies of a tied embedding).
     """
     whole: dict[str, np.ndarray] = {}
     for pieces in parts:
@@ -48,8 +47,9 @@ def assemble(parts: Iterable[Pieces]) -> dict[str, np.ndarray]:
 
 
 def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's part of the global tensors into a module; rows of no piece get a value that
-    would show.
+    """Copy this rank's part of the global tensors into a module.
+
+    Rows that belong to no piece get a value that would show in a result.
     """
     with torch.no_grad():
         for parameter in (*module.parameters(), *module.buffers()):

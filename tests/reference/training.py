@@ -1,4 +1,4 @@
-"""Running a `ParallelModel` inside a test and reading what it holds as global tensors."""
+"""Helpers that run a `ParallelModel` in a test and return its contents as global tensors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ SMALL: Values = {
     "adam_eps": 1e-4,
     "clip_grad": 0.5,
 }
-"""A model small enough for every grid. AdamW's epsilon is large: with 1e-8 a gradient near 0 has a
-sign, not a size, and the last bit of a sum would turn into a whole step. The gradients are above
-the clipping norm.
+"""A model small enough for every grid.
+
+AdamW's epsilon is large: with 1e-8, only the sign of a gradient near 0 matters, and the last bit of
+a sum could change a whole step. The gradients are above the clipping norm.
 """
 
 GEMMA: Values = {
@@ -53,7 +54,7 @@ GEMMA: Values = {
     "softmax_scale": 0.3,
     "embedding_multiplier": 6.0,
 }
-"""What Gemma 3 has beside the others."""
+"""Features of Gemma 3 that the other models lack."""
 QWEN3_5: Values = {
     "linear_attention_freq": "2",
     "linear_num_key_heads": 2,
@@ -66,7 +67,7 @@ QWEN3_5: Values = {
     "qk_layernorm": "head",
     "kv_channels": 8,
 }
-"""What Qwen3.5's text model has, with a gated delta rule in every second layer."""
+"""Features of Qwen3.5's text model, with a gated delta rule in every second layer."""
 
 MAMBA2: Values = {
     **{name: value for name, value in QWEN3_5.items() if name.startswith("linear_")},
@@ -79,7 +80,7 @@ MOE: Values = {
     "moe_ffn_hidden_size": 20,
     "moe_layer_freq": "[1,1,0]",
 }
-"""Experts in two layers of three."""
+"""Experts in two of three layers."""
 GPT_OSS: Values = {
     **{
         "mlp_activation": "clamped_swiglu",
@@ -113,7 +114,7 @@ AXIS_FLAGS = {
 
 
 def config_of(values: Mapping[str, Any], shape: Mapping[str, int]) -> RunConfig:
-    """The config of some flat values on a grid."""
+    """Return the config with some flat values on a grid."""
     axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
     return with_values(RunConfig(), {**SMALL, **values, **axes})
 
@@ -121,10 +122,10 @@ def config_of(values: Mapping[str, Any], shape: Mapping[str, int]) -> RunConfig:
 def step_batches(
     count: int, seed: int, vocab_size: int = 53, tokens: int = 48
 ) -> list[PackedBatch]:
-    """Packs of different lengths with documents, branches, spans, padding and partial, unequal loss
+    """Return packs of different lengths with documents, branches, spans, padding and unequal loss
     weights.
 
-    The fourth of an even seed is padding alone.
+    Some weights are 0. For an even seed, the fourth pack has only padding.
     """
     rng = np.random.default_rng(seed)
     last = {"padding": True} if seed % 2 else {"documents": 0}
@@ -142,8 +143,7 @@ def step_batches(
 
 
 def pieces_of_slices(slices: Iterable[ParameterSlice]) -> Pieces:
-    """Flat slices of local parameters as pieces of global tensors, NaN where this rank's slices
-    hold nothing.
+    """Return flat slices of local parameters as pieces of global tensors, NaN outside the slices.
 
     Padding rows of the vocabulary are in no piece.
     """
@@ -164,24 +164,23 @@ def pieces_of_slices(slices: Iterable[ParameterSlice]) -> Pieces:
 
 
 def gradient_pieces(model: ParallelModel) -> Pieces:
-    """The summed gradients that this rank's optimizer would use; the ranks of dp x cp hold
-    different ones.
-    """
+    """Return the summed gradients for this rank's optimizer; ranks of dp x cp have different ones."""
     return pieces_of_slices(model.parameters.gradient_slices())
 
 
 def parameter_pieces(model: ParallelModel) -> Pieces:
-    """This rank's parts of the global weights, and of what is saved beside them."""
+    """Return this rank's parts of the global weights, and of other tensors in checkpoints."""
     return pieces_of_slices([*model.parameters.parameters_held(), *model.balance.slices()])
 
 
 def train(
     grid: ProcessGrid, config: RunConfig, steps: Sequence[Sequence[PackedBatch]]
 ) -> tuple[list[tuple[float, ...]], list[Pieces], Pieces, float]:
-    """Loss, gradient norm and figures of experts per step, gradients per step, final weights, and
-    the validation loss after the first step.
+    """Train some steps.
 
-    What follows it would show old weights in it, and what it leaves behind.
+    Return loss, gradient norm and expert figures of each step, the gradients of each step, the
+    final weights, and the validation loss after the first step. A validation after one step would
+    show stale weights, and later steps would show its side effects.
     """
     model = ParallelModel(config, grid)
     reports, gradients, validation = [], [], 0.0

@@ -1,5 +1,5 @@
-"""A tiny Molmo2 with its random images: our flags, transformers' native model, and the names of one
-for the other.
+"""A tiny Molmo2 with random images: megacp's flags, transformers' native model, and the mapping of
+names.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ TINY: dict[str, Any] = {
     "norm_epsilon": 1e-6,
     "rotary_base": 5_000.0,
 }
-"""On top of `reference.training.SMALL`: crops of 4 x 4 patches of 4 x 4 pixels."""
+"""In addition to `reference.training.SMALL`: crops of 4 x 4 patches of 4 x 4 pixels."""
 
 PATCHES, PATCH_DIM = 16, 48
 VALUES = flatten(config_of(TINY, {}))
 
 
 def their_model(layers: Sequence[int] = (-1, -3)) -> Any:
-    """transformers' Molmo2 of the sizes of SMALL | TINY, random, with every weight far from its
-    initial value.
+    """Return transformers' Molmo2 with the sizes of SMALL | TINY.
+
+    It is random, and every weight is far from its initial value.
     """
     import transformers
 
@@ -64,14 +65,15 @@ def their_model(layers: Sequence[int] = (-1, -3)) -> Any:
 
 
 THEIRS = {link.ours[0].name: link.theirs[0].name for link in MOLMO2.links(VALUES)}
-"""The name that transformers gives to each of our global tensors."""
+"""transformers' name of each of megacp's global tensors."""
 
 
 def random_units(
     rng: np.random.Generator, crops: Sequence[int], pooled: Sequence[int], window: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Patches `[sum of crops, 16, 48]` float32 and pooling `[sum of pooled, window]`: each unit
-    pools its own patches, some slots are outside, none of the windows is.
+    """Return patches `[sum of crops, 16, 48]` float32 and pooling `[sum of pooled, window]`.
+
+    Each unit pools its own patches. Some slots are outside the image, but no complete window is.
     """
     patches = rng.standard_normal((sum(crops), PATCHES, PATCH_DIM)).astype(np.float32)
     parts, first = [], 0
@@ -87,8 +89,10 @@ def random_units(
 def document_with_images(
     crops: Sequence[int] = (3, 1), pooled: Sequence[int] = (5, 4), window: int = 4, seed: int = 0
 ) -> PackedBatch:
-    """One unpacked document: text, and each unit's tokens between a start and an end; they all
-    share one span.
+    """Return one unpacked document: text, and the tokens of each unit between a start and an end
+    token.
+
+    All units share one span.
     """
     rng = np.random.default_rng(seed)
     patches, pooling = random_units(rng, crops, pooled, window)
