@@ -1,4 +1,4 @@
-"""The comparisons of tools/check_gpu.py as tests: `pytest -m gpu` on a machine that has one."""
+"""The comparisons of tools/check_gpu.py as tests: run `pytest -m gpu` on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
     ),
-    pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
+    # warnings of compilers and optional dependencies are not errors
+    pytest.mark.filterwarnings("default"),
 ]
 
 CHECKS = ("native_against_cpu", "engine_against_native", "ranks_on_one_device")

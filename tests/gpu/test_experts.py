@@ -1,4 +1,4 @@
-"""Products of all experts in one kernel, on a GPU, against float64 and a loop."""
+"""The grouped products of all experts on a GPU, compared with float64 and with a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlexAttention's fused kernel itself, and cuDNN's, against float64 on the CPU: `pytest -m gpu`."""
+"""The real FlexAttention and cuDNN kernels, compared with float64 on the CPU: run `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
     ),
-    pytest.mark.filterwarnings("default"),  # compilers warn as they like
+    pytest.mark.filterwarnings("default"),  # warnings of compilers are not errors
 ]
 
 
 def errors(
     kernel: Kernel, tensors: list[torch.Tensor], meta: Metadata, cuts: list[int]
 ) -> list[float]:
-    """Errors of out, dq, dk, dv over the largest exact value of each: all keys at once, then in
-    random order in parts.
+    """Return errors of out, dq, dk, dv relative to the largest exact value of each.
 
-    `tensors` are on the CPU in any dtype, the kernel runs on the GPU, the exact values are float64
-    on the CPU.
+    Keys are processed at once, then in parts in random order. `tensors` are on the CPU in any
+    dtype, the kernel runs on the GPU, and the exact values are float64 on the CPU.
     """
     scale = tensors[0].shape[-1] ** -0.5
     exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), scale)
@@ -51,7 +50,9 @@ def errors(
 
 @pytest.fixture(autouse=True)
 def forget_compiled_forms() -> None:
-    """The limit on compiled forms is for one model, not for all models of this file."""
+    """Clear compiled forms before each test: their limit is for one model, not for all models of
+    this file.
+    """
     torch._dynamo.reset()
 
 
@@ -68,11 +69,11 @@ def forget_compiled_forms() -> None:
 def test_forward_and_backward_are_near_float64(
     dtype: torch.dtype, heads: int, groups: int, width: int
 ) -> None:
-    """Documents, branches, spans and padding, in packs of one block and of several, cut by the end
-    and not.
+    """Packs have documents, branches, spans and padding, and are one or several blocks long, with
+    and without a partial block.
     """
     # fp32: 2^-24 times sums of 700 terms, and an approximate exp2; bf16: inputs, weights and parts
-    # rounded to 2^-9
+    # are rounded to 2^-9
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
     kernel = select_kernel("auto", torch.device("cuda"))
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
@@ -87,11 +88,11 @@ def test_forward_and_backward_are_near_float64(
         tensors = [torch.randn(*shape, width, generator=generator).to(dtype) for shape in shapes]
         cuts = [1, *sorted(rng.integers(1, tokens + 1, 2).tolist())]  # the first part has one key
         found = errors(kernel, tensors, meta, cuts)
-        assert all(error < tolerance for error in found), (tokens, found)  # `max` passes over a NaN
+        assert all(error < tolerance for error in found), (tokens, found)  # `max` ignores NaN
 
 
 def test_rows_that_see_nothing_give_zero_and_lse_minus_infinity() -> None:
-    """In a block without any key, and beside rows that see some."""
+    """This holds in a block without any key, and next to rows with visible keys."""
     document = np.repeat([0, -1, 1, -1], [100, 200, 20, 60])
     meta = Metadata.of_documents(document)
     tensors = tuple(torch.randn(380, 2, 32, device="cuda") for _ in range(3))
@@ -105,7 +106,7 @@ def test_rows_that_see_nothing_give_zero_and_lse_minus_infinity() -> None:
 
 
 def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
-    """As on the CPU, with the guards of the real compiler and the backward."""
+    """Same as on the CPU, with the guards of the real compiler and with a backward."""
     torch._dynamo.utils.counters.clear()
     kernel = select_kernel("flex", torch.device("cuda"))
     rng = np.random.default_rng(0)
@@ -123,7 +124,7 @@ def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
 def test_a_layer_is_differentiated_through_the_kernel(
     transport: type[LocalAttention], name: str
 ) -> None:
-    """The backward runs in autograd's own thread for the GPU, and there compiles the backward of
+    """Backward runs in autograd's separate thread for the GPU, which compiles the backward of
     parts.
     """
     dtype, tolerance = (torch.float32, 2e-5) if name == "flex" else (torch.bfloat16, 4e-2)

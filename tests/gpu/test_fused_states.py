@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernel itself, against float64 on the CPU: `pytest -m gpu`."""
+"""flash-linear-attention's real kernel, compared with float64 on the CPU: run `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
     ),
-    pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
+    # warnings of compilers and optional dependencies are not errors
+    pytest.mark.filterwarnings("default"),
 ]
 LENGTHS, GROUPS, HEADS, WIDTH = (70, 3, 200, 27), 2, 4, 64
 
@@ -40,7 +41,7 @@ def kernel() -> Any:
 
 
 def inputs_of(tokens: int, values: int) -> list[torch.Tensor]:
-    """q, k, v and beta in bfloat16, the log of the decay in float32."""
+    """Return q, k, v and beta in bfloat16, and the log of the decay in float32."""
     g = torch.Generator().manual_seed(tokens)
     q, k = (torch.randn(tokens, GROUPS, WIDTH, generator=g).bfloat16() for _ in range(2))
     v = torch.randn(tokens, HEADS, values, generator=g).bfloat16()
@@ -49,7 +50,7 @@ def inputs_of(tokens: int, values: int) -> list[torch.Tensor]:
 
 
 def near(kernel: Any, exact: Any, leaves: Sequence[torch.Tensor]) -> None:
-    """Results and gradients of `kernel(*leaves)` on the device, beside those of `exact` on the
+    """Compare results and gradients of `kernel(*leaves)` on the device with those of `exact` on the
     CPU.
     """
     here = [x.double().requires_grad_() for x in leaves]
@@ -62,13 +63,13 @@ def near(kernel: Any, exact: Any, leaves: Sequence[torch.Tensor]) -> None:
     got += torch.autograd.grad(got, there, [d.to(x) for d, x in zip(wanted, got, strict=True)])
     for place, (x, y) in enumerate(
         zip(got, want, strict=True)
-    ):  # inputs and products rounded to 2^-9
+    ):  # inputs and products are rounded to 2^-9
         assert (x.cpu().double() - y).abs().max() <= 4e-2 * y.abs().max(), place
 
 
 @pytest.mark.parametrize("values", [WIDTH, 2 * WIDTH])
 def test_sequences_with_first_and_final_states_are_near_float64(kernel: Any, values: int) -> None:
-    """As wide as values, and as values and a map together."""
+    """States may be as wide as the values, or as wide as the values and a map together."""
     bounds, chunks = (
         torch.tensor([0, *LENGTHS]).cumsum(0),
         torch.from_numpy(chunk_places(np.array(LENGTHS))),

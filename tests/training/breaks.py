@@ -148,7 +148,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             'f"{self.config.training.seed}"',
             "every step has one dropout mask",
         ),
-        ("self.grid.tp.rank == 0  #", "True  #", "the loss counts once for each tp rank"),
+        ("self.grid.tp.rank == 0:  #", "True:  #", "the loss counts once for each tp rank"),
         ("chunk.eval()", "chunk.train()", "evaluation drops out"),
         ("check(loss, norm)", "check(loss, 0.0)", "nobody looks at the norm"),
     ],

@@ -1,14 +1,14 @@
-"""A norm with the product behind it, a whole SwiGLU MLP, and that MLP over tiles of tokens.
+"""A norm followed by a linear, a gated MLP, and tiling of that MLP over tokens.
 
-Each cheap step of `NormMLP` is a function of its own: selective recomputation drops the norm's
-output and the widest activation without repeating a product or a message.
+Each cheap step of `NormMLP` is a separate function. Selective recomputation can therefore drop the
+norm's output and the widest activation without repeating a matrix product or communication.
 
-Over tiles (ALST: Bekman et al., 2025) gate, up and SwiGLU exist for one tile, in forward and in
-backward: only the input is kept, and backward computes a tile again, takes its gradients and goes
-on. Weight gradients are summed over the tiles in fp32 or wider and handed to autograd once. Under
-sequence parallelism a tile is some rows of each tp rank, gathered for that tile. The input is saved
-before the tiles are computed: a block that is itself computed again in backward ends there, and no
-product runs a third time.
+With tiles (ALST: Bekman et al., 2025), gate, up and SwiGLU exist for only one tile at a time, in
+forward and in backward. Only the input is saved; backward recomputes a tile, computes its gradients
+and continues with the next tile. Weight gradients are summed over the tiles in fp32 or wider, and
+autograd receives them once. Under sequence parallelism, a tile consists of some rows of each tp
+rank, which are gathered for that tile. The input is saved before the tiles are computed. A block
+that is itself recomputed in backward stops there, so no product runs a third time.
 """
 
 from __future__ import annotations
@@ -30,37 +30,43 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class NormLinear(nn.Module):
-    """`x[t/tp, h] -> linear(norm(x))`: see `NativeBackend.norm_column_linear`."""
+    """Norm and linear, `x[t/tp, h] -> linear(norm(x))`; see `NativeBackend.norm_column_linear`."""
 
     def __init__(self, norm: nn.Module | None, linear: nn.Module) -> None:
         super().__init__()
-        self.norm, self.linear = norm, linear
+        self.norm = norm
+        self.linear = linear
 
     def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
         return self.linear(x if self.norm is None else save(self.norm, x))
 
 
 class NormMLP(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`: norm, gate and up in one product, activation, down; see
-    `NativeBackend.norm_mlp`.
+    """Gated MLP, `x[t/tp, h] -> [t/tp, h]`: norm, one product for gate and up, activation, down.
+
+    See `NativeBackend.norm_mlp`.
     """
 
     def __init__(
         self, norm: nn.Module | None, gate_up: nn.Module, activation: Activation, down: nn.Module
     ) -> None:
         super().__init__()
-        self.norm, self.gate_up, self.activation, self.down = norm, gate_up, activation, down
+        self.norm = norm
+        self.gate_up = gate_up
+        self.activation = activation
+        self.down = down
 
     def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
         return self.down(self.wide(x, save))
 
     def wide(self, x: torch.Tensor, save: Save) -> torch.Tensor:
-        """What the last product multiplies, `[t, f/tp]`."""
+        """Return the input of the down product, `[t, f/tp]`."""
+        # one expression: a name would keep the norm's output alive during the activation
         return save(self.activation, self.gate_up(x if self.norm is None else save(self.norm, x)))
 
 
 class Kept(torch.autograd.Function):
-    """Saves a tensor where it stands, for whoever holds its node; it has no gradient of its own."""
+    """Save a tensor in an autograd node at this point of the graph; it gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
@@ -69,66 +75,79 @@ class Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        raise AssertionError("nothing depends on what is kept")
+        raise AssertionError("nothing may depend on the output of Kept")
 
 
 class _Tiles(torch.autograd.Function):
+    """A `TiledMLP` for autograd: tiles are computed without a graph and recomputed in backward."""
+
     @staticmethod
     def forward(ctx: Any, mlp: TiledMLP, kept: list[Any], *rows_and_trained: Any) -> torch.Tensor:
-        ctx.mlp, ctx.kept = mlp, kept
+        ctx.mlp = mlp
+        ctx.kept = kept
         return mlp.over_tiles(rows_and_trained[: len(kept)])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows = [x.grad_fn.saved_tensors[0] if isinstance(x, torch.Tensor) else x for x in ctx.kept]  # type: ignore[union-attr]  # of `Kept`
-        ctx.kept.clear()  # the graph lives until all of backward is done, the inputs must not
-        return (
-            None,
-            None,
-            *ctx.mlp.gradients(rows, grads[0], ctx.needs_input_grad[2 : 2 + len(rows)]),
-        )
+        rows = []
+        for x in ctx.kept:
+            if isinstance(x, torch.Tensor):  # the output of `Kept`, whose node has the input
+                node: Any = x.grad_fn
+                rows.append(node.saved_tensors[0])
+            else:
+                rows.append(x)
+        # the graph lives until backward ends, but the inputs must be freed before
+        ctx.kept.clear()
+        wanted = ctx.needs_input_grad[2 : 2 + len(rows)]
+        return None, None, *ctx.mlp.gradients(rows, grads[0], wanted)
 
 
 class TiledMLP(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`: a `norm_mlp` of any backend over tiles of `rows` rows of this
-    rank. What else it is given has a row for each of x, and is sliced like a tensor.
+    """A `norm_mlp` of any backend over tiles of `rows` rows: `x[t/tp, h] -> [t/tp, h]`.
 
-    The number of tiles follows from t/tp, which tp ranks share, so they make the same calls; a rank
-    without tokens has one empty tile. `precision` is the context in which a tile is computed again.
+    Other arguments must have one row per row of `x` and support slicing like a tensor. The number
+    of tiles depends on t/tp, which all tp ranks share, so they make the same calls. A rank without
+    tokens has one empty tile. `precision` returns the context in which a tile is recomputed.
     """
 
     def __init__(
         self, mlp: nn.Module, rows: int, precision: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         super().__init__()
-        self.mlp, self.rows, self.precision = mlp, rows, precision
+        self.mlp = mlp
+        self.rows = rows
+        self.precision = precision
 
     def trained(self) -> list[nn.Parameter]:
-        """Parameters that want a gradient."""
+        """Return the parameters that require a gradient."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def forward(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
-        """Of the MLP's arguments the last is `save`, which tiles do not ask."""
-        rows, trained = (x, *more[:-1]), self.trained()
+        """Return the MLP's output for its arguments; tiles ignore the last argument, `save`."""
+        rows = (x, *more[:-1])
+        trained = self.trained()
         tensors = [given for given in rows if isinstance(given, torch.Tensor)]
-        if not torch.is_grad_enabled() or not any(
-            given.requires_grad for given in (*tensors, *trained)
-        ):
+        needs_graph = any(given.requires_grad for given in (*tensors, *trained))
+        if not torch.is_grad_enabled() or not needs_graph:
             return self.over_tiles(rows)
-        # the tensor too: torch may empty the node of one that is gone
-        kept = [
-            Kept.apply(x, *tensors, *trained) if isinstance(x, torch.Tensor) else x for x in rows
-        ]
+        # keep the output of `Kept`, not only its node: torch may clear the node of a freed tensor
+        kept = []
+        for given in rows:
+            if isinstance(given, torch.Tensor):
+                kept.append(Kept.apply(given, *tensors, *trained))
+            else:
+                kept.append(given)
         return _Tiles.apply(self, kept, *rows, *trained)
 
     def _tiles(self, rows: Sequence[Any]) -> Iterator[tuple[slice, list[Any]]]:
+        """Yield the place of each tile and its arguments; at least one tile, which may be empty."""
         for start in range(0, max(1, len(rows[0])), self.rows):
             place = slice(start, start + self.rows)
             yield place, [given[place] for given in rows]
 
     def over_tiles(self, rows: Sequence[Any]) -> torch.Tensor:
-        """The result, tile by tile and without a graph."""
-        out = torch.empty_like(rows[0])
+        """Return the output `[t/tp, h]`, computed tile by tile without a graph."""
+        out = torch.empty_like(rows[0])  # [t/tp, h]
         with torch.no_grad():
             for place, tile in self._tiles(rows):
                 out[place] = self.mlp(*tile, keep)
@@ -137,34 +156,39 @@ class TiledMLP(nn.Module):
     def gradients(
         self, rows: Sequence[Any], grad: torch.Tensor, wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """Gradients of the inputs (None unless `wanted`) and of `trained`, of the result's gradient
-        `[t/tp, h]`.
+        """Return the gradients of the inputs and of the trained parameters.
+
+        `grad[t/tp, h]` is the gradient of the output. Inputs that are not `wanted`, and parameters
+        whose gradient is already in a bucket, get None.
         """
         trained = self.trained()
-        of_rows: list[Any] = [
-            torch.empty_like(x) if wants else None for x, wants in zip(rows, wanted, strict=True)
-        ]
-        totals: dict[nn.Parameter, torch.Tensor] = {}
+        of_rows: list[Any] = []
+        for x, wants in zip(rows, wanted, strict=True):
+            of_rows.append(torch.empty_like(x) if wants else None)
+        totals: dict[nn.Parameter, torch.Tensor] = {}  # sums over tiles, in fp32 or wider
         with _told_once(trained) as fused:
             for place, tile in self._tiles(rows):
-                inputs = [
-                    x.detach().requires_grad_() if wants else x
-                    for x, wants in zip(tile, wanted, strict=True)
-                ]
+                inputs = []
+                for x, wants in zip(tile, wanted, strict=True):
+                    inputs.append(x.detach().requires_grad_() if wants else x)
                 of_tile, found = self._tile(inputs, grad[place], wanted, trained)
+                # input gradients of a tile are rows of the whole gradient
                 for whole, part in zip(itertools.compress(of_rows, wanted), of_tile, strict=True):
                     if part is not None:
                         whole[place] = part
                 for parameter, part in found.items():
-                    if (
-                        fused(parameter) or parameter not in totals
-                    ):  # a fused layer's is a sign without a value
-                        totals[parameter] = (
-                            part if fused(parameter) else part.to(accumulation_dtype(part.dtype))
-                        )
+                    if fused(parameter):  # the layer has added it; `part` is a placeholder
+                        totals[parameter] = part
+                    elif parameter not in totals:
+                        totals[parameter] = part.to(accumulation_dtype(part.dtype))
                     else:
                         totals[parameter] += part
-        return [*of_rows, *(totals[p].to(p.dtype) if p in totals else None for p in trained)]
+        # narrow the sums to the dtype that autograd expects
+        of_trained = []
+        for parameter in trained:
+            total = totals.get(parameter)
+            of_trained.append(None if total is None else total.to(parameter.dtype))
+        return [*of_rows, *of_trained]
 
     def _tile(
         self,
@@ -173,48 +197,53 @@ class TiledMLP(nn.Module):
         wanted: Sequence[bool],
         trained: list[nn.Parameter],
     ) -> tuple[list[torch.Tensor | None], dict[nn.Parameter, torch.Tensor]]:
-        """Gradients of what is wanted of one tile, and of the parameters that do not take theirs
-        themselves.
+        """Return one tile's gradients: of its wanted inputs, and of the parameters.
+
+        Parameters without a gradient, for example because it is already in a bucket, are left out.
         """
         own: dict[nn.Parameter, torch.Tensor | None] = {}
         with torch.enable_grad(), self.precision():
             if isinstance(self.mlp, NormMLP) and isinstance(self.mlp.down, RowParallelLinear):
+                # the gradients of the down product need only its input, so do not recompute it
                 out = self.mlp.wide(tile[0], keep)
                 grad, own = self.mlp.down.gradients(out.detach(), grad)
             else:
                 out = self.mlp(*tile, keep)
+        # all remaining gradients come from one call of autograd
         others = [p for p in trained if p not in own]
         inputs = list(itertools.compress(tile, wanted))
         found = torch.autograd.grad(out, [*inputs, *others], grad, allow_unused=True)
         parts = [*own.items(), *zip(others, found[len(inputs) :], strict=True)]
-        return list(found[: len(inputs)]), {
-            parameter: part for parameter, part in parts if part is not None
-        }
+        of_parameters = {parameter: part for parameter, part in parts if part is not None}
+        return list(found[: len(inputs)]), of_parameters
 
 
 @contextlib.contextmanager
 def _told_once(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[nn.Parameter], bool]]:
-    """Keep from the buckets what fused layers add to them, until all of it is added: they take it
-    for a step's last.
+    """Suppress gradient-ready callbacks until the last tile.
 
-    Gives the question whether a layer has added a parameter's gradient. Where it also returned a
-    sign to autograd, that tells the bucket.
+    Otherwise a bucket would treat the first tile's gradient as final. Yield a function that returns
+    whether a layer has added a parameter's gradient to its bucket. If such a layer also returned a
+    placeholder to autograd, autograd's hook notifies the bucket; otherwise this context does.
     """
     tellers = {p: p.gradient_added for p in parameters if hasattr(p, "gradient_added")}
-    signed: set[nn.Parameter] = set()
+    signed: set[nn.Parameter] = set()  # parameters with a placeholder
 
     def fused(parameter: nn.Parameter) -> bool:
         if getattr(parameter, "grad_added_to_main_grad", False):
             signed.add(parameter)
         return parameter in signed
 
+    # replace the callbacks that the buckets have attached to the parameters
     for parameter in tellers:
-        parameter.gradient_added = lambda parameter: None  # as the buckets put it there
+        parameter.gradient_added = lambda parameter: None
     try:
         yield fused
     finally:
         for parameter, tell in tellers.items():
             parameter.gradient_added = tell
+    # report the parameters that autograd's hooks will not report
     for parameter, tell in tellers.items():
-        if parameter.grad_added_to_main_grad and parameter not in signed:  # type: ignore[attr-defined]  # likewise
+        # `grad_added_to_main_grad` is an attribute that the bucket sets
+        if parameter.grad_added_to_main_grad and parameter not in signed:  # type: ignore[attr-defined]
             tell(parameter)

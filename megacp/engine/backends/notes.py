@@ -1,23 +1,23 @@
-"""Lines for a person about the layers of a run: which ones run, and why not others."""
+"""Log lines about the layers of a run: which layers it uses, and why."""
 
 from __future__ import annotations
 
 
 class Notes:
-    """Lines that are each given out once; a backend and its copies for towers share them."""
+    """Log lines without duplicates; a backend shares them with its copies for towers."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._new: list[str] = []
 
     def tell(self, line: str) -> None:
-        """Add a line, unless it was added before."""
+        """Add a line, unless it has been added before."""
         if line not in self._known:
             self._known.add(line)
             self._new.append(line)
 
     def take(self) -> list[str]:
-        """Return the lines since the last call."""
+        """Return the lines added since the last call."""
         lines = list(self._new)
         self._new.clear()
         return lines

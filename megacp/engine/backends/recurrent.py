@@ -1,6 +1,4 @@
-"""Transports of recurrent states for the layers of a run: their kernel is chosen here, once per
-rule.
-"""
+"""Transports of recurrent states for the layers of a run, and the choice of their kernel."""
 
 from __future__ import annotations
 
@@ -20,27 +18,30 @@ from megacp.engine.layers.attention import transport_of
 from megacp.engine.tensor_parallel.parameters import LinearOptions
 
 STATE_TEMPORARIES = 32 << 20
-"""Bytes up to which temporaries of a rule with a state stay in a CPU's heap: the most that glibc
-takes.
-"""
+"""Size in bytes up to which temporaries stay in a CPU's heap: the maximum that glibc accepts."""
 
 
 class RecurrentStates:
-    """The transports that layers with a state have asked for, over the ranks of a row."""
+    """The transports of all recurrent layers, over the ranks of a row."""
 
     def __init__(self, config: RunConfig, row_axis: Axis, options: LinearOptions) -> None:
         keys = config.model.linear_num_key_heads // options.tp.size
         ranks = row_axis.size
-        self._axis, self._device, self._dtype = row_axis, options.device, options.dtype
+        self._axis = row_axis
+        self._device = options.device
+        self._dtype = options.dtype
+        # exchange heads instead of states if the ranks can share the key heads evenly
         self._by_heads = transport_of(config).whole_row and ranks > 1 and keys % ranks == 0
         self._taps = config.model.linear_conv_kernel_dim
-        self._transports = list[StateTransport]()
+        self._transports: list[StateTransport] = []
 
     def transport(self, rule: Rule, notes: Notes) -> StateTransport:
-        """Return a transport for a layer of this rule; `notes` are told which kernel it has."""
+        """Return a transport for a layer with this rule, and note which kernel it uses."""
         kind = self._device.type
+        # large temporaries from mmap would be zeroed by the kernel at every allocation
         if kind == "cpu":
             keep_in_heap(STATE_TEMPORARIES)
+        # None if flash-linear-attention has no kernel for this case or is not installed
         fused = fused_mover(rule, kind, self._dtype)
         if fused:
             notes.tell("states: flash-linear-attention's")
@@ -51,6 +52,7 @@ class RecurrentStates:
         return found
 
     def prepare(self, plan: AttentionPlan) -> None:
-        """Make on the host what layers with a state will ask of a plan."""
-        for states in self._transports[:1]:  # all layers ask the same
+        """Precompute the host data that recurrent layers need for a plan."""
+        # all layers need the same data, so one of them is enough
+        for states in self._transports[:1]:
             states.prepare(plan)

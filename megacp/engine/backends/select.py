@@ -1,7 +1,7 @@
-"""Which backend a run uses: chosen once, before any layer exists.
+"""Choice of the backend of a run, made once before any layer is built.
 
-A backend or kernel that was asked for and cannot run is refused with all its reasons, before any
-process group exists.
+If a requested backend or kernel cannot run, an error lists all reasons before any process group
+exists.
 """
 
 from __future__ import annotations
@@ -27,56 +27,62 @@ from megacp.engine.tensor_parallel.weight_gradients import (
 
 
 def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
-    """Why Transformer Engine cannot run this config on a type of device; None asks only about the
-    config.
+    """Return the reasons why Transformer Engine cannot run this config on a type of device.
+
+    With None as the device type, check only the config.
     """
     if device_type is None:
         return list(layer_reasons(config))
     package = package_problem()
-    asked = package is None and device_type == "cuda" and config.training.fp8 != "off"
-    return list(
-        layer_reasons(
-            config, device_type, package, fp8_problem(config.training.fp8) if asked else None
-        )
-    )
+    eight_bits = None
+    if package is None and device_type == "cuda" and config.training.fp8 != "off":
+        eight_bits = fp8_problem(config.training.fp8)  # asks the GPU
+    return list(layer_reasons(config, device_type, package, eight_bits))
 
 
 def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
-    """Why the run cannot have the kernel and the layers that it asks for; None asks only about the
-    config.
+    """Return the reasons why the requested kernel and layers cannot run on a type of device.
+
+    With None as the device type, check only the config.
     """
-    training, wanted = config.training, needed_by(config)
+    training = config.training
+    wanted = needed_by(config)
     problems = []
     if device_type is not None:
         unusable = kernel_problem(training.attention_kernel, device_type, training.dtype)
         if unusable:
             problems.append(f"--attention-kernel and --dtype: {unusable}")
+    # on CUDA, elementwise operations are compiled by torch.compile
     if device_type == "cuda":
         no_compiler = compiler_problem()
         if no_compiler:
             problems.append(no_compiler)
     if training.transformer_impl == "native":
         asked = "needs --transformer-impl transformer_engine or auto, this run has native"
-        return problems + [f"{name} {asked}" for name in wanted]
-    return problems + (_refused(wanted, engine_reasons(config, device_type)) if wanted else [])
+        problems += [f"{name} {asked}" for name in wanted]
+    elif wanted:
+        problems += _refused(wanted, engine_reasons(config, device_type))
+    return problems
 
 
 def _refused(wanted: list[str], reasons: list[str]) -> list[str]:
+    """Return one message per reason, each with the settings that need Transformer Engine."""
     return [f"{' and '.join(wanted)}: {reason}" for reason in reasons]
 
 
 def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
-    """The backend of a checked config, bound to the grid.
+    """Return the backend for a checked config on this grid.
 
-    Raises ValueError with all reasons where the config needs Transformer Engine and that cannot
-    run.
+    Raise ValueError with all reasons if the config needs Transformer Engine but it cannot run.
     """
     wanted = needed_by(config)
+    # on a CPU, use native layers without asking about Transformer Engine
     if config.training.transformer_impl == "native" or not (wanted or grid.device.type == "cuda"):
         return NativeBackend(grid, config, _weight_gradients(config, grid))
     reasons = engine_reasons(config, grid.device.type)
     if not reasons:
         return TransformerEngineBackend(grid, config)
+    # a run that needs Transformer Engine must not silently use native layers
     if wanted:
         lines = [f"  - {problem}" for problem in _refused(wanted, reasons)]
         raise ValueError("\n".join(["this configuration cannot run:", *lines]))
@@ -86,13 +92,15 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
 
 
 def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients | None:
-    """What takes the weight gradients of native linears to the buckets; None leaves them to
-    autograd.
-    """
+    """Return the receiver of native linears' weight gradients; None leaves them to autograd."""
     asked = config.parallel.defers_weight_gradients
     if not (asked or config.training.gradient_accumulation_fusion):
         return None
+    # a stage without deferred gradients uses the schedule but adds gradients immediately
     later = asked and defers(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)
-    halves = grid.device.type == "cuda" and config.training.dtype == "bfloat16"
-    add = (weight_gradient_kernel() if halves else None) or add_weight_gradient
+    add = None
+    # apex's kernel is for 16-bit factors
+    if grid.device.type == "cuda" and config.training.dtype == "bfloat16":
+        add = weight_gradient_kernel()
+    add = add or add_weight_gradient
     return DeferredWeightGradients(add) if later else WeightGradients(add)

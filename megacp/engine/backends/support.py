@@ -1,8 +1,8 @@
-"""The limits of Transformer Engine, as reasons against a run's layers and against their attention.
+"""The limits of Transformer Engine: reasons why it cannot run the layers or the attention of a run.
 
-Each function yields every reason that holds, in the words of our flags. So a user or a log line
-sees all of them at once. Nothing here imports the package: its asserts come one by one and name its
-internals.
+Each function yields all reasons that apply, in terms of megacp's flags, so an error or a log line
+lists them together. Nothing here imports the package. Its assertions would report one problem at a
+time and refer to its internals.
 """
 
 from __future__ import annotations
@@ -15,39 +15,45 @@ from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.attention import heads_group, transport_of
 
 FP8_MULTIPLES = {"off": 1, "delayed": 16, "current": 16, "blockwise": 128}
-"""Both sides of every 8-bit product, tokens included, are multiples of this. Other widths of
-`blockwise` would be gathered and multiplied in 16 bits.
+"""Required divisor of both sides of every 8-bit product, including tokens, by `--fp8` value.
+
+With other widths, `blockwise` would gather and multiply in 16 bits.
 """
 
 
 def attention_reasons(config: RunConfig) -> Iterator[str]:
-    """Why a run on Transformer Engine's layers cannot have its attention.
+    """Yield the reasons why a run on Transformer Engine's layers cannot use its attention.
 
-    These its selector does not ask about; what it refuses, GPU and all, is
-    `transformer_engine.selector_problem`.
+    Transformer Engine's selector does not check these. `transformer_engine.selector_problem` asks
+    the selector about everything else, including the GPU.
     """
-    p, m = config.parallel, config.model
+    p = config.parallel
+    m = config.model
     if m.head_dim > WIDEST_HEAD:
         yield (
-            f"cuDNN's gradients of heads wider than {WIDEST_HEAD} are wrong, this model's are "
-            f"{m.head_dim} wide"
+            f"cuDNN computes wrong gradients for heads wider than {WIDEST_HEAD}, and this model's "
+            f"heads have width {m.head_dim}"
         )
     if m.softmax_type != "vanilla":
-        yield f"--softmax-type {m.softmax_type} is asked of ours alone"
+        yield f"--softmax-type {m.softmax_type} is only supported by native attention"
+    # everything below is about context parallelism
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
+    # `auto` may choose a transport that only native attention has
     if transport_of(config).engine is None or p.chooses_transport:
         known = ", ".join(row.name for row in TRANSPORTS.values() if row.engine is not None)
-        yield f"--cp-comm-type {p.cp_comm_type} is native only; Transformer Engine has {known}"
+        yield (
+            f"--cp-comm-type {p.cp_comm_type} is only supported by native layers; Transformer "
+            f"Engine supports {known}"
+        )
+    # all-to-all transports distribute the heads of a tensor rank over this number of cp ranks
     dealt_over = heads_group(config)
-    heads, groups = (
-        n // p.tensor_model_parallel_size for n in (m.num_attention_heads, m.query_groups)
-    )
+    heads = m.num_attention_heads // p.tensor_model_parallel_size
+    groups = m.query_groups // p.tensor_model_parallel_size
     if heads % dealt_over or groups % dealt_over:
         yield (
-            f"--cp-comm-type {p.cp_comm_type} deals heads over {dealt_over} ranks, a tensor rank "
-            f"has {heads} heads and "
-            f"{groups} groups"
+            f"--cp-comm-type {p.cp_comm_type} deals heads over {dealt_over} ranks, but a tensor "
+            f"rank has {heads} heads and {groups} groups; both must be multiples of {dealt_over}"
         )
 
 
@@ -57,18 +63,20 @@ def layer_reasons(
     package: str | None = None,
     eight_bits: str | None = None,
 ) -> Iterator[str]:
-    """Why a run on a type of device cannot have Transformer Engine's layers at all.
+    """Yield the reasons why a run cannot use Transformer Engine's layers on a type of device.
 
-    `package` says why the package cannot be imported there, `eight_bits` why this GPU lacks the
-    recipe of `--fp8`.
+    `package` is the reason why the package cannot be imported, and `eight_bits` the reason why the
+    GPU does not support `--fp8`; pass None without such a problem.
     """
-    t, tp = config.training, config.parallel.tensor_model_parallel_size
+    t = config.training
+    tp = config.parallel.tensor_model_parallel_size
     if device_type != "cuda":
-        yield f"Transformer Engine runs on CUDA, this run is on {device_type}"
+        yield f"Transformer Engine runs on CUDA, but this run is on {device_type}"
     if package is not None:
         yield package
     if eight_bits is not None:
         yield f"--fp8 {t.fp8}: {eight_bits}"
+    # zero_bubble stores the factors of weight gradients, which only native linears expose
     if config.parallel.defers_weight_gradients:
         schedule = config.parallel.pipeline_schedule
         yield (
@@ -76,24 +84,28 @@ def layer_reasons(
             "support"
         )
     if t.dtype != "bfloat16":
-        yield f"Transformer Engine's layers are for --dtype bfloat16, this run has {t.dtype}"
-    twice = {
-        f"--recompute-granularity {t.recompute_granularity}": t.recompute_mode.repeats_block,
-        f"--mlp-chunk-tokens {t.mlp_chunk_tokens}": t.mlp_chunk_tokens > 0,
-    }
-    for name in (name for name, asked in twice.items() if asked and t.fp8 == "delayed"):
+        yield f"Transformer Engine's layers need --dtype bfloat16, but this run has {t.dtype}"
+    # delayed scaling conflicts with every setting that computes a product twice
+    twice = []
+    if t.fp8 == "delayed":
+        if t.recompute_mode.repeats_block:
+            twice.append(f"--recompute-granularity {t.recompute_granularity}")
+        if t.mlp_chunk_tokens > 0:
+            twice.append(f"--mlp-chunk-tokens {t.mlp_chunk_tokens}")
+    for name in twice:
         yield (
             f"--fp8 delayed changes its scales between forward and backward, so {name} would "
-            "compute something else "
-            "again: take --fp8 current or blockwise"
+            "recompute different values: use --fp8 current or blockwise"
         )
+    multiple = FP8_MULTIPLES[t.fp8]
+    # under sequence parallelism, each tp rank has a part of a tile
     sharers = tp if config.parallel.sequence_parallel else 1
-    if t.mlp_chunk_tokens % (FP8_MULTIPLES[t.fp8] * sharers) > 0 and t.fp8 != "off":
+    if t.mlp_chunk_tokens % (multiple * sharers) > 0 and t.fp8 != "off":
         yield (
-            f"--fp8 {t.fp8} takes --mlp-chunk-tokens that are a multiple of {FP8_MULTIPLES[t.fp8]} "
-            "on each of "
-            f"{sharers} tp ranks = {FP8_MULTIPLES[t.fp8] * sharers}, got {t.mlp_chunk_tokens}"
+            f"--fp8 {t.fp8} needs --mlp-chunk-tokens to be a multiple of {multiple * sharers} "
+            f"({multiple} on each of {sharers} tp ranks), got {t.mlp_chunk_tokens}"
         )
+    # local widths of the products in attention and MLP
     m = config.model
     widths = {
         "--hidden-size": m.hidden_size,
@@ -101,18 +113,19 @@ def layer_reasons(
         "width of a rank's heads": m.num_attention_heads * m.head_dim // tp,
         "width of a rank's groups": m.query_groups * m.head_dim // tp,
     }
-    if narrow := [
-        f"{name} {width}" for name, width in widths.items() if width % FP8_MULTIPLES[t.fp8]
-    ]:
+    narrow = [f"{name} {width}" for name, width in widths.items() if width % multiple]
+    if narrow:
         yield (
-            f"--fp8 {t.fp8} takes multiples of {FP8_MULTIPLES[t.fp8]}, this model has "
+            f"--fp8 {t.fp8} needs widths that are multiples of {multiple}, but this model has "
             f"{', '.join(narrow)}"
         )
 
 
 def needed_by(config: RunConfig) -> list[str]:
-    """The settings of a run that only Transformer Engine has."""
-    training, names = config.training, []
+    """Return the settings of a run that need Transformer Engine."""
+    training = config.training
+    names = []
+    # "auto" does not need it: such a run falls back to native layers
     if training.transformer_impl == "transformer_engine":
         names.append("--transformer-impl transformer_engine")
     if training.fp8 != "off":

@@ -1,9 +1,9 @@
-"""A row of packed documents in the terms of Transformer Engine: cumulative lengths, true and
-padded, and its order.
+"""Conversion of a row of packed documents to Transformer Engine's packed format (thd).
 
-Its packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself:
-rank r holds the slices r and 2 cp - 1 - r of each. Whether a row stands in this order is computed
-from the plan that every rank holds; where it does not, the answer is the reason.
+The format needs cumulative lengths, with and without padding, and a certain order of tokens. It
+pads each sequence to a multiple of 2 cp and splits every sequence separately: rank r has the slices
+r and 2 cp - 1 - r of each sequence. Whether a row has this order follows from the plan, which is
+the same on every rank. If it does not, the functions return the reason.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from megacp.distributed.grid import Axis, split_axis
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of a row: int32 `true[n]` and `padded[n]` lengths; sequence i fills `padded[i]`
-    places of the row.
+    """Sequences of a row, with lengths int32 `true[n]` and `padded[n]`.
+
+    Sequence i occupies `padded[i]` places of the row.
     """
 
     true: np.ndarray
@@ -36,120 +37,137 @@ class Sequences:
 
     @functools.cached_property
     def cu_lengths(self) -> np.ndarray:
-        """int32 `[n + 1]`: `cu_seqlens`, of true tokens."""
+        """Cumulative lengths without padding (`cu_seqlens`): int32 `[n + 1]`."""
         return np.concatenate([[0], np.cumsum(self.true)]).astype(np.int32)
 
     @functools.cached_property
     def cu_padded(self) -> np.ndarray:
-        """int32 `[n + 1]`: `cu_seqlens_padded`, of places."""
+        """Cumulative lengths with padding (`cu_seqlens_padded`): int32 `[n + 1]`."""
         return np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)
 
     def order(self, cp: int) -> np.ndarray:
-        """Places `[cp, t]` that each rank holds, in Transformer Engine's order."""
+        """Return the places of each rank, `[cp, t]`, in Transformer Engine's order."""
         if cp == 1:
             return np.arange(self.cu_padded[-1])[None]
         ranks: list[list[np.ndarray]] = [[] for _ in range(cp)]
-        for start, stop in zip(
-            self.cu_padded[:-1].tolist(), self.cu_padded[1:].tolist(), strict=True
-        ):
+        starts = self.cu_padded[:-1].tolist()
+        stops = self.cu_padded[1:].tolist()
+        for start, stop in zip(starts, stops, strict=True):
+            # split each sequence into 2 cp slices; a rank gets two of them
             slices = np.arange(start, stop).reshape(2 * cp, -1)
             for rank in range(cp):
-                ranks[rank].append(slices[list(zigzag_slices(cp, rank))].reshape(-1))
+                own = list(zigzag_slices(cp, rank))
+                ranks[rank].append(slices[own].reshape(-1))
         return np.stack([np.concatenate(parts) for parts in ranks])
 
     def tokens(self, first: np.ndarray) -> np.ndarray:
-        """Index in the row of the token at each place, -1 for padding; sequence i's tokens begin at
-        `first[i]`.
+        """Return the row index of the token at each place, -1 for padding.
+
+        The tokens of sequence i begin at `first[i]`.
         """
+        # position of each place within its sequence
         inside = np.arange(self.cu_padded[-1]) - np.repeat(self.cu_padded[:-1], self.padded)
         token = np.repeat(first, self.padded) + inside
         return np.where(inside < np.repeat(self.true, self.padded), token, -1)
 
 
 def mask_reason(metadata: Metadata, reach: Reach) -> str | None:
-    """Why a row's mask is none of Transformer Engine's; None when documents are causal."""
+    """Return why Transformer Engine does not support a row's mask; None for causal documents."""
     start, stop = document_bounds(metadata)
     found = []
     if metadata.span[metadata.leave > 0].any():
         found.append("image spans")
+    # without branches, a token is visible until the end of its document
     if (metadata.leave[metadata.leave > 0] != np.repeat(stop, stop - start)).any():
         found.append("branches")
     if reach.chunk:
         found.append("chunks")
-    return (
-        f"the row's mask has {' and '.join(found)}, which is no mask of Transformer Engine's"
-        if found
-        else None
-    )
+    if not found:
+        return None
+    return f"the row's mask has {' and '.join(found)}, which Transformer Engine does not support"
 
 
 def _per_document(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
-    """Each document is padded by itself; the rest of the row is one sequence without tokens."""
+    """Pad each document separately; the rest of the row is one sequence without tokens.
+
+    Return the sequences and the row index of the first token of each.
+    """
     start, stop = document_bounds(metadata)
     true = stop - start
-    padded = -(-true // (2 * cp)) * 2 * cp  # [documents], up to the next multiple of 2 cp
+    padded = -(-true // (2 * cp)) * 2 * cp  # [documents], rounded up to a multiple of 2 cp
     rest = len(metadata) - int(padded.sum())
-    if rest > 0:  # below 0 the row was padded for another layout
-        start, true, padded = np.append(start, 0), np.append(true, 0), np.append(padded, rest)
+    if rest > 0:  # a negative rest means that the row was padded for another layout
+        start = np.append(start, 0)
+        true = np.append(true, 0)
+        padded = np.append(padded, rest)
     return Sequences(true.astype(np.int32), padded.astype(np.int32)), start
 
 
 def _whole_row(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
-    """One sequence that fills the row; only its beginning may hold tokens."""
+    """Use one sequence for the row, whose tokens must be at its beginning."""
     true = int((metadata.leave > 0).sum())
-    return Sequences(np.array([true], np.int32), np.array([len(metadata)], np.int32)), np.zeros(
-        1, np.int64
-    )
+    sequences = Sequences(np.array([true], np.int32), np.array([len(metadata)], np.int32))
+    return sequences, np.zeros(1, np.int64)
 
 
 def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
-    """One rank holds the row: each document with the padding behind it is a sequence, also padding
-    in front.
+    """On one rank, use a sequence for each document together with the padding that follows it.
+
+    Padding before the first document is a sequence without tokens.
     """
     start, stop = document_bounds(metadata)
-    true, edges = stop - start, np.append(start, len(metadata))
+    true = stop - start
+    edges = np.append(start, len(metadata))
     if start[0] > 0:
-        true, edges, start = np.append(0, true), np.append(0, edges), np.append(0, start)
+        true = np.append(0, true)
+        edges = np.append(0, edges)
+        start = np.append(0, start)
     return Sequences(true.astype(np.int32), np.diff(edges).astype(np.int32)), start
 
 
 @once
 def thd_sequences(plan: AttentionPlan) -> Sequences | str:
-    """The row as Transformer Engine's sequences, or why it cannot be handed over; alike on all
-    ranks of the group.
+    """Return the row as Transformer Engine's sequences, or the reason why that is impossible.
+
+    All ranks of the group get the same result.
     """
-    metadata, cp = plan.metadata, plan.cp
+    metadata = plan.metadata
+    cp = plan.cp
     reason = mask_reason(metadata, plan.reach)
     if reason:
         return reason
     start, _ = document_bounds(metadata)
     if not len(start):
-        return "the row holds padding alone"
-    ways = (
-        [_as_it_stands]
-        if cp == 1
-        else [_per_document] + ([_whole_row] if len(start) == 1 and start[0] == 0 else [])
-    )
+        return "the row has only padding"
+    # try the possible divisions into sequences
+    if cp == 1:
+        ways = [_as_it_stands]
+    else:
+        ways = [_per_document]
+        if len(start) == 1 and start[0] == 0:
+            ways.append(_whole_row)
     for way in ways:
         sequences, first = way(metadata, cp)
-        if sequences.cu_padded[-1] != len(metadata) or (
-            cp > 1 and (sequences.padded % (2 * cp)).any()
-        ):
+        if sequences.cu_padded[-1] != len(metadata):
             continue
+        if cp > 1 and (sequences.padded % (2 * cp)).any():
+            continue
+        # compare the plan's order of tokens with Transformer Engine's
         expected = sequences.tokens(first)[sequences.order(cp)]  # [T] -> [cp, t]
         held = np.where(metadata.leave[plan.indices] > 0, plan.indices, -1)
         if np.array_equal(held, expected):
             return sequences
     return (
-        "the tokens do not stand where Transformer Engine looks for them, in a zigzag over each document "
-        "(--cp-layout zigzag_document)"
+        "the tokens are not in the order that Transformer Engine expects, a zigzag over each "
+        "document (--cp-layout zigzag_document)"
     )
 
 
 @once
 def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cumulative lengths of the row, true and padded: one tensor where equal, by which Transformer
-    Engine knows it.
+    """Return the cumulative lengths of the row without and with padding, on the device.
+
+    If they are equal, both are the same tensor: Transformer Engine checks for identity.
     """
     padded = to_device(sequences.cu_padded, device)
     equal = (sequences.true == sequences.padded).all()
@@ -158,23 +176,22 @@ def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor
 
 @once
 def _padding_on(plan: AttentionPlan, device: torch.device) -> torch.Tensor | None:
-    """Which of this rank's rows are padding; None where none are."""
+    """Return the indices of this rank's padding rows on the device; None without padding."""
+    # computed on the host, so the device need not wait for the result
     rows = np.flatnonzero(plan.metadata.leave[plan.local] == 0)
     return to_device(rows, device) if len(rows) else None
 
 
 def window_of(tokens: int) -> tuple[int, int]:
-    """Transformer Engine's word for a window of so many tokens, 0 for none: how far to the left,
-    and to the right.
-    """
+    """Return Transformer Engine's (left, right) extent of a window; 0 tokens disable the window."""
     return tokens - 1, 0
 
 
 class PackedAttention:
-    """The attention of all layers, `scale` on the scores.
+    """Transformer Engine's attention for all layers; `scale` multiplies the scores.
 
-    `comm_type` and `inner` (ranks of the all-to-all in a2a+p2p) matter from two ranks on; making
-    the groups of a2a+p2p is collective.
+    `comm_type` and `inner` (number of ranks in the all-to-all of a2a+p2p) only matter for two or
+    more ranks. With a2a+p2p, construction is collective because it creates process groups.
     """
 
     def __init__(
@@ -189,24 +206,26 @@ class PackedAttention:
         self.attention = attention
         self.scale = scale
         self.least_sequence = 2 * cp.size if cp.size > 1 else 1
-        """Places that a sequence fills at least, and a multiple of which it fills."""
+        """Minimum number of places of a sequence; the number is always a multiple of it."""
         self.cp: dict[str, Any] = {"context_parallel": cp.size > 1, "cp_size": cp.size}
-        """What the selector of its kernels is given about context parallelism."""
+        """Arguments of the kernel selector about context parallelism."""
         row = TRANSPORTS[comm_type]
         engine = row.engine
-        assert engine is not None, f"Transformer Engine has no transport {comm_type}"
+        assert engine is not None, f"Transformer Engine has no transport for {comm_type}"
         self.windows = cp.size == 1 or engine.windows
         """Whether rows may have a sliding window."""
         self.keeps = cp.size == 1 or engine.saves_own_tokens
-        """Whether it saves tensors of this rank's tokens; under a2a heads of all tokens are more
-        than its result.
+        """Whether the tensors saved for backward cover only this rank's tokens.
+
+        Under a2a they are heads of all tokens, which are larger than the result.
         """
         if cp.size == 1:
             return
         groups: Any = cp.group
         name = engine.name
-        heads_over = 1
+        heads_over = 1  # number of ranks that share the heads
         if row.needs_sizes:
+            # a2a+p2p: all-to-all inside, ring between; a group of one rank needs another name
             inside, between = split_axis(cp, inner)
             if inside.group is None:
                 name = engine.groups_of_one
@@ -216,6 +235,7 @@ class PackedAttention:
                 groups = [inside.group, between.group]
                 heads_over = inner
         self.cp |= {"cp_comm_type": name, "cp_size_a2a": heads_over}
+        # set the ranks and the method for the exchange of keys and values
         self.attention.set_context_parallel_group(
             cp_group=groups,
             cp_global_ranks=list(cp.global_ranks),
@@ -224,16 +244,15 @@ class PackedAttention:
         )
 
     def sequences(self, plan: AttentionPlan) -> Sequences | str:
-        """`thd_sequences` of a plan."""
+        """Return `thd_sequences` of a plan, or the reason why its window is not supported."""
         if plan.reach.window and not self.windows:
-            able = " or ".join(
-                row.name
-                for row in TRANSPORTS.values()
-                if row.engine is not None and row.engine.windows
-            )
+            able = []
+            for row in TRANSPORTS.values():
+                if row.engine is not None and row.engine.windows:
+                    able.append(row.name)
             return (
                 f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: "
-                f"choose {able}"
+                f"use --cp-comm-type {' or '.join(able)}"
             )
         return thd_sequences(plan)
 
@@ -246,16 +265,18 @@ class PackedAttention:
         sequences: Sequences,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding
-        are 0 both ways.
+        """Return the attention `[t, heads, d]` of this rank's `q[t, heads, d]`.
+
+        `k` and `v` are `[t, groups, d]`. Padding rows are 0 in forward and in backward.
         """
+        # copies to the device are cached, so all layers of a row share them
         lengths, places = _bounds_on(sequences, q.device)
         longest = int(sequences.padded.max())
         empty = _padding_on(plan, q.device)
-        if (
-            empty is not None
-        ):  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
+        if empty is not None:
+            # cuDNN may leave NaN there, and 0 x NaN would spread to every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
+        # self-attention: queries and keys have the same lengths
         attention = functools.partial(
             self.attention,
             qkv_format="thd",
@@ -268,6 +289,7 @@ class PackedAttention:
             attn_mask_type="padding_causal",
             window_size=window_of(plan.reach.window),
         )
+        # under a2a, the saved tensors are too large to keep across a recomputation
         call = call if self.keeps else at_once
         out = call(lambda q, k, v: attention(query_layer=q, key_layer=k, value_layer=v), q, k, v)
         out = out.view(q.shape)  # [t, heads * d] -> [t, heads, d]

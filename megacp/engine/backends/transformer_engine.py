@@ -1,17 +1,17 @@
-"""The Transformer Engine backend: NVIDIA's linears and norms, fused, its attention with context
-parallelism, FP8.
+"""The Transformer Engine backend: NVIDIA's fused norms and linears, its attention, and FP8.
 
-Parameters carry the same specs as the native ones, so optimizer and checkpoints cannot tell the
-backends apart. Vocabulary tables, LayerNorm and norms over the heads of several ranks stay native,
-vision towers stay out of 8 bits. A row with another mask or order than its attention takes uses our
-transports, and one line says why.
+Parameters have the same specs as native ones, so optimizer and checkpoints are independent of the
+backend. Vocabulary tables, LayerNorm and norms over the heads of several ranks stay native. Vision
+towers do not use FP8. A row whose mask or token order Transformer Engine's attention does not
+support uses megacp's transports, and one log line gives the reason.
 
-Under selective recomputation and beside low-rank pairs norms and linears stay apart: the fused
-modules store the outputs of norm and SwiGLU, where a recipe or a pair belongs between two steps.
+Under selective recomputation and with LoRA, norms and linears are separate modules. The fused
+modules store the outputs of norm and SwiGLU, and a recomputation or a LoRA pair must come between
+two of their steps.
 
-Only this file and attention/ops/cudnn.py import transformer_engine, inside functions. Arguments go
-by keyword, because releases insert parameters in the middle; tests bind every call to the real
-signatures.
+Only this file and attention/ops/cudnn.py import transformer_engine, inside functions. Arguments are
+passed by keyword, because releases insert new parameters in the middle. Tests bind every call to
+the real signatures.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ from megacp.engine.tensor_parallel.parameters import LinearOptions, parameter_sp
 from megacp.engine.tensor_parallel.weight_gradients import WeightGradients
 
 SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2P_COMM": "1"}
-"""Environment variables. By two of them attention that cuDNN cannot do raises instead of becoming
-another kernel; one is read when the package is imported. By the third the ring's messages use the
-group's communicator, not each pair's.
+"""Environment variables, to be set before the package is imported.
+
+With the first two, unsupported attention raises an error instead of using a kernel other than
+cuDNN's. With the third, the ring uses the communicator of the group instead of one per pair.
 """
 
 
 def package_problem() -> str | None:
-    """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where
-    it is installed.
+    """Return why Transformer Engine cannot be used in this environment, or None if it can.
+
+    This imports the package if it is installed.
     """
+    # the environment must be set before the import
     set_defaults(SETTINGS)
     return engine_problem()
 
 
 def fp8_problem(name: str) -> str | None:
-    """Why this GPU does not have the recipe of a `--fp8` value; None when it has."""
+    """Return why this GPU does not support the recipe of a `--fp8` value, or None if it does."""
     from transformer_engine.pytorch import is_fp8_available, is_fp8_block_scaling_available
 
     asked = is_fp8_block_scaling_available if name == "blockwise" else is_fp8_available
@@ -66,15 +69,14 @@ def fp8_problem(name: str) -> str | None:
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Initial weights come from the specs."""
+    """Leave a weight uninitialised; megacp initialises it from its spec."""
 
 
 def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
-    """What every module with linears takes: how it is cut, whether gradients go to the buckets,
-    dtype and device.
-    """
+    """Return the arguments of all modules with linears: sharding, gradients, dtype and device."""
     return {
         "sequence_parallel": options.sequence_parallel,
+        # add weight gradients to `main_grad` inside the matrix product
         "fuse_wgrad_accumulation": options.weight_gradients is not None and options.trained,
         "tp_group": options.tp.group,
         "tp_size": options.tp.size,
@@ -86,8 +88,9 @@ def _linear_settings(bias: bool, options: LinearOptions) -> dict[str, Any]:
 
 
 class Fused(nn.Module):
-    """`te.LayerNormLinear` or `te.LayerNormMLP`: `save` is not asked, they store what their
-    backward needs.
+    """`te.LayerNormLinear` or `te.LayerNormMLP`.
+
+    It ignores `save`, because the modules themselves store the tensors for their backward.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -99,10 +102,10 @@ class Fused(nn.Module):
 
 
 class EngineLinear(nn.Module):
-    """`te.Linear` in a `parallel_mode`: `column` is `x[t/tp, h] -> y[t, f/tp]`, `row` is `x[t,
-    f/tp] -> y[t/tp, h]`.
+    """`te.Linear` in a `parallel_mode`.
 
-    Without sequence parallelism t/tp is t.
+    "column" maps `x[t/tp, h]` to `y[t, f/tp]`, and "row" maps `x[t, f/tp]` to `y[t/tp, h]`.
+    Without sequence parallelism, replace t/tp by t.
     """
 
     def __init__(self, parallel_mode: str, linear: LinearSpec, options: LinearOptions) -> None:
@@ -118,19 +121,20 @@ class EngineLinear(nn.Module):
         self.linear.requires_grad_(options.trained)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product, its communication and the bias; more than two dims only without sequence
-        parallelism.
+        """Return the product with its communication and bias.
+
+        More than two dimensions are only supported without sequence parallelism.
         """
         if x.dim() == 2:
             return self.linear(x)
-        return self.linear(x.flatten(0, -2)).unflatten(
-            0, x.shape[:-1]
-        )  # [..., h] -> [n, h] -> [n, f] -> [..., f]
+        flat = self.linear(x.flatten(0, -2))  # [..., h] -> [n, h] -> [n, f]
+        return flat.unflatten(0, x.shape[:-1])  # [..., f]
 
 
 class HighPrecision(nn.Module):
-    """A layer that stays out of 8 bits: patches of a crop and pooled windows are no multiple of
-    what those need.
+    """A layer that does not use FP8.
+
+    The numbers of patches per crop and of pooled windows are not multiples of the FP8 tile size.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -143,31 +147,36 @@ class HighPrecision(nn.Module):
 
 
 def eight_bits_off() -> AbstractContextManager[Any]:
-    """A context without FP8, inside or outside of one with it."""
+    """Return a context without FP8; it may be inside a context with FP8."""
     from transformer_engine.pytorch import autocast
 
     return autocast(enabled=False)
 
 
 def fp8_recipe(name: str, reduce_amax: bool) -> Any:
-    """The recipe of a `--fp8` value; `reduce_amax` when other ranks share the largest values."""
+    """Return the recipe of a `--fp8` value.
+
+    `reduce_amax` shares the largest absolute values between ranks, for delayed scaling.
+    """
     from transformer_engine.common import recipe
 
-    makers = {
-        "delayed": lambda: recipe.DelayedScaling(
-            fp8_format=recipe.Format.HYBRID, reduce_amax=reduce_amax
-        ),
-        "current": lambda: recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID),
-        "blockwise": lambda: recipe.Float8BlockScaling(fp8_format=recipe.Format.E4M3),
-    }
-    return makers[name]()
+    # HYBRID: E4M3 in forward, E5M2 for gradients
+    hybrid = recipe.Format.HYBRID
+    if name == "delayed":
+        return recipe.DelayedScaling(fp8_format=hybrid, reduce_amax=reduce_amax)
+    if name == "current":
+        return recipe.Float8CurrentScaling(fp8_format=hybrid)
+    assert name == "blockwise", f"--fp8 {name} has no recipe"
+    return recipe.Float8BlockScaling(fp8_format=recipe.Format.E4M3)
 
 
 def packed_attention(
     model: ModelConfig, tp: Axis, cp: Axis, comm_type: str, inner: int, device: torch.device
 ) -> PackedAttention:
-    """`DotProductAttention` for all layers of a model; `comm_type` and `inner` (ranks of the
-    all-to-all in a2a+p2p) matter from two cp ranks on. Collective for a2a+p2p.
+    """Return `DotProductAttention` for all layers of a model.
+
+    `comm_type` and `inner` (number of ranks in the all-to-all of a2a+p2p) only matter for two or
+    more cp ranks. With a2a+p2p, the call is collective.
     """
     from transformer_engine.pytorch import DotProductAttention
 
@@ -177,7 +186,7 @@ def packed_attention(
         kv_channels=model.head_dim,
         num_gqa_groups=model.query_groups,
         attention_dropout=0.0,
-        qkv_format="thd",
+        qkv_format="thd",  # packed: [tokens, heads, dim]
         attn_mask_type="padding_causal",
         tp_size=tp.size,
         tp_group=tp.group,
@@ -194,25 +203,31 @@ def selector_problem(
     longest: int,
     window: int = 0,
 ) -> str | None:
-    """Why Transformer Engine has no fused kernel for rows of `tokens` with sequences of up to
-    `longest`; None: it has.
+    """Return why Transformer Engine has no fused kernel for rows of `tokens`, or None if it has.
 
-    Its selector is asked what each forward will ask, where a refusal is an error, perhaps hours
-    into a run. It bounds deterministic kernels by sequences x longest^2: most where two thirds of
-    the row are one document.
+    `longest` is the maximum length of a sequence in the row. The call asks the selector the same
+    question as every forward. There, a refusal would be an error, possibly hours into a run. The
+    selector limits deterministic kernels by sequences x longest^2, which is largest if one document
+    takes two thirds of the row.
     """
-    deterministic, least = packed.attention.deterministic, packed.least_sequence
-    for length in (longest, min(longest, 2 * tokens // 3)) if deterministic else (longest,):
+    deterministic = packed.attention.deterministic
+    least = packed.least_sequence
+    lengths = [longest]
+    if deterministic:
+        lengths.append(min(longest, 2 * tokens // 3))
+    for length in lengths:
+        # one sequence of this length, and the shortest possible sequences in the rest of the row
         length = -(-length // least) * least
         count = 1 + max(0, tokens - length) // least
+        own_tokens = max(tokens, length) // packed.cp["cp_size"]
         refusal = selector_refusal(
             heads,
             qkv_dtype=dtype,
             batch_size=count,
-            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), length),
-            **dict.fromkeys(
-                ("num_tokens_q", "num_tokens_kv"), max(tokens, length) // packed.cp["cp_size"]
-            ),
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            num_tokens_q=own_tokens,
+            num_tokens_kv=own_tokens,
             attn_mask_type="padding_causal",
             window_size=window_of(window),
             pad_between_seqs=True,
@@ -222,8 +237,8 @@ def selector_problem(
         )
         if refusal is not None:
             return (
-                f"Transformer Engine has no kernel for rows (sequences {count}, longest "
-                f"{length}): {refusal}"
+                f"Transformer Engine has no kernel for rows with {count} sequences of up to "
+                f"{length} tokens: {refusal}"
             )
     return None
 
@@ -231,71 +246,84 @@ def selector_problem(
 def fused_adam(
     groups: list[dict[str, Any]], betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
-    """`FusedAdam` with decoupled decay."""
+    """Return Transformer Engine's `FusedAdam` with decoupled weight decay (AdamW)."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     return FusedAdam(params=groups, betas=betas, eps=eps, adam_w_mode=True, bias_correction=True)
 
 
 class TransformerEngineBackend(NativeBackend):
-    """A `NativeBackend` of the engine's layers; `support.layer_reasons` must have no reason against
-    `config`.
+    """A backend with Transformer Engine's layers.
+
+    `support.layer_reasons` must be empty for the config.
     """
 
     name = "transformer_engine"
 
     def __init__(self, grid: ProcessGrid, config: RunConfig) -> None:
-        training, parallel = config.training, config.parallel
-        # its linears have a kernel that adds to gradients which stay; this switches it on
+        training = config.training
+        parallel = config.parallel
+        # with permanent gradient buffers, let its linears add weight gradients to them directly
         adds = None if parallel.sharding.gradients else WeightGradients()
         super().__init__(grid, config, adds)
         self.adamw = fused_adam
-        self.fp8, self.token_multiple = training.fp8, FP8_MULTIPLES[training.fp8]
+        self.fp8 = training.fp8
+        self.token_multiple = FP8_MULTIPLES[training.fp8]
+        # recomputation and LoRA need access between norm and linear, so do not fuse them
         self.apart = training.recompute_mode.repeats_activations or self.lora is not None
         self.in_tower = False
+        # arguments of all modules with a norm
         self.norms = {
             "normalization": "RMSNorm",
             "zero_centered_gamma": config.model.apply_layernorm_1p,
         }
+        # tp and cp ranks have parts of the same tensors, so they share largest absolute values
         amax = grid.over("tp", "cp")
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
         self.packed = self._packed_attention(grid, config)
         if self.fp8 == "delayed":
-            connect([amax], grid.device)  # in no step of another run
+            # create the communicator now, so that no step includes it
+            connect([amax], grid.device)
             self.tell(
-                "fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint"
+                "fp8: delayed scales start at 1, also in a resumed run, because checkpoints do not "
+                "include them"
             )
         self._tell_of_norms(config)
 
     def _packed_attention(self, grid: ProcessGrid, config: RunConfig) -> PackedAttention | None:
-        """Return the engine's attention; None, with a line that says why, if it cannot run for this
-        config.
+        """Return Transformer Engine's attention.
+
+        If it cannot run for this config, add a log line with the reasons and return None.
         """
         parallel = config.parallel
+        # check the config first: building the attention may create process groups
         reasons = "; ".join(attention_reasons(config))
         if not reasons:
             inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
             packed = packed_attention(
                 config.model, grid.tp, grid.cp, parallel.cp_comm_type, inner, grid.device
             )
+            # a row has several packs, but no document is longer than one pack
             pack = config.data.seq_length
             tokens = pack * config.training.micro_batch_size
+            # layers may have different windows, and each needs a kernel
             windows = {layer.window for layer in layers_of(config.model)}
-            asked = (packed, self.heads, self.dtype, tokens, pack)
-            refusals = {
-                selector_problem(*asked, window)
-                for window in windows
-                if not window or packed.windows
-            }
+            refusals = set()
+            for window in windows:
+                if not window or packed.windows:
+                    refusals.add(
+                        selector_problem(packed, self.heads, self.dtype, tokens, pack, window)
+                    )
             reasons = "; ".join(filter(None, refusals))
             if not reasons:
                 return packed
-        self.tell(f"attention: ours for every row, {reasons}")
+        self.tell(f"attention: native for every row, because {reasons}")
         return None
 
     def _tell_of_norms(self, config: RunConfig) -> None:
-        """Say which norms are not fused with a linear, or are ours, and by which flag."""
+        """Log which norms are not fused or are native, and the flag that causes it."""
+        # only the first cause is logged
         if self.lora:
             self._tell_apart("--lora-rank")
         elif self.apart:
@@ -303,10 +331,12 @@ class TransformerEngineBackend(NativeBackend):
         elif not config.model.has_input_norms:
             self._tell_apart("--norm-position")
         if config.model.qk_layernorm == "all_heads":
-            self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
+            self.tell(
+                "q/k norms: native, because Transformer Engine's norm cannot sum over tp ranks"
+            )
 
     def _tell_apart(self, why: str) -> None:
-        self.tell(f"layers: Transformer Engine's RMSNorm and Linear apart, by {why}")
+        self.tell(f"layers: Transformer Engine's RMSNorm and Linear, not fused because of {why}")
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         return adapted(self._linear("column", linear), linear, ColumnPairs, self.lora, self.options)
@@ -316,14 +346,16 @@ class TransformerEngineBackend(NativeBackend):
 
     def _linear(self, parallel_mode: str, linear: LinearSpec) -> nn.Module:
         layer = EngineLinear(parallel_mode, linear, self.options)
+        # attach the same specs as in the native backend
         weight, *bias = linear_specs(linear, self.options)
         self.options.attach(layer.linear.weight, weight)
         if bias:
             self.options.attach(layer.linear.bias, bias[0])
+        # token counts of towers do not fit the FP8 tile size
         return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
-        if norm is None or self.apart:
+        if norm is None or self.apart:  # two modules, both from Transformer Engine
             return super().norm_column_linear(norm, linear)
         from transformer_engine.pytorch import LayerNormLinear
 
@@ -335,12 +367,14 @@ class TransformerEngineBackend(NativeBackend):
             **self.norms,
             **_linear_settings(linear.first.bias, self.options),
         )
-        specs = zip(("weight", "bias"), linear_specs(linear, self.options), strict=False)
-        return self._fused(layer, {"layer_norm_weight": self._norm_spec(norm), **dict(specs)})
+        specs = {"layer_norm_weight": self._norm_spec(norm)}
+        # without a bias there is only one spec
+        specs |= zip(("weight", "bias"), linear_specs(linear, self.options), strict=False)
+        return self._fused(layer, specs)
 
     def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
-        """A rank's `fc1_weight` holds its rows of `gate` above those of `up`, as ours."""
-        if norm is None or self.apart:
+        # as in native layers, `fc1_weight` has this rank's gate rows above its up rows
+        if norm is None or self.apart:  # separate modules
             return super().norm_mlp(norm, gate_up, down)
         from transformer_engine.pytorch import LayerNormMLP
 
@@ -356,37 +390,38 @@ class TransformerEngineBackend(NativeBackend):
         )
         specs = {"layer_norm_weight": self._norm_spec(norm)}
         for name, linear in (("fc1", gate_up), ("fc2", down)):
-            specs |= zip(
-                (f"{name}_weight", f"{name}_bias"), linear_specs(linear, self.options), strict=False
-            )
+            names = (f"{name}_weight", f"{name}_bias")
+            specs |= zip(names, linear_specs(linear, self.options), strict=False)
         return self.tiled(self._fused(layer, specs))
 
     def _norm_spec(self, norm: NormSpec, partial: bool | None = None) -> ParameterSpec:
         return parameter_spec([norm.weight(self.norm_init)], self.options, partial_over_tp=partial)
 
     def _fused(self, layer: nn.Module, specs: dict[str, ParameterSpec]) -> Fused:
+        """Attach the specs to the parameters of a fused module and wrap it."""
         for name, spec in specs.items():
             self.options.attach(getattr(layer, name), spec)
         return Fused(layer.requires_grad_(self.options.trained))
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
-        if norm.gated:
+        if norm.gated:  # Transformer Engine has no gated norm
             return super().norm(norm, over_heads=over_heads)
         from transformer_engine.pytorch import RMSNorm
 
         options = self.options
-        settings = {
-            "zero_centered_gamma": self.norms["zero_centered_gamma"],
-            "device": options.device,
-        }
         layer = RMSNorm(
-            normalized_shape=norm.size, eps=norm.epsilon, dtype=options.dtype, **settings
+            normalized_shape=norm.size,
+            eps=norm.epsilon,
+            dtype=options.dtype,
+            zero_centered_gamma=self.norms["zero_centered_gamma"],
+            device=options.device,
         )
         options.attach(layer.weight, self._norm_spec(norm, True if over_heads else None))
         return layer.requires_grad_(options.trained)
 
     def tower(self, name: VisionPart) -> NativeBackend:
         other = super().tower(name)
+        # the base class copies this object, so the type stays
         assert isinstance(other, TransformerEngineBackend)
         other.in_tower = other.apart = True
         return other
@@ -401,21 +436,27 @@ class TransformerEngineBackend(NativeBackend):
         sinks: torch.Tensor | None = None,
         call: Caller = at_once,
     ) -> torch.Tensor:
-        """The choice is a function of the whole row, so ranks agree on it."""
+        """Return the core attention; see `NativeBackend.attention`.
+
+        The choice of the kernel depends on the complete row, so all ranks make the same choice.
+        """
         if self.packed is None:
             return super().attention(q, k, v, plan, scale, sinks, call)
         sequences = self.packed.sequences(plan)
         if isinstance(sequences, str):
-            self.tell(f"attention: ours for some rows, {sequences}")
+            self.tell(f"attention: native for some rows, because {sequences}")
             return super().attention(q, k, v, plan, scale, sinks, call)
-        self.tell("attention: Transformer Engine's fused one for causal packs")
+        self.tell("attention: Transformer Engine's fused attention for causal packs")
         assert scale == self.packed.scale, (
-            f"scale {scale}, the attention was made for {self.packed.scale}"
+            f"the attention was built for scale {self.packed.scale}, but a layer uses {scale}"
         )
+        # attention itself runs in 16 bits
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
             return self.packed(q, k, v, plan, sequences, call)
 
     def prepare(self, plan: AttentionPlan) -> None:
+        # native tables are only needed for rows that Transformer Engine cannot process;
+        # `sequences` caches its result for the forward
         if self.packed is None or isinstance(self.packed.sequences(plan), str):
             super().prepare(plan)
 

@@ -1,10 +1,9 @@
-"""From flat slices of local parameters to boxes of named global tensors: a checkpoint depends on no
-grid.
+"""Conversion of flat parameter slices to boxes of named global tensors, for checkpoints.
 
-A file speaks only of `(global name, global shape, offsets, values)`. A range of a row-major array
-is a few boxes: part of a row, whole rows, part of a row; the same again inside a partial row. So a
-ZeRO slice that cuts a matrix anywhere is saved and loaded without being gathered, and any grid
-reads what any other wrote.
+A checkpoint consists of entries `(global name, global shape, offsets, values)` and does not depend
+on the grid: any grid can read the checkpoint of any other grid. A range of a row-major array is a
+few boxes: part of a row, whole rows, part of a row. A partial row splits in the same way. A ZeRO
+slice can therefore begin anywhere in a matrix and is saved and loaded without a gather.
 """
 
 from __future__ import annotations
@@ -24,62 +23,71 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of one global tensor; `tensor` is its values (saving) or where they go (loading)."""
+    """A box of one global tensor, to save from or to load into `tensor`."""
 
     name: str
-    """Kind and parameter, for example `model.layers.3.mlp.down.weight` or
-    `optimizer.exp_avg.final_norm.weight`.
+    """Kind and parameter name.
+
+    Examples: `model.layers.3.mlp.down.weight`, `optimizer.exp_avg.final_norm.weight`.
     """
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: torch.Tensor
-    """A view of the box's shape, so that reading writes into the parameter or the state."""
+    """A view in the shape of the box. Loading writes through it to the parameter or the state."""
 
 
 def split_range(
     shape: tuple[int, ...], low: int, high: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (offsets, extents) that make up elements `[low, high)` of a row-major array, in that
-    order.
+    """Return the boxes (offsets, extents) of elements `[low, high)` of a row-major array.
 
-    At most `2 * len(shape) - 1` boxes. Their row-major contents, one after the other, are the
-    range's.
+    There are at most `2 * len(shape) - 1` boxes. Their row-major contents, concatenated, are the
+    contents of the range.
     """
     if low >= high:
         return []
-    if not shape:
+    if not shape:  # a scalar
         return [((), ())]
     row = math.prod(shape[1:])
-    first, last = -(-low // row), high // row  # whole rows are [first, last)
-    if first > last:  # the range lies inside one row
+    # the range contains the whole rows [first, last)
+    first = -(-low // row)
+    last = high // row
+    if first > last:  # the range is inside one row
         return _inside(shape, last, low - last * row, high - last * row)
-    boxes = _inside(shape, first - 1, low - (first - 1) * row, row) if low < first * row else []
+    boxes = []
+    if low < first * row:  # the end of the row before the whole rows
+        before = first - 1
+        boxes += _inside(shape, before, low - before * row, row)
     if first < last:
-        boxes.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+        offsets = (first, *[0] * (len(shape) - 1))
+        boxes.append((offsets, (last - first, *shape[1:])))
+    # the beginning of the row after the whole rows; empty if the range ends with a whole row
     return boxes + _inside(shape, last, 0, high - last * row)
 
 
 def _inside(
     shape: tuple[int, ...], index: int, low: int, high: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [
-        ((index, *offsets), (1, *extents)) for offsets, extents in split_range(shape[1:], low, high)
-    ]
+    """Return the boxes of elements `[low, high)` of row `index`."""
+    boxes = split_range(shape[1:], low, high)
+    return [((index, *offsets), (1, *extents)) for offsets, extents in boxes]
 
 
 def boxes_of_slice(kind: str, part: ParameterSlice) -> list[TensorBox]:
-    """The boxes of global tensors `kind.<name>` that a slice holds; rows in no piece (padding) are
-    in no box.
+    """Return the boxes of the global tensors `kind.<name>` in a slice.
+
+    Rows that belong to no piece (padding) are in no box.
     """
     boxes = []
     row = math.prod(part.shape[1:])
+    slice_end = part.start + part.values.numel()
     for piece in part.spec.pieces:
-        begin = (
-            piece.start * row
-        )  # the piece is elements [begin, begin + its size) of the flattened parameter
+        # range of the piece, and of its intersection with the slice, in the flattened parameter
+        begin = piece.start * row
+        end = begin + math.prod(piece.shape)
         low = max(part.start, begin)
-        high = min(part.start + part.values.numel(), begin + math.prod(piece.shape))
-        place = low - part.start
+        high = min(slice_end, end)
+        place = low - part.start  # in `values`
         for offsets, extents in split_range(piece.shape, low - begin, high - begin):
             values = part.values[place : place + math.prod(extents)].view(extents)
             place += values.numel()
@@ -93,21 +101,27 @@ def boxes_to_save(
     state: Mapping[str, Iterable[ParameterSlice]],
     counts: Callable[[ParameterSpec], bool],
 ) -> list[TensorBox]:
-    """Boxes this rank writes: give its slices of the parameters and of the optimizer state; copies
-    are left out.
+    """Return the boxes that this rank writes, without copies.
 
-    By `ShardedParameters.counts` they hold every element of every global tensor once over all
-    ranks.
+    `model` and `state` are the rank's slices of the parameters and of the optimizer state. With
+    `ShardedParameters.counts`, the ranks together write every element of every global tensor once.
     """
-    kinds = {MODEL: model, **{f"{OPTIMIZER}.{name}": parts for name, parts in state.items()}}
-    wanted = ((kind, part) for kind, parts in kinds.items() for part in parts if counts(part.spec))
-    return [box for kind, part in wanted for box in boxes_of_slice(kind, part)]
+    kinds = {MODEL: model}
+    for name, parts in state.items():
+        kinds[f"{OPTIMIZER}.{name}"] = parts
+    boxes = []
+    for kind, parts in kinds.items():
+        for part in parts:
+            if counts(part.spec):
+                boxes += boxes_of_slice(kind, part)
+    return boxes
 
 
 def boxes_to_load(
     model: Iterable[ParameterSlice], state: Mapping[str, Iterable[ParameterSlice]]
 ) -> list[TensorBox]:
-    """Boxes this rank reads: give its whole parameters and its slices of the optimizer state,
-    copies included.
+    """Return the boxes that this rank reads, including copies.
+
+    `model` and `state` are the rank's complete parameters and its slices of the optimizer state.
     """
     return boxes_to_save(model, state, lambda spec: True)

@@ -1,16 +1,15 @@
-"""Gradient buckets: flat buffers of gradients and parameters, each reduced over its axis while
-backward still runs.
+"""Gradient buckets: flat buffers of gradients and parameters, reduced while backward still runs.
 
-A bucket's reduce-scatter starts as soon as its last gradient of the step is there. Buckets start
-strictly in index order: ranks in which a parameter got no gradient launch the same collectives as
-all others. Every reduction is a plain sum (the loss is already divided by the step's global
-denominator). After `finish` each rank of the axis holds one slice of every summed bucket: exactly
-what the sharded optimizer updates.
+A bucket's reduce-scatter starts when the last gradient of the step arrives. Buckets start strictly
+in index order, so a rank on which a parameter got no gradient launches the same collectives as the
+other ranks. Every reduction is a plain sum, because the loss is already divided by the step's
+global denominator. After `finish`, each rank of the axis has one slice of every summed bucket, and
+the sharded optimizer updates this slice.
 
-A gradient may be partial over further axes (`tp`, `embedding`): it is summed over them after the
-reduce-scatter, on the slice, in one all-reduce per axis. A bucket never mixes parameters that are
-treated differently. Whole gradients (ZeRO-1) are reduced once a step; sharded ones (ZeRO-2) once a
-microbatch, and added to this rank's slice.
+A gradient may also be partial over other axes (`tp`, `embedding`). After the reduce-scatter, its
+slice is summed over them with one all-reduce per axis. All parameters of a bucket are treated
+alike. Whole gradients (ZeRO-1) are reduced once per step. Sharded gradients (ZeRO-2) are reduced
+once per microbatch and added to this rank's slice.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,14 +31,12 @@ from megacp.engine.data_parallel.parameter import ParameterSpec, spec_of
 from megacp.engine.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
 
 ALIGNMENT = 64
-"""Every parameter and every rank's slice begins at a multiple of this many elements (128 bytes in
-bf16).
-"""
+"""Alignment, in elements, of every parameter and every rank's slice: 128 bytes in bf16."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its bucket: elements `[start, start + parameter.numel())`."""
+    """The place of a parameter in its bucket: elements `[start, start + parameter.numel())`."""
 
     parameter: nn.Parameter
     spec: ParameterSpec
@@ -47,14 +45,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters of one model chunk that are reduced, decayed, counted and stepped alike, in
-    backward order.
-    """
+    """Parameters of one model chunk in backward order, all reduced, decayed and stepped alike."""
 
     chunk: int
     slots: tuple[Slot, ...]
     elements: int
-    """Length of the flat buffers: a multiple of the reduce axis's size times `ALIGNMENT`."""
+    """Length of the flat buffers: a multiple of `ALIGNMENT` times the size of the reduce axis."""
 
 
 def _aligned(elements: int, multiple: int = ALIGNMENT) -> int:
@@ -64,12 +60,12 @@ def _aligned(elements: int, multiple: int = ALIGNMENT) -> int:
 def plan_buckets(
     chunks: Sequence[nn.Module], ranks: Mapping[str, int], bucket_elements: int
 ) -> list[BucketPlan]:
-    """Cut the parameters of the model chunks into buckets of at most `bucket_elements` (a larger
-    parameter is alone).
+    """Partition the parameters of the model chunks into buckets of at most `bucket_elements`.
 
-    `ranks` says how many an axis of `ParameterSpec.reduced_over` has. Within a chunk parameters go
-    in reverse construction order; the last chunk's buckets come first, because its last backward is
-    the first to run. Buckets are ordered by their last parameter, the one that completes them.
+    A larger parameter gets a bucket to itself. `ranks` maps each `ParameterSpec.reduced_over` to
+    the size of its axis. Within a chunk, parameters are in reverse construction order. The last
+    chunk's buckets come first, because its last backward runs first. Buckets are ordered by their
+    last parameter, which completes them.
     """
     groups: dict[tuple[int, tuple[object, ...]], list[list[Slot]]] = {}
     place: dict[nn.Parameter, int] = {}
@@ -78,100 +74,113 @@ def plan_buckets(
             assert parameter not in place, (
                 f"a parameter of shape {tuple(parameter.shape)} is in two model chunks"
             )
-            place[parameter], spec = len(place), spec_of(parameter)
+            place[parameter] = len(place)
+            spec = spec_of(parameter)
+            # everything that parameters of one bucket must have in common
             like = (parameter.dtype, parameter.device, parameter.requires_grad)
             reduced = (spec.reduced_over, spec.partial_over, spec.counted)
             stepped = (spec.rule, spec.weight_decay, spec.lr_multiplier)
             buckets = groups.setdefault((chunk, (*like, *reduced, *stepped)), [[]])
+            # start a new bucket if this parameter does not fit into the last one
             if buckets[-1] and _filled(buckets[-1]) + parameter.numel() > bucket_elements:
                 buckets.append([])
             buckets[-1].append(Slot(parameter, spec, _filled(buckets[-1])))
-    plans = [
-        BucketPlan(
-            chunk,
-            tuple(slots),
-            _aligned(_filled(slots), ALIGNMENT * ranks[slots[0].spec.reduced_over]),
-        )
-        for (chunk, _), buckets in groups.items()
-        for slots in buckets
-    ]
+    plans = []
+    for (chunk, _), buckets in groups.items():
+        for slots in buckets:
+            # every rank of the axis gets an aligned slice of equal length
+            multiple = ALIGNMENT * ranks[slots[0].spec.reduced_over]
+            plans.append(BucketPlan(chunk, tuple(slots), _aligned(_filled(slots), multiple)))
     return sorted(plans, key=lambda plan: place[plan.slots[-1].parameter])
 
 
 def _filled(slots: Sequence[Slot]) -> int:
-    return _aligned(slots[-1].start + slots[-1].parameter.numel()) if slots else 0
+    """Return the number of elements that `slots` occupy, including the alignment."""
+    if not slots:
+        return 0
+    return _aligned(slots[-1].start + slots[-1].parameter.numel())
 
 
 def slices_of(plan: BucketPlan, begin: int, values: torch.Tensor) -> list[ParameterSlice]:
-    """What elements `[begin, begin + len(values))` of a bucket hold, parameter by parameter;
-    padding is left out.
+    """Return the parameter slices in elements `[begin, begin + len(values))` of a bucket.
+
+    Padding is left out.
     """
     slices = []
     end = begin + values.numel()
     for slot in plan.slots:
+        # intersect the slot with the range
         low = max(begin, slot.start)
         high = min(end, slot.start + slot.parameter.numel())
         if low < high:
             part = values[low - begin : high - begin]
-            slices.append(
-                ParameterSlice(slot.spec, tuple(slot.parameter.shape), low - slot.start, part)
-            )
+            shape = tuple(slot.parameter.shape)
+            slices.append(ParameterSlice(slot.spec, shape, low - slot.start, part))
     return slices
 
 
 class Bucket:
-    """The flat buffers of one `BucketPlan`; parameters of the model are views of the first."""
+    """The flat buffers of one `BucketPlan`. Model parameters are views of the parameter buffer."""
 
     def __init__(self, plan: BucketPlan, axes: Mapping[str, Axis]) -> None:
         first = plan.slots[0].parameter
-        self.plan, self.trained = plan, first.requires_grad
-        self.axis = axis = axes[plan.slots[0].spec.reduced_over]
+        self.plan = plan
+        self.trained = first.requires_grad
+        axis = axes[plan.slots[0].spec.reduced_over]
+        self.axis = axis
         self.parameters = torch.zeros(plan.elements, dtype=first.dtype, device=first.device)
         """`[elements]` in the model dtype, replicated over the axis."""
         self.shard_elements = plan.elements // axis.size
         self.shard_start = axis.rank * self.shard_elements
+        # move the parameters into the flat buffer
         for slot in plan.slots:
             view = self._view(self.parameters, slot)
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
+        # only this rank's slice is updated by the optimizer
         held = partial(slices_of, plan, self.shard_start)
         self.shard = ParameterShard(self.parameter_shard, first.dtype, plan.slots[0].spec, held)
         self._gradients: torch.Tensor | None = None
 
     @staticmethod
     def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-        return flat[slot.start : slot.start + slot.parameter.numel()].view(slot.parameter.shape)
+        end = slot.start + slot.parameter.numel()
+        return flat[slot.start : end].view(slot.parameter.shape)
 
     @property
     def parameter_shard(self) -> torch.Tensor:
-        """This rank's slice `[elements / axis.size]` of `parameters`, a view."""
-        return self.parameters[self.shard_start : self.shard_start + self.shard_elements]
+        """This rank's slice of `parameters`: a view `[elements / axis.size]`."""
+        end = self.shard_start + self.shard_elements
+        return self.parameters[self.shard_start : end]
 
     @property
     def gradients(self) -> torch.Tensor:
-        """`[elements]`, wide, partial over the axis until reduced; zero when first asked for."""
+        """Gradients `[elements]` in the wide dtype, partial over the axis until reduced.
+
+        The first access allocates a buffer of zeros.
+        """
         if self._gradients is None:
             self._gradients = self.parameters.new_zeros(self.plan.elements, dtype=self.shard.wide)
         return self._gradients
 
     def gradient_of(self, slot: Slot) -> torch.Tensor:
-        """The view of `gradients` that is shaped like a parameter."""
+        """Return the gradient of the parameter in `slot`: a view in the parameter's shape."""
         return self._view(self.gradients, slot)
 
     def take_gradients(self) -> torch.Tensor:
-        """`gradients`, which this bucket then no longer holds."""
-        taken, self._gradients = self.gradients, None
+        """Return `gradients` and drop this bucket's reference to the buffer."""
+        taken = self.gradients
+        self._gradients = None
         return taken
 
 
 class FlatBuckets(ShardedParameters):
-    """Gradients of the local model chunks, accumulated and reduced in buckets, each over its own
-    axis.
+    """Gradients of the local model chunks, accumulated and reduced in buckets.
 
-    Build it once the weights are on their device. With `each_microbatch` gradients are reduced
-    after every backward and kept as slices. With `parts`, modules that together run all of the
-    chunks, a part waits for updated parameters of only its own buckets, right before its forward:
-    the first layers compute while later ones are on their way.
+    Build it after the weights are on their device. With `each_microbatch`, gradients are reduced
+    after every backward and kept as slices. `parts` are modules that together run all chunks.
+    With them, each part waits only for the updated parameters of its buckets, right before its
+    forward. The first layers then compute while later parameters are still being gathered.
     """
 
     def __init__(
@@ -186,89 +195,99 @@ class FlatBuckets(ShardedParameters):
         parts: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(reduce_axes, partial_axes, instances)
-        plans = plan_buckets(
-            chunks, {name: axis.size for name, axis in self.axes.items()}, bucket_elements
-        )
+        ranks = {name: axis.size for name, axis in self.axes.items()}
+        plans = plan_buckets(chunks, ranks, bucket_elements)
         self._all = [Bucket(plan, self.axes) for plan in plans]
         self.buckets = [bucket for bucket in self._all if bucket.trained]
-        """Buckets with gradients; only what reads and writes checkpoints meets frozen ones."""
+        """Buckets with gradients. Only checkpoint reads and writes include frozen buckets."""
         self.shards = [bucket.shard for bucket in self.buckets]
-        self._each_microbatch, self._ahead = each_microbatch, len(parts) > 0
+        self._each_microbatch = each_microbatch
+        self._ahead = len(parts) > 0
         self._under_way: dict[int, Pending] = {}  # gathers of updated parameters, by bucket
         self._wait_before(parts)
         for index, bucket in enumerate(self.buckets):
             for number, slot in enumerate(bucket.plan.slots):
-                parameter, hook = slot.parameter, self._hook(index, number)
+                parameter: Any = slot.parameter  # it gets attributes that torch does not declare
+                hook = self._hook(index, number)
                 parameter.register_post_accumulate_grad_hook(hook)
-                if (
-                    slot.spec.fused_gradient
-                ):  # Megatron's names: Transformer Engine's linears know the first two
-                    assert not each_microbatch, "fused gradients need buckets that last"
-                    parameter.main_grad = bucket.gradient_of(slot)  # type: ignore[attr-defined]  # ours, on a tensor of torch
-                    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # likewise
-                    parameter.gradient_added = hook  # type: ignore[attr-defined]  # likewise
+                # the names are Megatron's: linears of Transformer Engine use the first two
+                if slot.spec.fused_gradient:
+                    assert not each_microbatch, (
+                        "fused gradients need gradient buckets that last for the whole step"
+                    )
+                    parameter.main_grad = bucket.gradient_of(slot)
+                    parameter.grad_added_to_main_grad = False
+                    parameter.gradient_added = hook
         self._reset()
 
     def _reset(self) -> None:
         self._final: set[int] = set()
-        """Buckets whose gradients of this backward are to be reduced."""
+        """Buckets to reduce after the current backward."""
         self._arrived: list[set[nn.Parameter]] = [set() for _ in self.buckets]
-        self._to_launch: deque[int] = deque(
-            () if self._each_microbatch else range(len(self.buckets))
-        )
-        """Buckets not yet reduced, in the order that all ranks keep."""
+        self._to_launch: deque[int] = deque()
+        """Buckets that are not reduced yet, in the same order on all ranks."""
+        if not self._each_microbatch:
+            self._to_launch.extend(range(len(self.buckets)))
         self._pending: deque[tuple[int, Pending]] = deque()
         self._added: dict[int, torch.Tensor] = {}  # this rank's slices of sums, by bucket
 
     def _wait_before(self, parts: Sequence[nn.Module]) -> None:
-        """Let each part wait for its buckets before it runs; a parameter in several parts is the
-        first one's.
+        """Make each part wait for its buckets before its forward.
+
+        A parameter in several parts is gathered for the first of them.
         """
-        holding = {
-            slot.parameter: i for i, bucket in enumerate(self.buckets) for slot in bucket.plan.slots
-        }
+        holding: dict[nn.Parameter, int] = {}
+        for index, bucket in enumerate(self.buckets):
+            for slot in bucket.plan.slots:
+                holding[slot.parameter] = index
+        # parts run in this order, so each parameter is claimed by the first part that uses it
         for part in parts:
-            found = (holding.pop(parameter, None) for parameter in part.parameters())
+            found = [holding.pop(parameter, None) for parameter in part.parameters()]
             own = sorted({index for index in found if index is not None})
             part.register_forward_pre_hook(lambda module, inputs, own=own: self._arrive(own))
 
     def _arrive(self, buckets: Iterable[int]) -> None:
-        """Wait for updated parameters; those that have come cost nothing."""
+        """Wait for the updated parameters of some buckets; arrived parameters cost nothing."""
         for index in buckets:
-            if (gather := self._under_way.pop(index, None)) is not None:
+            gather = self._under_way.pop(index, None)
+            if gather is not None:
                 gather.wait()
 
     def _hook(self, index: int, number: int) -> Callable[[torch.Tensor], None]:
-        """Gradient hook of the parameter in slot `number` of bucket `index`."""
-        owner = weakref.ref(
-            self
-        )  # autograd keeps hooks where the collector does not look: a cycle would stay for ever
+        """Return the gradient hook of the parameter in slot `number` of bucket `index`."""
+        # autograd keeps hooks out of reach of the garbage collector, so a reference cycle through
+        # a hook would never be freed
+        owner = weakref.ref(self)
 
         def accumulate(parameter: torch.Tensor) -> None:
             me = owner()
             assert me is not None, "the buckets of this parameter are gone"
             fused = getattr(parameter, "grad_added_to_main_grad", False)
             if parameter.grad is None and not fused:
-                # autograd calls hooks also where a layer that has said so already gave it nothing
+                # the layer reported a fused gradient before, and autograd calls the hook once more
                 return
             assert index in me._to_launch, (
-                f"a gradient of shape {tuple(parameter.shape)} arrived after bucket {index} had "
-                "been reduced: "
-                "start_backward must come right before each backward of the chunk, zero before the next step"
+                f"a gradient of shape {tuple(parameter.shape)} arrived after bucket {index} was "
+                "reduced: call start_backward right before each backward of the chunk, and zero "
+                "before the next step"
             )
             bucket = me.buckets[index]
-            if fused:
-                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a `grad` is only a sign
+            if fused:  # `grad`, if there is one, is only a placeholder
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             else:
-                bucket.gradient_of(bucket.plan.slots[number]).add_(parameter.grad)  # type: ignore[arg-type]  # there is one
+                assert parameter.grad is not None
+                bucket.gradient_of(bucket.plan.slots[number]).add_(parameter.grad)
             parameter.grad = None
+            # before the last backward of the step, gradients only accumulate
             if index in me._final:
-                me._arrived[index].add(parameter)  # type: ignore[arg-type]  # torch hands the hook a tensor
+                # torch annotates hooks with Tensor, but passes the parameter
+                me._arrived[index].add(parameter)  # type: ignore[arg-type]
                 me._launch_complete()
 
         return accumulate
 
     def _launch_complete(self) -> None:
+        """Reduce the leading complete buckets; stop at the first incomplete one."""
         while self._to_launch:
             index = self._to_launch[0]
             if len(self._arrived[index]) < len(self.buckets[index].plan.slots):
@@ -279,82 +298,92 @@ class FlatBuckets(ShardedParameters):
         index = self._to_launch.popleft()
         bucket = self.buckets[index]
         if self._each_microbatch:
-            self._collect(1)  # this bucket's buffer and one more are all that exists
-        gradients = bucket.take_gradients() if self._each_microbatch else bucket.gradients
+            self._collect(1)  # at most this buffer and one more exist at a time
+            gradients = bucket.take_gradients()
+        else:
+            gradients = bucket.gradients
         pending = start_reduce_scatter(gradients, bucket.axis, in_place=not self._each_microbatch)
         self._pending.append((index, pending))
 
     def _collect(self, left: int) -> None:
-        """Wait for reductions until only `left` are under way; their sums are added to this rank's
-        slices.
-        """
+        """Wait until only `left` reductions are pending, and add up the finished sums."""
         while len(self._pending) > left:
             index, pending = self._pending.popleft()
-            total, found = self._added.get(index), pending.take()
+            total = self._added.get(index)
+            found = pending.take()
             self._added[index] = found if total is None else total.add_(found)
 
     def release(self) -> None:
-        """Parameters stay whole; those under way arrive."""
+        """Wait for gathers under way. Parameters are replicated, so there is nothing to free."""
         self._arrive(list(self._under_way))
 
     def start_backward(self, chunk: int, last: bool) -> None:
-        """Reduce gradients of this chunk from now on: complete buckets at once."""
+        """Reduce the gradients of this chunk from now on, each bucket as soon as it is complete."""
         if not (last or self._each_microbatch):
             return
         of_chunk = [
             index for index, bucket in enumerate(self.buckets) if bucket.plan.chunk == chunk
         ]
         self._final.update(of_chunk)
+        # with one reduction per microbatch, the buckets are due again
         if self._each_microbatch:
             for index in of_chunk:
                 self._arrived[index].clear()
             self._to_launch.extend(of_chunk)
 
     def end_backward(self, chunk: int) -> None:
-        """Reduce what the chunk's parameters without a gradient have held back, where that is
-        due.
+        """With `each_microbatch`, reduce the remaining buckets, including incomplete ones.
+
+        A bucket is incomplete if one of its parameters got no gradient.
         """
         while self._each_microbatch and self._to_launch:
             self._launch()
 
     def _summed(self) -> list[torch.Tensor]:
+        # launch the buckets that never became complete: some parameters got no gradient
         while self._to_launch:
             self._launch()
         self._collect(0)
-        added, self._added = self._added, {}
-        return [
-            added[i] if i in added else torch.zeros_like(s.values, dtype=s.wide)
-            for i, s in enumerate(self.shards)
-        ]
+        added = self._added
+        self._added = {}
+        sums = []
+        for index, shard in enumerate(self.shards):
+            if index in added:
+                sums.append(added[index])
+            else:  # no backward has produced a gradient for this bucket
+                sums.append(torch.zeros_like(shard.values, dtype=shard.wide))
+        return sums
 
     def zero(self) -> None:
         super().zero()
-        for bucket in () if self._each_microbatch else self.buckets:
-            bucket.gradients.zero_()
+        if not self._each_microbatch:  # otherwise the buffers are gone already
+            for bucket in self.buckets:
+                bucket.gradients.zero_()
         self._reset()
 
     def publish(self) -> None:
-        """Send every rank's updated slice to all ranks of its axis, where they belong."""
-        for index in reversed(range(len(self.buckets))):  # the order of the forward
+        """Gather the updated slices of all ranks into the flat parameters of every rank."""
+        for index in reversed(range(len(self.buckets))):  # in the order of the forward
             bucket = self.buckets[index]
             if bucket.axis.size > 1:
-                self._under_way[index] = gather_into(
-                    bucket.parameters, bucket.parameter_shard, bucket.axis
-                )
-        if not self._ahead:
+                gather = gather_into(bucket.parameters, bucket.parameter_shard, bucket.axis)
+                self._under_way[index] = gather
+        if not self._ahead:  # no part waits before its forward, so wait now
             self.release()
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        return [
-            part for bucket in self._all for part in bucket.shard.slices_of(bucket.parameter_shard)
-        ]
+        slices = []
+        for bucket in self._all:
+            slices += bucket.shard.slices_of(bucket.parameter_shard)
+        return slices
 
     def parameters_held(self) -> list[ParameterSlice]:
-        """All local parameters, whole, frozen ones included."""
+        """Return all local parameters, unsharded, including frozen parameters."""
         self.release()
-        return [
-            part for bucket in self._all for part in slices_of(bucket.plan, 0, bucket.parameters)
-        ]
+        slices = []
+        for bucket in self._all:
+            slices += slices_of(bucket.plan, 0, bucket.parameters)
+        return slices
 
     def clear(self) -> None:
         self.release()

@@ -1,15 +1,15 @@
-"""Parameters, gradients and optimizer state all sharded over dp x cp (ZeRO-3), those of experts
-over the ranks that hold the same ones, by torch's `fully_shard`.
+"""Full sharding (ZeRO-3) of parameters, gradients and optimizer state by torch's `fully_shard`.
 
-A part (a block, the vision encoder, the embedding, the head) is whole only while it computes. Its
-shard is the parameter that the optimizer updates, in float32 for a 16-bit model, so there are no
-master weights beside it. Gradients are summed over the ranks after every backward and added to this
-rank's part.
+Parameters are sharded over dp x cp, and experts over the ranks that have the same experts. A part
+is a block, the vision encoder, the embedding or the head, and exists unsharded only while it
+computes. The optimizer updates its shard directly, in float32 for a 16-bit model, so no separate
+master weights exist. After every backward, gradients are summed over the ranks and added to this
+rank's shard.
 
-Without a pipeline a part is gathered for its forward and again for its backward, while the one
-before it computes. A pipeline stage computes other microbatches in between, so its chunks are
-gathered by actions of the schedule and stay. The model is sharded part by part as it is built: no
-rank ever holds it whole.
+Without a pipeline, a part is gathered for its forward and again for its backward, each time while
+the previous part computes. A pipeline stage computes other microbatches in between. Its chunks are
+therefore gathered and freed by actions of the schedule. The model is sharded part by part while it
+is built, so no rank ever stores the complete model.
 """
 
 from __future__ import annotations
@@ -38,18 +38,16 @@ from megacp.engine.layers.table import DATA
 def _slices(
     spec: ParameterSpec, shape: tuple[int, ...], start: int, values: torch.Tensor
 ) -> list[ParameterSlice]:
-    """What a rank holds of one parameter: elements `[start, start + n)` of the flattened local
-    parameter.
-    """
+    """Return the slice `[start, start + n)` of a flattened parameter; an empty list if n is 0."""
     return [ParameterSlice(spec, shape, start, values)] if values.numel() else []
 
 
 class FullShards(ShardedParameters):
-    """Shards of the parts that `add` is given while the chunks are built, in order, each chunk
-    last.
+    """Shards of all parts of the model.
 
-    `narrow` is the dtype in which the model computes. `by_schedule`: chunks are gathered and freed
-    only by `unshard` and `reshard`, not around each of their parts.
+    While the chunks are built, call `add` for each part in order, and last for the chunk itself.
+    `narrow` is the dtype in which the model computes. With `by_schedule`, only `unshard` and
+    `reshard` gather and free parameters: whole chunks instead of single parts.
     """
 
     def __init__(
@@ -63,53 +61,63 @@ class FullShards(ShardedParameters):
     ) -> None:
         super().__init__(reduce_axes, partial_axes, instances)
         self.axes = {name: with_group(axis) for name, axis in self.axes.items()}
-        self.narrow, self.by_schedule = narrow, by_schedule
-        self._trained: list[nn.Parameter] = []  # of `shards`
+        self.narrow = narrow
+        self.by_schedule = by_schedule
+        self._trained: list[nn.Parameter] = []  # parameters of `shards`
         self._frozen: list[ParameterShard] = []
-        self._chunks: list[list[FullyShardedModule]] = []
-        self._parts: list[FullyShardedModule] = []
-        self._reading: list[torch.Tensor] = []
+        self._chunks: list[list[FullyShardedModule]] = []  # parts of each chunk, in order
+        self._parts: list[FullyShardedModule] = []  # parts of the chunk that is being built
+        self._reading: list[torch.Tensor] = []  # narrow copies of `shards` while a checkpoint loads
 
     def add(self, module: nn.Module, role: str) -> list[ParameterSlice]:
-        """Shard the parameters of `module` that are in no part yet, as one part: each over the axis
-        it is reduced over. What this rank holds of them, which has no values yet.
+        """Shard the parameters of `module` that are in no part yet, and register them as one part.
 
-        An "embedding" needs no parameter in backward. The backward of a "head" follows its forward
-        at once, so nothing is freed between. A "chunk" holds the parts before it; its own
-        parameters are there for all of its forward.
+        Each parameter is sharded over its reduce axis. Return this rank's slices; their values are
+        not initialised yet. Roles change when the part is freed:
+
+        * The backward of an "embedding" needs no parameters.
+        * The backward of a "head" directly follows its forward, so the head stays gathered.
+        * A "chunk" contains the parts added before it; its remaining parameters stay gathered
+          during its whole forward.
         """
-        before, wide = own_parameters(module), accumulation_dtype(self.narrow)
+        before = own_parameters(module)
+        wide = accumulation_dtype(self.narrow)
         specs = {name: (spec_of(p), tuple(p.shape)) for name, p in before.items()}
         for parameter in before.values():
-            if parameter.requires_grad:  # the shard is the master weight
+            # the shard becomes the master weight, so widen it before sharding
+            if parameter.requires_grad:
                 parameter.data = parameter.data.to(wide)
-        axes = {
-            parameter: self.axes[specs[name][0].reduced_over] for name, parameter in before.items()
-        }
-        part, held = (
-            shard_module(module, axes, self.axes[DATA], self.narrow, wide),
-            list[ParameterSlice](),
-        )
+        axes = {}
+        for name, parameter in before.items():
+            spec, _ = specs[name]
+            axes[parameter] = self.axes[spec.reduced_over]
+        part = shard_module(module, axes, self.axes[DATA], self.narrow, wide)
+        held: list[ParameterSlice] = []
+        # sharding has replaced the parameters, so ask for them again
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
             axis = self.axes[spec.reduced_over]
-            rows = -(-shape[0] // axis.size)  # of every rank but the last ones
-            start = min(axis.rank * rows, shape[0]) * (parameter.numel() // shape[0])
-            shard = ParameterShard(
-                local_part(parameter), self.narrow, spec, partial(_slices, spec, shape, start)
-            )
+            rows = -(-shape[0] // axis.size)  # rows per rank; the last ranks may have fewer
+            first_row = min(axis.rank * rows, shape[0])
+            start = first_row * (parameter.numel() // shape[0])
+            slices_of = partial(_slices, spec, shape, start)
+            shard = ParameterShard(local_part(parameter), self.narrow, spec, slices_of)
             if parameter.requires_grad:
                 self._trained.append(parameter)
-            (self.shards if parameter.requires_grad else self._frozen).append(shard)
+                self.shards.append(shard)
+            else:
+                self._frozen.append(shard)
             held += shard.slices_of(shard.values)
+        # decide when torch frees and gathers the part; the default is around each pass
         if self.by_schedule or role in ("head", "chunk"):
             part.set_reshard_after_forward(False, recurse=False)
         if self.by_schedule:
-            part.set_reshard_after_backward(False, recurse=False)  # `reshard` frees
+            part.set_reshard_after_backward(False, recurse=False)  # `reshard` frees them
         elif role == "embedding":
             part.set_unshard_in_backward(False)
         self._parts.append(part)
         if role == "chunk":
+            # each part gathers the next one while it computes
             for one, following in itertools.pairwise(self._parts[:-1]):
                 one.set_modules_to_forward_prefetch([following])
             self._chunks.append(self._parts)
@@ -118,7 +126,7 @@ class FullShards(ShardedParameters):
 
     def unshard(self, chunk: int) -> None:
         for part in self._chunks[chunk]:
-            part.unshard(async_op=True)
+            part.unshard(async_op=True)  # torch waits for it in the part's forward
 
     def reshard(self, chunk: int) -> None:
         for part in self._chunks[chunk]:
@@ -129,10 +137,13 @@ class FullShards(ShardedParameters):
             self.reshard(chunk)
 
     def _summed(self) -> list[torch.Tensor]:
-        pairs = zip(self._trained, self.shards, strict=True)
-        return [
-            torch.zeros_like(s.values) if p.grad is None else local_part(p.grad) for p, s in pairs
-        ]
+        sums = []
+        for parameter, shard in zip(self._trained, self.shards, strict=True):
+            if parameter.grad is None:
+                sums.append(torch.zeros_like(shard.values))
+            else:  # fully_shard has summed it over the axis
+                sums.append(local_part(parameter.grad))
+        return sums
 
     def zero(self) -> None:
         super().zero()
@@ -140,8 +151,10 @@ class FullShards(ShardedParameters):
             parameter.grad = None
 
     def _slices_of(self, trained: list[torch.Tensor]) -> list[ParameterSlice]:
-        frozen = [part for shard in self._frozen for part in shard.slices_of(shard.values)]
-        return self.shard_slices(trained) + frozen
+        slices = self.shard_slices(trained)
+        for shard in self._frozen:
+            slices += shard.slices_of(shard.values)
+        return slices
 
     def parameter_slices(self) -> list[ParameterSlice]:
         return self._slices_of([shard.values.to(self.narrow) for shard in self.shards])
@@ -150,13 +163,15 @@ class FullShards(ShardedParameters):
         return self.parameter_slices()
 
     def parameters_to_load(self) -> list[ParameterSlice]:
-        """This rank's part of every parameter; copies stand in for those whose shards are wider
-        than the model.
+        """Return this rank's part of every parameter, in the model's dtype.
+
+        A trained shard in a wider dtype is represented by a copy, which `loaded` converts.
         """
         self._reading = [shard.values.to(self.narrow) for shard in self.shards]
         return self._slices_of(self._reading)
 
     def loaded(self, masters: bool) -> None:
+        # without master weights in the checkpoint, widen the loaded weights instead
         for shard, narrow in zip(self.shards, self._reading, strict=True):
             if not masters and shard.wide != narrow.dtype:
                 shard.values.copy_(narrow)

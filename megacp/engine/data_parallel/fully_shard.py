@@ -1,10 +1,9 @@
-"""torch's `fully_shard` on one `Axis`: plain sums, and collectives that are ours, so they are
-counted.
+"""torch's `fully_shard` on `Axis` objects, with plain sums and megacp's collectives.
 
-A sharded parameter is cut by rows, `ceil(rows / ranks)` to a rank, so its local part is one stretch
-of the row-major parameter; the last ranks may hold less, or nothing. torch's own collectives would
-divide by factors that gloo refuses, and its 2-D mesh would reduce over replicas once a microbatch
-instead of a step.
+megacp's collectives count the traffic. A parameter is sharded by rows, `ceil(rows / ranks)` per
+rank, so the local part is a contiguous piece of the row-major parameter. The last ranks may have
+fewer rows, or none. torch's collectives divide by factors that gloo rejects. Its 2-D mesh reduces
+over replicas once per microbatch instead of once per step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megacp.distributed.collectives import Pending, gather_into, reduce_scatter_
 from megacp.distributed.grid import Axis, new_group
 
 FullyShardedModule = FSDPModule
-"""torch's type under a name of ours, for files that do not import torch.distributed."""
+"""Alias of torch's type, for files that do not import torch.distributed."""
 
 
 @functools.cache
@@ -35,18 +34,17 @@ def _mesh(group: dist.ProcessGroup, device_type: str) -> FSDPMeshInfo:
 
 
 def with_group(axis: Axis) -> Axis:
-    """The axis with a process group, which torch asks also of one rank. Every rank calls it for the
-    same axes.
+    """Return the axis with a process group, which torch needs even for a single rank.
+
+    Collective: every rank must call it for the same axes in the same order.
     """
-    return (
-        axis
-        if axis.group is not None
-        else dataclasses.replace(axis, group=new_group(axis.global_ranks))
-    )
+    if axis.group is not None:
+        return axis
+    return dataclasses.replace(axis, group=new_group(axis.global_ranks))
 
 
 class _Arriving(dist.Work):
-    """What torch waits for before it reads gathered parameters."""
+    """Adapter from `Pending` to the work handle on which torch waits for gathered parameters."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()
@@ -58,7 +56,7 @@ class _Arriving(dist.Work):
 
 
 class _Collective:
-    """What torch calls, with buffers that it gets from here too."""
+    """A collective in the form that torch calls; it also allocates torch's buffers."""
 
     def __init__(self, start: Callable[[torch.Tensor, torch.Tensor], dist.Work | None]) -> None:
         self._start = start
@@ -66,7 +64,7 @@ class _Collective:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Uninitialised memory of the device."""
+        """Return an uninitialised tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -90,38 +88,38 @@ def shard_module(
     compute: torch.dtype,
     wide: torch.dtype,
 ) -> FSDPModule:
-    """Shard the parameters of `module` that no sharded module inside it holds, each over its own of
-    `axes`: gathered before it runs, freed after. All axes have a process group; `others` is that of
-    a module without parameters.
+    """Shard the parameters of `module`, except parameters of sharded modules inside it.
 
-    They keep the dtype in which they come; the module computes in `compute`, gradients are summed
-    in `wide`.
+    Each parameter is sharded over its axis in `axes`, gathered before the module runs, and freed
+    afterwards. All axes need a process group; a module without parameters uses `others`.
+    Parameters keep their dtype. The module computes in `compute` and sums gradients in `wide`.
     """
     device = next(module.parameters()).device.type
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
     by_group = {axis.group: axis for axis in (*axes.values(), others)}
+    # experts have a different group than the remaining parameters of their module
 
     def placed(parameter: nn.Parameter) -> Any:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import (
-            ShardPlacementResult,
-        )  # torch 2.12
+        # a private class of torch 2.12: import it only if it is needed
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
         return ShardPlacementResult(Shard(0), _mesh(axes[parameter].group, device))
 
     place = placed if len(by_group) > 1 else None
-    # the new class of the module keeps its parameters' names and order
-    fully_shard(
-        module, mesh=_mesh(others.group, device).mesh, mp_policy=policy, shard_placement_fn=place
-    )
+    # fully_shard changes the class of the module, but not the names and order of its parameters
+    mesh = _mesh(others.group, device).mesh
+    fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=place)
     assert isinstance(module, FSDPModule)
+    # the loss is already divided by the step's denominator, so sum instead of averaging
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if place is None:
-        module.set_custom_all_gather(_gathering(others))  # type: ignore[arg-type]  # it has the methods
-        module.set_custom_reduce_scatter(_scattering(others))  # type: ignore[arg-type]  # likewise
+        # _Collective has the methods of the expected types without inheriting from them
+        module.set_custom_all_gather(_gathering(others))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(_scattering(others))  # type: ignore[arg-type]
         return module
     groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
-    for of_group in groups:  # torch's setters know one group alone
+    for of_group in groups:  # torch's setters support only a single group
         axis = by_group[of_group.mesh_info.shard_process_group]
         of_group._all_gather_comm = _gathering(axis)
         of_group._reduce_scatter_comm = _scattering(axis)
@@ -129,20 +127,20 @@ def shard_module(
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that are not in a sharded module inside it, by name."""
-    inner = tuple(
-        f"{name}." for name, part in module.named_modules() if name and isinstance(part, FSDPModule)
-    )
-    return {name: p for name, p in module.named_parameters() if not name.startswith(inner)}
+    """Return a module's parameters by name, except parameters of sharded modules inside it."""
+    inner = []  # name prefixes of the sharded modules
+    for name, part in module.named_modules():
+        if name and isinstance(part, FSDPModule):
+            inner.append(f"{name}.")
+    prefixes = tuple(inner)
+    return {name: p for name, p in module.named_parameters() if not name.startswith(prefixes)}
 
 
 def shard_of(x: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor that torch shards (a DTensor), in its memory; any other tensor
-    as it is.
-    """
+    """Return this rank's shard of a DTensor, sharing its memory; return other tensors unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded parameter or gradient, flat `[n]`, a view."""
+    """Return this rank's part of a sharded parameter or gradient as a flat view `[n]`."""
     return shard_of(x.detach()).view(-1)

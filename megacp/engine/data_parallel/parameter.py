@@ -1,8 +1,7 @@
-"""What a local parameter is in the global model: names, shapes and offsets, attached to the
-parameter itself.
+"""Specs of local parameters: their names, shapes and offsets in the global model.
 
-Initialisation, gradient reduction, the optimizer, checkpoints and converters all read this one
-value. None of them needs to know how a layer is cut.
+The spec is attached to the parameter. Initialisation, gradient reduction, the optimizer,
+checkpoints and converters all read it, so none of them needs to know how a layer is sharded.
 """
 
 from __future__ import annotations
@@ -19,22 +18,20 @@ from megacp.engine.layers.table import DATA, Tensor
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A box of one global tensor, stored in dim-0 rows `[start, start + shape[0])` of a local
-    parameter.
-    """
+    """A box of one global tensor, stored in rows `[start, start + shape[0])` of a parameter."""
 
     name: str
-    """Global name, for example `layers.3.attention.q.weight`; the layer index is global."""
+    """Global name with the global layer index, for example `layers.3.attention.q.weight`."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where this rank's part begins in the global tensor."""
+    """Start of this rank's part in the global tensor, one offset per dimension."""
     shape: tuple[int, ...]
-    """Shape of this rank's part: true rows only, padded vocabulary rows are in no piece."""
+    """Shape of this rank's part. Padded vocabulary rows belong to no piece."""
     start: int = 0
-    """First dim-0 row of the local parameter that holds it."""
+    """First dim-0 row of this part in the local parameter."""
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The view of `local` (shaped like the parameter) that holds this piece."""
+        """Return the view of this piece in `local`, a tensor of the parameter's shape."""
         return local[self.start : self.start + self.shape[0]]
 
 
@@ -44,24 +41,27 @@ class ParameterSpec:
 
     pieces: tuple[TensorSlice, ...]
     init: str = "normal"
-    """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate
-    within 0.01 and 16), `step` (what softplus makes a step of within 0.001 and 0.1)."""
+    """Initialisation.
+
+    `normal` or `uniform` (mean 0, `std`), `zeros`, `ones`, `log_rate` (the log of a rate between
+    0.01 and 16) or `step` (a value that softplus maps to a step between 0.001 and 0.1)."""
     std: float = 0.02
     treated: Treated = "matrix"
-    """Rule that steps it, as `Tensor.treated` says; `reduced_over` likewise."""
+    """Kind of tensor, which determines its update rule (`Tensor.treated`)."""
     weight_decay: bool = True
     """False for norm weights and biases."""
     reduced_over: str = DATA
+    """Name of the axis over which gradients are summed (`Tensor.reduced_over`)."""
     partial_over: tuple[str, ...] = ()
-    """Further axes over which that sum is partial: `tp`, `embedding`."""
+    """Other axes over which the gradient is partial: `tp`, `embedding`."""
     counted: bool = True
-    """Whether this rank counts the parameter in the global gradient norm: copies are counted once.
-    """
+    """Whether this rank counts the parameter in the global gradient norm. One copy counts."""
     lr_multiplier: float = 1.0
-    """Learning rate of the parameter over that of the schedule."""
+    """Factor of the scheduled learning rate."""
     fused_gradient: bool = False
-    """Whether the layer adds its gradient to the parameter's `main_grad`, its part of a bucket, and
-    then says so.
+    """Whether the layer adds its gradient to the parameter's `main_grad`, a view of a bucket.
+
+    Such a layer then calls the parameter's `gradient_added`.
     """
 
     @classmethod
@@ -72,13 +72,22 @@ class ParameterSpec:
         partial_over: tuple[str, ...] = (),
         counted: bool = True,
     ) -> ParameterSpec:
-        """The spec of pieces of tensors that are described as this one, but for name and shape."""
-        described = tensor.init, tensor.std, tensor.treated, tensor.decays, tensor.reduced_over
-        return cls(tuple(pieces), *described, partial_over, counted)
+        """Return a spec for `pieces` with the properties of `tensor`, except its name and shape."""
+        # learning rate and fused gradients depend on the layer, not on the tensor
+        return cls(
+            tuple(pieces),
+            init=tensor.init,
+            std=tensor.std,
+            treated=tensor.treated,
+            weight_decay=tensor.decays,
+            reduced_over=tensor.reduced_over,
+            partial_over=partial_over,
+            counted=counted,
+        )
 
     @property
     def rule(self) -> str:
-        """Name of the rule that steps it."""
+        """Name of the update rule."""
         return STEPPED_BY[self.treated]
 
 
@@ -86,17 +95,20 @@ Attached = TypeVar("Attached", bound=torch.Tensor)
 
 
 def attach(parameter: Attached, spec: ParameterSpec) -> Attached:
-    """Give a parameter, or a tensor that is saved beside them, its spec and return it."""
+    """Attach a spec to a parameter, or to another tensor for checkpoints, and return the tensor."""
+    # the parameter may have more rows than its pieces: padding
     rows = sum(piece.shape[0] for piece in spec.pieces)
     assert rows <= parameter.shape[0], (
-        f"{[p.name for p in spec.pieces]} hold {rows} rows of {tuple(parameter.shape)}"
+        f"{[p.name for p in spec.pieces]} need {rows} rows, but the parameter has shape "
+        f"{tuple(parameter.shape)}"
     )
     parameter.megacp_spec = spec  # type: ignore[attr-defined]  # ours, on a parameter of torch
     return parameter
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
-    """The spec attached to a parameter; every parameter of a megacp model has one."""
+    """Return the spec of a parameter; every parameter of a megacp model has one."""
+    # an attribute of the tensor, so that specs survive wherever the parameter goes
     spec = getattr(parameter, "megacp_spec", None)
     assert spec is not None, f"a parameter of shape {tuple(parameter.shape)} has no ParameterSpec"
     return spec

@@ -1,15 +1,18 @@
-"""Balance of experts: two terms beside the loss, and a correction of the choice, all as one process
-would have them.
+"""Expert load balancing: two auxiliary loss terms, and a correction of the router's choice.
 
-A step has N real tokens, of all ranks and microbatches, known before its first forward. A layer has
-E experts, of which a token is given to k. Over documents d and experts e,
+All values equal those of a run on one process. A step has N tokens over all ranks and microbatches,
+without padding; N is known before the first forward. A layer routes each token to k of E experts.
+For documents d and experts e,
 
-    document    a E / (k N) sum of f[d, e] P[d, e] / n[d]    f tokens of e, P sum of probabilities,
-    n tokens of d z           z / N sum over tokens of logsumexp(scores)^2 correction  b[e] += g
-    sign(sum of c - E c[e])            c tokens of e in the whole step
+    document term   a E / (k N) * sum over d, e of f[d, e] P[d, e] / n[d]
+    z term          z / N * sum over tokens of logsumexp(scores)^2
+    correction      b[e] += g * sign(sum of c - E c[e])
 
-The ranks of a row sum f, in integers; all else is local. Terms are no part of the loss that goes
-through the stages: a layer adds their gradients to those of its scores.
+where f[d, e] counts the tokens of d routed to e, P[d, e] sums their probabilities, n[d] is the
+length of d, and c[e] counts the tokens of e in the whole step. The coefficients are a, z and g.
+
+The ranks that share a row sum f, in integers; everything else is local. The terms are not part of
+the loss that passes through the pipeline: each layer adds their gradient to its score gradient.
 """
 
 from __future__ import annotations
@@ -42,52 +45,59 @@ def _terms(
     z: float,
     scores: torch.Tensor,
 ) -> torch.Tensor:
-    """Both terms `[2]` of `scores[t, E]`, of this rank's tokens. `price[D, E]` is what a
-    probability of 1 adds to the first, of a token of each document (None: there is no such term),
-    `z` what a squared logsumexp adds to the second.
+    """Return both terms, `[2]`, for `scores[t, E]` of this rank's tokens.
+
+    `document[t]` is the document of each token. `price[D, E]` is the factor of a probability in
+    the document term, by document and expert; None disables the term. `z` is the factor of a
+    squared logsumexp in the z term.
     """
     first = second = scores.new_zeros(())
     if price is not None:
-        first = (score.probabilities(scores) * price.index_select(0, document)).sum()
+        prices = price.index_select(0, document)  # [t, E]
+        first = (score.probabilities(scores) * prices).sum()
     if z > 0:
         second = z * scores.logsumexp(-1).square().sum()
     return torch.stack([first, second])
 
 
 def _gradient(terms: Terms, grad: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor]:
+    """Return the gradient of the scores, plus that of the terms."""
     with torch.enable_grad():
         given = scores.detach().requires_grad_()
         total = terms(given).sum()
-    return (grad + torch.autograd.grad(total, given)[0],)
+    (added,) = torch.autograd.grad(total, given)
+    return (grad + added,)
 
 
 def with_terms(scores: torch.Tensor, terms: Terms | None) -> torch.Tensor:
-    """The same scores, to whose gradient that of the terms is added."""
-    return (
-        scores
-        if terms is None
-        else FromInputs.apply(torch.Tensor.detach, partial(_gradient, terms), scores)
-    )
+    """Return the scores unchanged; backward adds the gradient of the terms to their gradient."""
+    if terms is None:
+        return scores
+    return FromInputs.apply(torch.Tensor.detach, partial(_gradient, terms), scores)
 
 
 class LayerBalance(nn.Module):
-    """What this rank counts of a layer in a step, and the correction of its choice, which is no
-    parameter.
+    """This rank's counts for one layer in a step, and the correction of its router's choice.
+
+    The correction is a buffer, not a parameter.
     """
 
     correction: torch.Tensor | None
-    """float32 `[E]`."""
+    """Correction of the scores before the choice: float32 `[E]`."""
 
     def __init__(self, prefix: str, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
-        self.score, self.topk = SCORES[config.moe_router_score_function], config.moe_router_topk
+        self.score = SCORES[config.moe_router_score_function]
+        self.topk = config.moe_router_topk
         wanted = backend.balance
-        self.document, self.z, self.axes = wanted.document, wanted.z, wanted.axes
+        self.document = wanted.document
+        self.z = wanted.z
+        self.axes = wanted.axes
         device = backend.options.device
         self.counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
-        """Tokens given to each expert."""
+        """Tokens routed to each expert: `[E]`."""
         self.terms = torch.zeros(2, dtype=torch.float64, device=device)
-        """Sums of the two terms."""
+        """Sums of the two terms: `[2]`."""
         self.register_buffer("correction", None)
         if self.score.corrected:
             tensor = correction_tensor(config)
@@ -96,20 +106,23 @@ class LayerBalance(nn.Module):
             self.correction = attach(zeros, parameter_spec([tensor], backend.options))
 
     def count(self, scores: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> Terms | None:
-        """Count a microbatch, and say what it adds to the loss. Collective over tp and the ranks of
-        the row.
+        """Count a microbatch and return its auxiliary terms, or None if both coefficients are 0.
+
+        `scores[t, E]` and `chosen[t, k]` are those of this rank's tokens. Collective over tp and
+        the ranks that share the row.
         """
         experts = scores.shape[1]
-        document, lengths = (
-            routes.documents if self.document > 0 else (chosen.new_zeros(len(chosen)), None)
-        )
-        rows = 1 if lengths is None else len(lengths)
+        if self.document > 0:
+            document, lengths = routes.documents  # [t], [D]
+            rows = len(lengths)
+        else:  # count all tokens as one document
+            document = chosen.new_zeros(len(chosen))
+            lengths = None
+            rows = 1
+        # count the tokens of each document and expert
         places = (document.unsqueeze(1) * experts + chosen).flatten()  # [t k], into [D, E]
-        found = (
-            chosen.new_zeros(rows * experts)
-            .scatter_add_(0, places, torch.ones_like(places))
-            .view(rows, experts)
-        )
+        found = chosen.new_zeros(rows * experts)
+        found = found.scatter_add_(0, places, torch.ones_like(places)).view(rows, experts)
         self.counts += found.sum(0)
         if self.document == self.z == 0:
             return None
@@ -118,19 +131,25 @@ class LayerBalance(nn.Module):
             for axis in self.axes:
                 found = all_reduce(found, axis)
             scale = self.document * experts / (self.topk * routes.tokens)
-            price = found.to(scores.dtype) / lengths.to(scores.dtype).unsqueeze(1) * scale
+            wide_lengths = lengths.to(scores.dtype).unsqueeze(1)  # [D, 1]
+            price = found.to(scores.dtype) / wide_lengths * scale  # [D, E]
         terms = partial(_terms, self.score, document, price, self.z / routes.tokens)
         self.terms += terms(scores)
         return terms
 
 
 class Balance:
-    """That of all layers with experts on this rank, over the ranks of its grid."""
+    """Load balance of all mixture-of-experts layers on this rank, over the ranks of its grid."""
 
     def __init__(
-        self, layers: Sequence[LayerBalance], config: RunConfig, grid: ProcessGrid
+        self,
+        layers: Sequence[LayerBalance],
+        config: RunConfig,
+        grid: ProcessGrid,
     ) -> None:
-        self.layers, self.model, self.grid = layers, config.model, grid
+        self.layers = layers
+        self.model = config.model
+        self.grid = grid
         training = config.training
         self.rate = training.moe_router_bias_update_rate
         self.terms = (
@@ -139,11 +158,13 @@ class Balance:
         )
         self.corrections = [layer.correction for layer in layers if layer.correction is not None]
         self.counts = torch.empty(0)
-        """int64 `[layers, E]`: tokens of each expert in the last step, of all ranks."""
+        """Tokens of each expert in the last step, over all ranks: int64 `[layers, E]`."""
 
     def settle(self, tokens: int) -> dict[str, float]:
-        """Sum what a step of so many tokens has counted, and forget it: its figures, by their names
-        in logs. Collective over the world; nothing where nothing was counted.
+        """Sum the counts of a step of `tokens` tokens over all ranks, and reset them.
+
+        Return the figures by their names in the log; an empty dict if the step counted nothing.
+        Collective over the world.
         """
         if tokens == 0 or self.model.num_experts == 0:
             return {}
@@ -151,34 +172,40 @@ class Balance:
         if self.layers:
             counts = torch.stack([layer.counts for layer in self.layers])
             self.counts = all_reduce(all_reduce(counts, self.grid.ep), self.grid.edp)
-            given = self.counts.sum(1)
+            given = self.counts.sum(1)  # [layers]
             missing = tokens * self.model.moe_router_topk - given
             mine[:2] = torch.stack([layer.terms for layer in self.layers]).sum(0)
-            mine[2] = (self.counts.amax(1).double() * self.model.num_experts / given).max()
-            mine[3] = missing.take(missing.abs().argmax())  # an index would wait for the device
+            # load of the busiest expert relative to an even distribution, in the worst layer
+            busiest = self.counts.amax(1).double()
+            mine[2] = (busiest * self.model.num_experts / given).max()
+            mine[3] = missing.take(missing.abs().argmax())  # indexing would wait for the device
             for layer in self.layers:
                 layer.counts.zero_()
                 layer.terms.zero_()
         table = all_gather(mine.unsqueeze(0), self.grid.world).cpu()  # [world, 4]
         terms = zip(self.terms, table[:, :2].sum(0).tolist(), strict=True)
-        load, missing = table[:, 2].max().item(), table[:, 3]
+        load = table[:, 2].max().item()
+        missing = table[:, 3]
         dropped = missing.take(missing.abs().argmax()).item()
         figures = {name: value for (name, coefficient), value in terms if coefficient > 0}
         return {**figures, "expert_load": load, "dropped": int(dropped)}
 
     def correct(self) -> None:
-        """Move the corrections by the counts of the last step; integers say where to, so all ranks
-        do the same.
+        """Update the corrections from the counts of the last step.
+
+        The direction comes from integers, so all ranks compute the same update.
         """
-        for correction, counts in (
-            zip(self.corrections, self.counts, strict=True) if self.rate > 0 else ()
-        ):
-            correction.add_(self.rate * (counts.sum() - len(counts) * counts).sign())
+        if self.rate <= 0:
+            return
+        for correction, counts in zip(self.corrections, self.counts, strict=True):
+            excess = counts.sum() - len(counts) * counts  # [E], positive for underused experts
+            correction.add_(self.rate * excess.sign())
 
     def slices(self) -> list[ParameterSlice]:
-        """The corrections as a checkpoint holds them; one rank of a stage counts them."""
+        """Return the corrections as slices for a checkpoint; one rank per stage counts them."""
         first = self.grid.tp.rank == self.grid.over("dp", "cp").rank == 0
-        return [
-            ParameterSlice(dataclasses.replace(spec_of(x), counted=first), tuple(x.shape), 0, x)
-            for x in self.corrections
-        ]
+        slices = []
+        for correction in self.corrections:
+            spec = dataclasses.replace(spec_of(correction), counted=first)
+            slices.append(ParameterSlice(spec, tuple(correction.shape), 0, correction))
+        return slices

@@ -1,5 +1,6 @@
-"""Rows to experts and back, for autograd: each way's backward is the other one, so both save
-nothing but the route.
+"""Differentiable exchange of rows between tokens and experts.
+
+The backward of each direction is the other direction, so both save only the route.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Way(torch.autograd.Function):
+    """Apply `there` in forward and `back` in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, there: Send, back: Send) -> torch.Tensor:
         ctx.back = back
@@ -29,8 +32,9 @@ class _Way(torch.autograd.Function):
 
 @fused
 def _sum(slots: torch.Tensor) -> torch.Tensor:
-    """`[t, k, h] -> [t, h]`, one slot after the other, fp32 or wider: the same sum on every
-    grid.
+    """Sum `slots[t, k, h]` over k in fp32 or wider; return `[t, h]`.
+
+    Slots are added in their order, so the sum has the same bits on every grid.
     """
     total = slots[:, 0].to(accumulation_dtype(slots.dtype))
     for slot in range(1, slots.shape[1]):
@@ -39,46 +43,48 @@ def _sum(slots: torch.Tensor) -> torch.Tensor:
 
 
 def _ways(route: Route, tokens: int) -> tuple[Send, Send]:
+    """Return the functions that send token rows to experts, and expert rows back to `tokens`."""
     count = route.chosen.shape[1]
 
-    def there(x: torch.Tensor) -> torch.Tensor:
-        return route.spread(x.index_select(0, route.places.index_select(0, route.order // count)))
+    def there(x: torch.Tensor) -> torch.Tensor:  # [t/tp, h] -> [R, h]
+        token = route.places.index_select(0, route.order // count)  # [t k]
+        return route.spread(x.index_select(0, token))
 
-    def back(rows: torch.Tensor) -> torch.Tensor:
-        slots = (
-            route.collect(rows)
-            .index_select(0, route.slots)
-            .view(*route.chosen.shape, rows.shape[1])
-        )  # [t, k, h]
-        return rows.new_zeros(tokens, rows.shape[1]).index_copy_(0, route.places, _sum(slots))
+    def back(rows: torch.Tensor) -> torch.Tensor:  # [R, h] -> [t/tp, h]
+        slots = route.collect(rows).index_select(0, route.slots)
+        # name h: with no tokens, view could not infer it
+        slots = slots.view(*route.chosen.shape, rows.shape[1])  # [t, k, h]
+        out = rows.new_zeros(tokens, rows.shape[1])  # padding tokens stay 0
+        return out.index_copy_(0, route.places, _sum(slots))
 
     return there, back
 
 
 def to_experts(x: torch.Tensor, route: Route) -> torch.Tensor:
-    """`x[t/tp, h]`, padding included, to the rows `[R, h]` of this rank's experts, expert by
-    expert.
+    """Send `x[t/tp, h]`, padding included, to the experts of each token.
+
+    Return the rows `[R, h]` of this rank's experts, sorted by expert.
     """
     return _Way.apply(x, *_ways(route, len(x)))
 
 
 def to_tokens(rows: torch.Tensor, route: Route, tokens: int) -> torch.Tensor:
-    """What experts made of their rows, `[R, h]`, summed for each of a rank's tokens: `[t/tp, h]`, 0
-    for padding.
+    """Send the expert outputs `rows[R, h]` back and sum them per token.
+
+    Return `[tokens, h]`, where `tokens` is this rank's t/tp; rows of padding are 0.
     """
     there, back = _ways(route, tokens)
     return _Way.apply(rows, back, there)
 
 
 def weights_to_experts(weights: torch.Tensor, route: Route) -> torch.Tensor:
-    """`[t, k]` to the weight of each row, `[R, 1]`."""
+    """Send the routing `weights[t, k]` to the experts; return the weight of each row, `[R, 1]`."""
 
     def there(x: torch.Tensor) -> torch.Tensor:
         return route.spread(x.flatten().index_select(0, route.order)).unsqueeze(1)
 
     def back(column: torch.Tensor) -> torch.Tensor:
-        return (
-            route.collect(column.squeeze(1)).index_select(0, route.slots).view(route.chosen.shape)
-        )
+        slots = route.collect(column.squeeze(1)).index_select(0, route.slots)
+        return slots.view(route.chosen.shape)
 
     return _Way.apply(weights, there, back)

@@ -1,8 +1,7 @@
-"""The experts of a rank over their rows: two products, and an activation between them; low-rank
-pairs beside them.
+"""A rank's experts: two grouped matrix products with an activation between them, and LoRA pairs.
 
-A product is one kernel for bf16 on CUDA, which reads on the device where the rows of each expert
-end, else a loop.
+For bf16 on CUDA a grouped product is one kernel, which reads the row ranges of the experts on the
+device. Otherwise it is a loop over the experts.
 """
 
 from __future__ import annotations
@@ -31,67 +30,82 @@ from megacp.engine.tensor_parallel.parameters import LinearOptions, row_paramete
 
 
 def _one_kernel(x: torch.Tensor, width: int) -> bool:
-    """Whether torch's grouped product takes these rows, times matrices of another `width`: bf16 on
-    CUDA, rows of whole 16 bytes.
+    """Whether `torch.nn.functional.grouped_mm` supports `x[R, a]` and a second dimension `width`.
+
+    It requires bf16 on CUDA and rows that are a multiple of 16 bytes.
     """
-    return (
-        x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and x.shape[1] % 8 == width % 8 == 0
-    )
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    return len(x) > 0 and x.shape[1] % 8 == width % 8 == 0
 
 
 def _rows(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """`x[R, a]` by expert times `matrices[n, a, b]`: `[R, b]`."""
+    """Multiply `x[R, a]`, sorted by expert, by `matrices[n, a, b]`; return `[R, b]`."""
     if _one_kernel(x, matrices.shape[2]):
         return F.grouped_mm(x, matrices, offs=groups.ends)
     y = empty((len(x), matrices.shape[2]), x)
-    if x.device.type == STAND_IN:  # nobody knows how many rows each expert has
+    if x.device.type == STAND_IN:  # the row counts have no values here
         return y
-    for out, rows, matrix in zip(
-        y.split(groups.counts), x.split(groups.counts), matrices, strict=True
-    ):
+    inputs = x.split(groups.counts)
+    outputs = y.split(groups.counts)
+    for out, rows, matrix in zip(outputs, inputs, matrices, strict=True):
         torch.mm(rows, matrix, out=out)
     return y
 
 
 def _weights(grad: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """`grad[R, b]` and `x[R, a]` by expert to the gradients `[n b, a]`: zeros of an expert without
-    rows, for whose gradient its bucket waits.
+    """Return the weight gradients `[n b, a]` from `grad[R, b]` and `x[R, a]`, sorted by expert.
+
+    An expert without rows gets zeros, because its gradient bucket waits for a gradient.
     """
     if _one_kernel(x, grad.shape[1]):
         return F.grouped_mm(grad.t(), x, offs=groups.ends).flatten(0, 1)
+    # [n b, a]; torch.mm below writes every element
     d_weight = empty((groups.experts * grad.shape[1], x.shape[1]), x)
     if x.device.type == STAND_IN:
         return d_weight
-    parts = d_weight.chunk(groups.experts), grad.split(groups.counts), x.split(groups.counts)
-    for out, given, rows in zip(*parts, strict=True):
+    outputs = d_weight.chunk(groups.experts)
+    gradients = grad.split(groups.counts)
+    inputs = x.split(groups.counts)
+    for out, given, rows in zip(outputs, gradients, inputs, strict=True):
         torch.mm(given.t(), rows, out=out)
     return d_weight
 
 
 class _Product(torch.autograd.Function):
+    """Grouped product of `x[R, in]` and `weight[n out, in]`; a frozen weight saves no `x`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.groups = groups
-        return _rows(x, weight.unflatten(0, (groups.experts, -1)).transpose(1, 2), groups)
+        matrices = weight.unflatten(0, (groups.experts, -1))  # [n, out, in]
+        return _rows(x, matrices.transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), groups = ctx.saved_tensors, ctx.groups
-        grad, dx = grads[0].contiguous(), None
+        x, weight = ctx.saved_tensors
+        groups = ctx.groups
+        grad = grads[0].contiguous()
+        dx = None
         if ctx.needs_input_grad[0]:
             dx = _rows(grad, weight.unflatten(0, (groups.experts, -1)), groups)
-        return dx, None if x is None else _weights(grad, x, groups), None
+        d_weight = None if x is None else _weights(grad, x, groups)
+        return dx, d_weight, None
 
 
 def matrices_product(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """`x[R, in]`, by expert, times the matrices `[n out, in]` of n experts: `[R, out]`."""
+    """Multiply `x[R, in]`, sorted by expert, by the matrices `weight[n out, in]` of n experts.
+
+    Return `[R, out]`.
+    """
     return _Product.apply(x, weight, groups)
 
 
 class _Biased(torch.autograd.Function):
-    """`rows[R, out]` and the bias of each one's expert, of `[n out]`, times the weight of the row
-    `[R, 1]`, if any.
+    """Add to each row of `rows[R, out]` the bias of its expert, from `bias[n out]`.
+
+    With `weights[R, 1]`, the bias is first multiplied by the weight of the row.
     """
 
     @staticmethod
@@ -104,33 +118,41 @@ class _Biased(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(bias, weights)
         ctx.groups = groups
-        each = groups.spread(bias, len(rows))
-        return rows + (each if weights is None else (each * weights).to(rows.dtype))
+        each = groups.spread(bias, len(rows))  # [R, out]
+        if weights is not None:
+            each = (each * weights).to(rows.dtype)
+        return rows + each
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (bias, weights), groups, grad = ctx.saved_tensors, ctx.groups, grads[0].contiguous()
+        bias, weights = ctx.saved_tensors
+        groups = ctx.groups
+        grad = grads[0].contiguous()
         d_bias = d_weights = None
         if weights is not None:
             each = groups.spread(bias, len(grad))
             d_weights = (grad.to(weights.dtype) * each).sum(-1, keepdim=True)
-        if ctx.needs_input_grad[
-            1
-        ]:  # sums over the rows of an expert, as a product with columns of ones
+        if ctx.needs_input_grad[1]:
             weighed = grad if weights is None else (grad * weights).to(grad.dtype)
-            d_bias = _weights(weighed, weighed.new_ones(len(weighed), 8), groups)[:, 0].contiguous()
+            # sum the rows of each expert as a product with ones; grouped_mm needs 8 columns
+            ones = weighed.new_ones(len(weighed), 8)
+            d_bias = _weights(weighed, ones, groups)[:, 0].contiguous()
         return grad, d_bias, d_weights, None
 
 
 def _activate(activation: Activation, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    active = activation(gate_up)
+    active = activation(gate_up)  # [R, I]
     return (active.to(weights.dtype) * weights).to(active.dtype)
 
 
 def _gradients(
-    activation: Activation, grad: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor
+    activation: Activation,
+    grad: torch.Tensor,
+    gate_up: torch.Tensor,
+    weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = grad.to(weights.dtype)
+    # apply the activation again, this time recorded by autograd
     with torch.enable_grad():
         given = gate_up.detach().requires_grad_()
         active = activation(given)
@@ -139,16 +161,17 @@ def _gradients(
 
 
 def activated(gate_up: torch.Tensor, weights: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`activation(gate_up)[R, I]` times the weight of each row `[R, 1]`; saves the two."""
-    return FromInputs.apply(
-        partial(_activate, activation), partial(_gradients, activation), gate_up, weights
-    )
+    """Return `activation(gate_up)[R, I]` times `weights[R, 1]`; save only the two inputs."""
+    forward = partial(_activate, activation)
+    backward = partial(_gradients, activation)
+    return FromInputs.apply(forward, backward, gate_up, weights)
 
 
 class ExpertLinear(nn.Module):
-    """`x[R, in]` by expert to `[R, out]`: the named matrices of each expert, and the low-rank pairs
-    of those that have one. A pair has the names, and the axis of its sums, of the expert beside
-    which it stands.
+    """Map `x[R, in]`, sorted by expert, to `[R, out]` by the named matrices of each expert.
+
+    A matrix may have a LoRA pair. The pair is named after its expert and is reduced over the same
+    axis.
     """
 
     def __init__(
@@ -161,57 +184,70 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         tensors = [expert_tensors(config, name, experts) for name in names]
-        # those of each expert in turn: [n out, in] and [n out]
-        kinds = (list(chain(*zip(*of_kind, strict=True))) for of_kind in zip(*tensors, strict=True))
-        self.weight, *bias = (row_parameter(prefix, of_kind, options) for of_kind in kinds)
+        # one parameter per kind, weights [n out, in] and biases [n out]: all named matrices of the
+        # first expert, then all of the second
+        parameters = []
+        for of_kind in zip(*tensors, strict=True):
+            by_expert = list(chain(*zip(*of_kind, strict=True)))
+            parameters.append(row_parameter(prefix, by_expert, options))
+        self.weight, *bias = parameters
         self.bias = bias[0] if bias else None
+        # output columns of each named matrix
         self.widths = [weights[0].shape[0] for weights, *_ in tensors]
         self.sizes = [config.lora_pairs.get(lora_kind(f"experts.{name}")) for name in names]
         self.places, self.ranks = places_of_inputs(names, self.sizes)
         if self.ranks:
             trained = replace(options, trained=True)
-            downs, ups = list[list[Tensor]](), list[list[Tensor]]()
+            downs: list[list[Tensor]] = []
+            ups: list[list[Tensor]] = []
             for name, size in zip(names, self.sizes, strict=True):
                 if size is not None:
                     *a, b = expert_pairs(config, name, experts)
                     downs += a
                     ups.append(b)
+            # the A matrices of all pairs of the first expert, then of the second: [n ranks, in]
             down = list(chain(*zip(*downs, strict=True)))
-            self.low = row_parameter(
-                prefix, down, trained
-            )  # A of all pairs of an expert in turn, [n ranks, in]
-            self.high = nn.ParameterList(
-                row_parameter(prefix, b, trained) for b in ups
-            )  # B of each, [n out, r]
+            self.low = row_parameter(prefix, down, trained)
+            # the B matrices of each pair, [n out, r]
+            self.high = nn.ParameterList(row_parameter(prefix, b, trained) for b in ups)
 
     def forward(
-        self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        groups: Groups,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`weights[R, 1]`: what biases are to be multiplied by, as x has been."""
+        """Return `[R, out]`. If `x` is already weighted, `weights[R, 1]` weights the biases too."""
         y = matrices_product(x, self.weight, groups)
-        y = y if self.bias is None else _Biased.apply(y, self.bias, weights, groups)
+        if self.bias is not None:
+            y = _Biased.apply(y, self.bias, weights, groups)
         if not self.ranks:
             return y
-        inputs, ups = matrices_product(x, self.low, groups).split(self.ranks, -1), iter(self.high)
+        # one product for the A matrices of all pairs, then one product per B matrix
+        inputs = matrices_product(x, self.low, groups).split(self.ranks, -1)
+        ups = iter(self.high)
+        outputs = y.split(self.widths, -1)
         parts = []
-        for part, size, place in zip(
-            y.split(self.widths, -1), self.sizes, self.places, strict=True
-        ):
+        for part, size, place in zip(outputs, self.sizes, self.places, strict=True):
             if size is not None:
-                part = torch.add(
-                    part, matrices_product(inputs[place], next(ups), groups), alpha=size.scale
-                )
+                low = inputs[place]  # [R, r]
+                part = torch.add(part, matrices_product(low, next(ups), groups), alpha=size.scale)
             parts.append(part)
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 class Experts(nn.Module):
-    """`x[R, h]` by expert, and the weight of each row `[R, 1]`, to what they make of it, `[R,
-    h]`.
+    """Apply the MLP of each expert to its rows `x[R, h]`; return `[R, h]`.
+
+    Every output row is multiplied by the routing weight of its row, from `weights[R, 1]`.
     """
 
     def __init__(
-        self, prefix: str, experts: range, config: ModelConfig, options: LinearOptions
+        self,
+        prefix: str,
+        experts: range,
+        config: ModelConfig,
+        options: LinearOptions,
     ) -> None:
         super().__init__()
         self.gate_up = ExpertLinear(prefix, ("gate", "up"), experts, config, options)
@@ -219,9 +255,13 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.mlp_activation]
 
     def forward(
-        self, x: torch.Tensor, weights: torch.Tensor, groups: Groups, save: Save
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        groups: Groups,
+        save: Save,
     ) -> torch.Tensor:
         gate_up = self.gate_up(x, groups)  # [R, 2I]
-        return self.down(
-            save(partial(activated, activation=self.activation), gate_up, weights), groups, weights
-        )
+        # weighting the activations equals weighting the outputs: the product is linear
+        activate = partial(activated, activation=self.activation)
+        return self.down(save(activate, gate_up, weights), groups, weights)

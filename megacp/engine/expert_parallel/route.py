@@ -1,9 +1,9 @@
-"""The way of a layer's tokens to their experts and back, in integers: found once a microbatch, used
-in every pass.
+"""Routes: the integer indices that take the tokens of a layer to their experts and back.
 
-A token has k slots, one for each of its experts. Slots are sorted by expert, then token, and go to
-the ep rank of their expert. What has come from all ranks is sorted by expert again. No row is
-dropped, and none is added: a rank may get none. Padding has no slots, it would load k experts.
+A route is computed once per microbatch and used in every pass. A token has k slots, one per chosen
+expert. Slots are sorted by expert, then by token, and are sent to the ep rank of their expert. The
+receiving rank sorts the rows from all ranks by expert. No row is dropped or padded, so a rank may
+receive no rows. Padding tokens have no slots, because each of them would load k experts.
 """
 
 from __future__ import annotations
@@ -23,112 +23,121 @@ from megacp.distributed.grid import Axis
 
 
 class Groups:
-    """Rows that are sorted by expert."""
+    """Row ranges of `n` experts, for rows sorted by expert."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self.ends = counts.cumsum(0, dtype=torch.int32)
-        """int32 `[n]`, on the device: where the rows of each expert end."""
+        """End of the rows of each expert: int32 `[n]` on the device."""
         self.experts = len(counts)
 
     def __getitem__(self, place: slice) -> Groups:
-        """Those of some rows, likewise."""
+        """Return the groups of the rows `[place.start, place.stop)`."""
         first = self.ends.new_full((1,), place.start)
+        # clip the range of each expert to the slice; an expert outside it gets an empty range
         return Groups(self.ends.clamp(place.start, place.stop).diff(prepend=first))
 
     def spread(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """`[n a]`, of each expert, to `[R, a]`, of each row."""
+        """Return `[R, a]`: for each of `rows` rows, the values of its expert in `x[n a]`."""
         places = torch.arange(rows, device=x.device, dtype=self.ends.dtype)
         experts = torch.searchsorted(self.ends, places, right=True)
         return x.unflatten(0, (self.experts, -1)).index_select(0, experts)
 
     @functools.cached_property
     def counts(self) -> list[int]:
-        """Rows of each expert; the host waits for the device."""
+        """Number of rows per expert; the first access makes the host wait for the device."""
         return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
 
 
 class Route:
-    """The way of `t` tokens of this rank, and of the `R` rows that its experts are given. The ranks
-    of `axis` build it together.
+    """The route of this rank's `t` tokens, and of the `R` rows that its experts receive.
 
-    On one ep rank the host waits for nothing; on several when `sent` is first asked for, so what is
-    launched before is done meanwhile.
+    Construction is collective over `axis`. With one ep rank the host never waits. With several it
+    waits at the first access to `sent` or `received`, so work launched before that overlaps.
     """
 
     def __init__(
-        self, chosen: torch.Tensor, places: torch.Tensor, experts: int, axis: Axis
+        self,
+        chosen: torch.Tensor,
+        places: torch.Tensor,
+        experts: int,
+        axis: Axis,
     ) -> None:
         self.axis = axis
         self.chosen = chosen
-        """int64 `[t, k]`: the experts of each token, in order of their numbers."""
+        """Experts of each token, sorted by index: int64 `[t, k]`."""
         self.places = places
-        """int64 `[t]`: where the tokens stand among those of the rank, padding included."""
+        """Indices of the tokens among this rank's tokens including padding: int64 `[t]`."""
         sorted_slots, self.order = chosen.flatten().sort(stable=True)
-        """int64 `[t k]`: slots by expert, then token."""
+        """Slots sorted by expert, then by token: int64 `[t k]`."""
         self.slots = self.order.argsort()
-        """The inverse of `order`."""
-        # bincount would wait for the device
-        ends = torch.searchsorted(
-            sorted_slots, torch.arange(experts, device=chosen.device), right=True
-        )
+        """Inverse permutation of `order`."""
+        # count the rows per expert with searchsorted: bincount would wait for the device
+        all_experts = torch.arange(experts, device=chosen.device)
+        ends = torch.searchsorted(sorted_slots, all_experts, right=True)
         counts = ends.diff(prepend=ends.new_zeros(1))  # [E]
-        self._found = all_to_all(counts, axis).view(
-            axis.size, -1
-        )  # [ep, n]: rows of every source for each expert here
+        # [ep, n]: rows that each source rank sends to each expert of this rank
+        self._found = all_to_all(counts, axis).view(axis.size, -1)
         self.groups = Groups(self._found.sum(0))
-        """The rows of this rank's experts."""
-        rows = torch.stack([counts.view(axis.size, -1).sum(1), self._found.sum(1)])
-        self._rows = HostCopy(rows)
+        """Row ranges of this rank's experts."""
+        to_ranks = counts.view(axis.size, -1).sum(1)  # [ep]
+        from_ranks = self._found.sum(1)  # [ep]
+        self._rows = HostCopy(torch.stack([to_ranks, from_ranks]))
 
     @property
     def sent(self) -> list[int]:
-        """Rows to each ep rank."""
+        """Number of rows sent to each ep rank."""
         return self._rows.values[0].tolist()
 
     @property
     def received(self) -> list[int]:
-        """Rows from each; their sum is `R`."""
+        """Number of rows received from each ep rank; the sum is `R`."""
         return self._rows.values[1].tolist()
 
     @functools.cached_property
     def arrived(self) -> torch.Tensor:
-        """int64 `[R]`: rows as they came, by expert, source and token."""
-        expert = torch.arange(self.groups.experts, device=self._found.device).repeat(self.axis.size)
+        """Permutation int64 `[R]` that sorts the received rows by expert, source and token."""
+        experts = torch.arange(self.groups.experts, device=self._found.device)
+        expert = experts.repeat(self.axis.size)  # rows arrive by source, then by expert
+        # with output_size the host need not wait for the sum
         arrived = expert.repeat_interleave(self._found.flatten(), output_size=sum(self.received))
         return arrived.argsort(stable=True)
 
     @functools.cached_property
     def leaving(self) -> torch.Tensor:
-        """The inverse of `arrived`."""
+        """Inverse permutation of `arrived`."""
         return self.arrived.argsort()
 
     def spread(self, slots: torch.Tensor) -> torch.Tensor:
-        """What stands by expert and token here, `[t k, ...]`, to the rows `[R, ...]` of this rank's
-        experts.
+        """Send slots `[t k, ...]`, sorted by expert and token, to their experts.
+
+        Return the rows `[R, ...]` of this rank's experts. Collective over `axis`.
         """
         if self.axis.size == 1:
             return slots
         return all_to_all(slots, self.axis, self.sent, self.received).index_select(0, self.arrived)
 
     def collect(self, rows: torch.Tensor) -> torch.Tensor:
-        """The way back of `spread`."""
+        """Send rows `[R, ...]` back to their tokens: the inverse of `spread`."""
         if self.axis.size == 1:
             return rows
         return all_to_all(rows.index_select(0, self.leaving), self.axis, self.received, self.sent)
 
 
 class PlannedRoute(Route):
-    """A route on tensors without numbers: this rank's experts get the share of rows that is planned
-    for the busiest.
+    """A route for a dry run on tensors without values.
+
+    This rank's experts receive the share of rows that is planned for the busiest rank.
     """
 
     load = 1.0
-    """Rows of this rank's experts over those of an even load; at least 1."""
+    """Rows of this rank's experts relative to an even distribution; at least 1."""
 
     @property
     def sent(self) -> list[int]:
-        slots, ranks = self.chosen.numel(), self.axis.size
+        slots = self.chosen.numel()
+        ranks = self.axis.size
         here = min(slots, math.ceil(slots * self.load / ranks))
+        # the other ranks share the remaining slots as evenly as possible
         each, more = divmod(slots - here, max(1, ranks - 1))
         counts = [each + 1] * more + [each] * (ranks - 1 - more)
         counts.insert(self.axis.rank, here)
@@ -140,45 +149,46 @@ class PlannedRoute(Route):
 
     @classmethod
     def of_load(cls, load: float) -> type[Route]:
-        """Return the class of routes with this load."""
+        """Return a subclass whose routes have this load."""
         return type("PlannedRoute", (cls,), {"load": load})
 
 
 Terms = Callable[[torch.Tensor], torch.Tensor]
-"""Scores of experts `[t, E]` to what stands beside the loss, `[2]`."""
+"""Function from expert scores `[t, E]` to the two auxiliary loss terms `[2]`."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """What the layers of a microbatch share, and the route of each: a layer that is computed again
-    takes the same, so it gives every token to the same experts.
+    """The routes of all layers in one microbatch, and the data that they share.
+
+    Activation recomputation finds the route of its layer here, so every token goes to the same
+    experts again.
     """
 
     plan: AttentionPlan
     here: np.ndarray
-    """int64 `[t]`: this rank's tokens in the row, without padding."""
+    """This rank's tokens in the row, without padding: int64 `[t]`."""
     places: torch.Tensor
-    """Where they stand, as `Route.places`."""
+    """Indices of these tokens, as in `Route.places`."""
     tokens: int = 0
-    """Those of the whole step, without padding; 0: nothing is counted, as in evaluation."""
+    """Tokens of the whole step, without padding. 0 (as in evaluation) disables all counting."""
     by_layer: dict[int, Route] = field(default_factory=dict)
     terms: dict[int, Terms | None] = field(default_factory=dict)
-    """What balance adds to the loss, by layer; found with the route."""
+    """Auxiliary loss terms by layer, computed together with the route."""
     make: type[Route] = Route
-    """What makes a route."""
+    """Class of the routes."""
 
     @classmethod
     def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device, tokens: int = 0) -> Routes:
-        """Routes, none found yet, of this rank's tokens, of which each of `tp` has a part."""
+        """Return empty routes for this rank's tokens: one of `tp.size` parts of `plan.local`."""
         held = plan.local.reshape(tp.size, -1)[tp.rank]
-        places = np.flatnonzero(plan.metadata.leave[held] > 0)
+        places = np.flatnonzero(plan.metadata.leave[held] > 0)  # padding has leave = 0
         return cls(plan, held[places], to_device(places, device), tokens)
 
     @functools.cached_property
     def documents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The document of each token here, int64 `[t]`, and the tokens of each of the row's
-        documents `[D]`.
-        """
-        number, device = self.plan.metadata.document, self.places.device
+        """The document of each local token, int64 `[t]`, and the length of each document, `[D]`."""
+        number = self.plan.metadata.document
+        device = self.places.device
         lengths = np.bincount(number[number >= 0], minlength=1)
         return to_device(number[self.here], device), to_device(lengths, device)

@@ -1,16 +1,16 @@
-"""Which experts a token is given to, and by which weights.
+"""The router: the choice of experts for each token, and the weights of their outputs.
 
-Scores are fp32 or wider: in bf16 several scores of a token would be equal. Equal scores are chosen
-by the number of the expert, which `topk` does not promise.
+Scores are computed in fp32 or wider, because bf16 rounding would make several scores of a token
+equal. Ties go to the expert with the lower index; `topk` does not guarantee any order for ties.
 
-A matrix product does not give equal rows of the router equal scores: the order of its sums depends
-on the place of a column and on the number of tokens, and so on the grid. `first_of_equals` finds
-equal rows, and all of them are chosen by the score of the first. So experts with equal rows, biases
-and corrections are chosen by their numbers, exactly, on every grid and in every dtype.
+A matrix product may give different scores to equal rows of the router. Its summation order depends
+on the column index and on the number of tokens, and therefore on the grid. `first_of_equals` finds
+the equal rows, and the choice uses the score of the first one for all of them. Experts with equal
+rows, biases and corrections are therefore ordered by index on every grid and in every dtype.
 
-Training keeps rows equal only up to rounding. In float64, in which grids are compared, scores that
-differ by rounding are therefore taken for equal too (`without_noise`). In fp32 and bf16 they are
-not: there the hidden states of two grids differ as much as clearly different scores.
+Training keeps such rows equal only up to rounding. In float64, the dtype for comparing grids,
+`without_noise` therefore treats scores as equal if they differ only by rounding. In fp32 and bf16
+this would not help: hidden states differ between grids by as much as clearly different scores do.
 """
 
 from __future__ import annotations
@@ -30,153 +30,169 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dx, d_weight = grad @ weight.to(grad.dtype), grad.t() @ x.to(grad.dtype)
+    dx = grad @ weight.to(grad.dtype)  # [t, E] x [E, h]
+    d_weight = grad.t() @ x.to(grad.dtype)  # [E, t] x [t, h]
     return dx.to(x.dtype), d_weight.to(weight.dtype)
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x[t, h]` to the scores `[t, E]` of all experts, fp32 or wider; saves no wide copy of x."""
+    """Return the scores `[t, E]` of all experts for `x[t, h]`, in fp32 or wider.
+
+    Backward needs only `x` and `weight`, so no wide copy of `x` is saved.
+    """
     return FromInputs.apply(_product, _gradients, x, weight)
 
 
 def _fingerprints(weight: torch.Tensor) -> torch.Tensor:
-    """Return an int64 `[E]` for the rows of `weight[E, h]`, the same for equal rows: sums of
-    integers have no order.
+    """Return an int64 hash `[E]` of the rows of `weight[E, h]`; equal rows have equal hashes.
+
+    The hash is an integer sum, which does not depend on the summation order.
     """
-    positive = weight + 0.0  # -0.0 equals 0.0, but has other bits
+    positive = weight + 0.0  # -0.0 equals 0.0 but has different bits
     if positive.shape[1] * positive.element_size() % 8 > 0:
         positive = positive.double()
     bits = positive.contiguous().view(torch.int64)  # [E, n], several narrow elements in each
     bits ^= bits >> 32  # short mantissas end in zeros, which a product would only shift
-    # one pseudo-random odd factor a column (Knuth's multiplicative hash, mixed)
+    # one pseudo-random odd factor per column (Knuth's multiplicative hash, mixed)
     factors = torch.arange(1, bits.shape[1] + 1, device=bits.device) * -0x61C8864680B583EB
     factors = (factors ^ (factors >> 29)) * -0x40A7B892E31B1A47 | 1
     return bits.mul_(factors).sum(1)
 
 
 def first_of_equals(weight: torch.Tensor) -> torch.Tensor:
-    """Return int64 `[E]`: for each row of `weight[E, h]` the number of the first row that equals
-    it, often its own.
+    """Return int64 `[E]`: for each row of `weight[E, h]`, the index of the first equal row.
 
-    The host does not wait for the device. The cost is that of a few tokens: every weight is read
-    some times.
+    A row that equals no earlier row gets its own index. The host does not wait for the device.
+    The call costs about as much as routing a few tokens: it reads every weight a few times.
     """
     found = _fingerprints(weight)
-    first = (
-        (found.unsqueeze(1) == found).to(torch.uint8).argmax(1)
-    )  # of [E, E]; the first of several ones
-    are_equal = (weight == weight.index_select(0, first)).all(1)  # not only their fingerprints
-    return torch.where(are_equal, first, torch.arange(len(weight), device=weight.device))
+    same_hash = (found.unsqueeze(1) == found).to(torch.uint8)  # [E, E]
+    first = same_hash.argmax(1)  # argmax returns the first of several ones
+    # rows with the same hash may still differ
+    are_equal = (weight == weight.index_select(0, first)).all(1)
+    own = torch.arange(len(weight), device=weight.device)
+    return torch.where(are_equal, first, own)
 
 
 NOISE = 2.0**-32
-"""Scores of a token are equal in float64 if they differ by less than this part of the largest: 10^5
-times what sums in another order leave, and less than a float32 can hold."""
+"""Relative difference below which two float64 scores of a token are equal.
+
+It is 10^5 times the error of a different summation order, and below the resolution of float32."""
 
 
 def without_noise(scores: torch.Tensor) -> torch.Tensor:
-    """Return `scores[t, E]` with one value for those that only rounding separates: the highest of
-    them.
+    """Return `scores[t, E]` with rounding differences removed.
 
-    They are neighbours in order. Rounding to fewer bits would not do: a boundary may lie between
-    any two numbers.
+    Scores that differ only by rounding all get the highest value among them; they are adjacent in
+    sorted order. Rounding to fewer bits would not work, because two nearly equal scores can fall
+    on different sides of a rounding boundary.
     """
     values, order = scores.sort(-1, descending=True)
-    largest = (
-        scores.abs().masked_fill(scores.isinf(), 0.0).amax(-1, keepdim=True)
-    )  # closed groups have -inf
+    magnitudes = scores.abs().masked_fill(scores.isinf(), 0.0)  # closed groups have -inf
+    largest = magnitudes.amax(-1, keepdim=True)  # [t, 1]
     gaps = values[:, :-1] - values[:, 1:]  # [t, E - 1]; NaN between two -inf, which are equal
     places = torch.arange(1, scores.shape[1], device=scores.device)
-    # a clear gap begins a run of equal scores, and each score takes the value at the beginning of
-    # its run
+    # each clear gap starts a run of equal scores; every score takes the first value of its run
     begins = torch.where(gaps > NOISE * largest, places, 0).cummax(-1).values
     begins = torch.cat([torch.zeros_like(order[:, :1]), begins], -1)  # [t, E]
     return torch.empty_like(scores).scatter_(-1, order, values.gather(-1, begins))
 
 
 def choose(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 `[t, count]`: the experts of each token with the highest scores `[t, E]`, in order of
-    their numbers.
+    """Return int64 `[t, count]`: the experts with the highest `scores[t, E]` of each token.
+
+    The experts of a token are sorted by index.
     """
     if scores.dtype == torch.float64:
         scores = without_noise(scores)
-    return scores.argsort(dim=-1, descending=True, stable=True)[:, :count].sort(-1).values
+    # a stable sort resolves ties in favour of the lower index
+    ranking = scores.argsort(dim=-1, descending=True, stable=True)
+    return ranking[:, :count].sort(-1).values
 
 
 def in_groups(scores: torch.Tensor, groups: int, count: int) -> torch.Tensor:
-    """`scores[t, E]`, -inf outside of each token's `count` groups with the highest sums of two
-    scores.
+    """Return `scores[t, E]` with -inf outside the `count` best expert groups of each token.
+
+    The score of a group is the sum of its two highest scores (DeepSeek-V3).
     """
     parts = scores.unflatten(1, (groups, -1))  # [t, groups, E / groups]
-    best = choose(parts.topk(2, sorted=False).values.sum(-1), count)
-    closed = torch.ones_like(parts[:, :, 0], dtype=torch.bool).scatter_(
-        1, best, False
-    )  # [t, groups]
+    best = choose(parts.topk(2, sorted=False).values.sum(-1), count)  # [t, count]
+    closed = torch.ones_like(parts[:, :, 0], dtype=torch.bool)  # [t, groups]
+    closed = closed.scatter_(1, best, False)
     return parts.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
 
 
 Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(scores[t, E], chosen[t, k]) -> weights[t, k]`."""
 LEAST = 1e-20
-"""Added to a sum of sigmoids that is divided by, as DeepSeek-V3 has it."""
+"""Constant added to a sum of sigmoids before dividing by it (DeepSeek-V3)."""
 
 
 def of_chosen(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Softmax over the chosen experts (Mixtral): as that over all, made to sum to 1 again."""
+    """Return the softmax `[t, k]` over the chosen experts (Mixtral).
+
+    This equals the softmax over all experts, renormalised to sum to 1.
+    """
     return scores.gather(1, chosen).softmax(-1)
 
 
 def of_all(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Softmax over all experts, as it is (OLMoE)."""
+    """Return the softmax over all experts, at the chosen experts `[t, k]` (OLMoE)."""
     return scores.softmax(-1).gather(1, chosen)
 
 
 def sigmoids(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Sigmoids of the chosen experts, as they are."""
+    """Return the sigmoids `[t, k]` of the chosen experts, not normalised."""
     return scores.gather(1, chosen).sigmoid()
 
 
 def shares(values: torch.Tensor) -> torch.Tensor:
-    """Of the sum of each row."""
+    """Divide each row of `values[t, n]` by its sum."""
     return values / (values.sum(-1, keepdim=True) + LEAST)
 
 
 def shares_of_chosen(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Sigmoids of the chosen experts over their sum (DeepSeek-V3, GLM-4.5)."""
+    """Return the sigmoids `[t, k]` of the chosen experts, divided by their sum.
+
+    DeepSeek-V3 and GLM-4.5 use these weights.
+    """
     return shares(sigmoids(scores, chosen))
 
 
 def _sigmoid(scores: torch.Tensor) -> torch.Tensor:
-    # torch's own gives the last numbers of a tensor other bits: an expert would be chosen by the
-    # length of a row
+    # torch.sigmoid computes the last elements of a tensor with different rounding, so the choice of
+    # an expert would depend on the length of the row
     return 1 / (1 + torch.exp(-scores))
 
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """What becomes of scores `[t, E]`."""
+    """Functions of the scores `[t, E]` for one `--moe-router-score-function`."""
 
     choice: Callable[[torch.Tensor], torch.Tensor]
-    """By what experts are chosen, before a correction."""
+    """Values `[t, E]` by which experts are chosen, before any correction."""
     probabilities: Callable[[torch.Tensor], torch.Tensor]
-    """`[t, E]`, those of a token sum to 1."""
+    """Probabilities `[t, E]`; they sum to 1 for each token."""
     weigh: dict[bool, Weigh]
-    """Weights of the chosen experts by --moe-router-pre-softmax."""
+    """Weights of the chosen experts, by `--moe-router-pre-softmax`."""
     corrected: bool = False
-    """Whether the choice has a correction."""
+    """Whether a correction is added before the choice."""
 
 
-SCORES = {
-    "softmax": ScoreFunction(
-        lambda scores: scores, lambda scores: scores.softmax(-1), {False: of_chosen, True: of_all}
-    ),
-    "sigmoid": ScoreFunction(
-        _sigmoid,
-        lambda scores: shares(scores.sigmoid()),
-        {False: shares_of_chosen, True: sigmoids},
-        corrected=True,
-    ),
-}
-"""By the words of --moe-router-score-function."""
+_SOFTMAX = ScoreFunction(
+    choice=lambda scores: scores,
+    probabilities=lambda scores: scores.softmax(-1),
+    weigh={False: of_chosen, True: of_all},
+)
+_SIGMOID = ScoreFunction(
+    choice=_sigmoid,
+    probabilities=lambda scores: shares(scores.sigmoid()),
+    weigh={False: shares_of_chosen, True: sigmoids},
+    corrected=True,
+)
+SCORES = {"softmax": _SOFTMAX, "sigmoid": _SIGMOID}
+"""Score functions by the value of `--moe-router-score-function`."""

@@ -1,9 +1,8 @@
-"""The learning rate as a pure function of the update's number: linear warm-up, then a decay to
-`min_lr`.
+"""The learning rate as a pure function of the update number: linear warm-up, then decay.
 
-There is no state, so a resumed run needs only its step. Formulas and flag names are Megatron's
-(`OptimizerParamScheduler`) with one difference: the first update is number 1, so it does not train
-with rate 0. As there and in transformers `min_lr` comes one update after the last of the decay.
+There is no state, so a resumed run only needs its step. Formulas and flag names are Megatron's
+(`OptimizerParamScheduler`), with one difference: the first update has number 1, so its rate is not
+0. As in Megatron and transformers, the first update after the decay has the rate `min_lr`.
 """
 
 from __future__ import annotations
@@ -14,21 +13,25 @@ from megacp.engine.config.training import TrainingConfig
 
 
 def learning_rate(update: int, settings: TrainingConfig) -> float:
-    """The rate of one optimizer update; `update` counts from 1, warm-up included."""
+    """Return the learning rate of one optimizer update; `update` counts from 1."""
     assert update >= 1, f"updates count from 1, got {update}"
-    lr, min_lr, style = settings.lr, settings.min_lr, settings.lr_decay_style
-    top = max(1, settings.warmup_updates)  # the update that has the whole rate
-    end = (settings.lr_decay_iters or settings.train_iters) + 1  # the first one with `min_lr`
+    lr = settings.lr
+    min_lr = settings.min_lr
+    style = settings.lr_decay_style
+    top = max(1, settings.warmup_updates)  # the update with the full rate
+    end = (settings.lr_decay_iters or settings.train_iters) + 1  # the first update with `min_lr`
     if update <= top:
         return lr * update / top
     if style == "constant":
         return lr
     if update >= end:
         return min_lr
-    part = (update - top) / (end - top)  # of the decay, what is done
-    if style == "WSD":  # Megatron's "exponential" over the last updates
+    part = (update - top) / (end - top)  # fraction of the decay that is done
+    # `left` is the fraction of the rate above `min_lr`
+    if style == "WSD":  # Megatron's "exponential" decay over the last updates
         length = (settings.lr_wsd_decay_iters or 1) + 1
-        left = 2.0 * 0.5 ** (max(0, update - (end - length)) / length) - 1.0
+        done = max(0, update - (end - length))
+        left = 2.0 * 0.5 ** (done / length) - 1.0
     elif style == "linear":
         left = 1.0 - part
     else:

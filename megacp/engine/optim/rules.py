@@ -1,8 +1,7 @@
-"""Rules that step parameters, as a table. A rule meets them as 1-D slices, whose gradients stand in
-`grad`.
+"""Update rules for parameters, as a table.
 
-Which parameters a rule steps, and what it keeps of them, is data that needs no torch:
-`engine/config/training.py`.
+A rule gets parameters as 1-D slices with their gradients in `grad`. The assignment of parameters to
+rules, and the state of each rule, are data without torch in `engine/config/training.py`.
 """
 
 from __future__ import annotations
@@ -19,73 +18,76 @@ from megacp.engine.config.training import TrainingConfig
 
 @dataclass(frozen=True)
 class Group:
-    """Slices that one rule steps alike, none of them empty."""
+    """Non-empty slices that one rule updates with the same settings."""
 
     weight_decay: float
     lr_multiplier: float
-    """Learning rate over that of the schedule."""
+    """Factor of the scheduled learning rate."""
     slices: list[torch.Tensor] = field(default_factory=list)
     state: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """What the rule keeps of each slice: tensors like it by `STATE_KINDS`, zero before the first
-    update.
+    """State of each slice: tensors like the slice, by `STATE_KINDS`; zero before the first update.
     """
 
 
 class UpdateRule(Protocol):
-    """One way to step groups of slices; made once for all of a rank that it steps."""
+    """An update rule; a rank has one object per rule for all groups of that rule."""
 
     def update(self, lr: float, scale: float) -> None:
-        """Step every slice in place by its gradient times `scale`; gradients may be changed."""
+        """Update every slice in place with its gradient times `scale`; may change gradients."""
 
     def set_updates(self, updates: int) -> None:
-        """Say how many updates the state has seen."""
+        """Set the number of updates that the state has seen."""
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), by torch's fused kernel or an `engine`."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with torch's fused kernel or an `engine`."""
 
     def __init__(
         self, groups: Sequence[Group], settings: TrainingConfig, engine: AdamWEngine | None = None
     ) -> None:
         self._groups = groups
-        asked: list[dict[str, Any]] = [
-            {"params": one.slices, "weight_decay": one.weight_decay} for one in groups
-        ]
+        asked: list[dict[str, Any]] = []
+        for group in groups:
+            asked.append({"params": group.slices, "weight_decay": group.weight_decay})
         betas = (settings.adam_beta1, settings.adam_beta2)
+        # the engine's kernel if the backend has one, else torch's fused kernel
         if engine is not None:
             self._kernel = engine(asked, betas, settings.adam_eps)
         else:
             self._kernel = torch.optim.AdamW(asked, betas=betas, eps=settings.adam_eps, fused=True)
+        # create the state before the first update, so that a checkpoint can be loaded into it
         self._counts: list[torch.Tensor] = []
+        is_float32 = True
         for group in groups:
             for x, state in zip(group.slices, group.state, strict=True):
                 count = torch.zeros((), dtype=torch.float32, device=x.device)
                 self._counts.append(count)
                 self._kernel.state[x] = {"step": count, **state}
-        # torch's kernel divides gradients by a factor as it reads them, which it holds in float32
-        self._divides = engine is None and all(
-            x.dtype == torch.float32 for group in groups for x in group.slices
-        )
+                is_float32 = is_float32 and x.dtype == torch.float32
+        # torch's kernel can divide gradients by a float32 factor while it reads them
+        self._divides = engine is None and is_float32
 
     def set_updates(self, updates: int) -> None:
-        """The bias correction of the next update depends on it."""
+        """Set the number of past updates, for the bias correction of the next update."""
         for count in self._counts:
             count.fill_(updates)
+        # torch counts updates in the state, Transformer Engine in the group: set both
         for described in self._kernel.param_groups:
             described["step"] = updates
 
     def update(self, lr: float, scale: float) -> None:
-        """One call of the kernel for all groups."""
-        slices = [x for group in self._groups for x in group.slices]
+        """Update all groups with one call of the kernel."""
+        slices: list[torch.Tensor] = []
+        for group in self._groups:
+            slices += group.slices
         if scale != 1.0 and not self._divides:
             for x in slices:
-                x.grad.mul_(scale)  # type: ignore[union-attr]  # every slice has one
-        # set as torch's GradScaler sets it
-        divisor = (
-            torch.full((), 1.0 / scale, device=slices[0].device)
-            if scale != 1.0 and self._divides
-            else None
-        )
+                assert x.grad is not None
+                x.grad.mul_(scale)
+        divisor = None
+        if scale != 1.0 and self._divides:
+            divisor = torch.full((), 1.0 / scale, device=slices[0].device)
+        # the attribute through which torch's GradScaler passes its factor
         self._kernel.grad_scale = divisor  # type: ignore[attr-defined]
         for described, group in zip(self._kernel.param_groups, self._groups, strict=True):
             described["lr"] = lr * group.lr_multiplier

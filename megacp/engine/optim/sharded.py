@@ -1,10 +1,10 @@
-"""ZeRO (Rajbhandari et al., arXiv 1910.02054): each rank of dp x cp updates its shard of the
-parameters.
+"""Sharded optimizer (ZeRO: Rajbhandari et al., arXiv 1910.02054).
 
-State exists once in dp x cp, from the start, so a checkpoint can be read into it before the first
-update. A float32 or float64 model is updated in place. A 16-bit model has float32 master weights:
-slices of their own, or the shards themselves under full sharding. All ranks see the same global
-norm, so all skip a step whose gradient is not finite anywhere.
+Each rank of dp x cp updates its shard of the parameters, and the optimizer state exists once in
+dp x cp. The state is allocated at the start, so a checkpoint can be loaded before the first update.
+A float32 or float64 model is updated in place. A 16-bit model has float32 master weights: separate
+slices, or the shards themselves with full sharding. All ranks compute the same global norm, so they
+all skip a step whose gradient is not finite on some rank.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from megacp.engine.optim.rules import UPDATE_RULES, Group
 from megacp.engine.timers import Phase, unmeasured
 
 _ROW = 4096
-"""Elements of a partial sum of squares."""
+"""Number of elements in a partial sum of squares."""
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Sum of the squares of 1-D `x` as a float64 scalar on its device; from 4,096 elements on it
-    adds in float64.
+    """Return the sum of squares of 1-D `x` as a float64 scalar on its device.
 
-    So it is no less exact for a large model, and no float64 copy of `x` is made. Values above 2e17
-    overflow in float32.
+    Partial sums of 4,096 elements are added in float64. The sum is therefore equally accurate for a
+    large model, without a float64 copy of `x`. Values above 2e17 overflow in float32.
     """
     whole = len(x) // _ROW * _ROW
-    norms = torch.linalg.vector_norm(
-        x[:whole].view(-1, _ROW), dim=1
-    )  # [rows], one pass over the gradients
+    rows = x[:whole].view(-1, _ROW)
+    norms = torch.linalg.vector_norm(rows, dim=1)  # [rows], one pass over the gradients
     rest = torch.linalg.vector_norm(x[whole:]).reshape(1)
     return torch.cat([norms, rest]).double().square().sum()
 
@@ -44,32 +42,34 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 def global_norm(
     shards: Iterable[tuple[torch.Tensor, bool]], world: Axis, device: torch.device | str = "cpu"
 ) -> float:
-    """L2 norm of all gradients; `shards` are (slice, counted) of this rank, all on `device`,
-    `world` spans all ranks of the grid.
+    """Return the L2 norm of all gradients, the same float on every rank.
 
-    The same float on every rank; inf or NaN when any rank holds a non-finite value: a copy that is
-    not counted contributes `0 * sum`.
+    `shards` are pairs (slice, counted) of this rank, all on `device`. `world` has all ranks of the
+    grid. If any rank has a value that is not finite, the norm is inf or NaN.
     """
-    sums = [sum_of_squares(shard) * (1.0 if counted else 0.0) for shard, counted in shards]
-    # a stage whose towers are all frozen has no gradient, and adds nothing
-    total = (
-        torch.stack(sums).sum().reshape(1)
-        if sums
-        else torch.zeros(1, dtype=torch.float64, device=device)
-    )
+    sums = []
+    for shard, counted in shards:
+        # multiply instead of skipping, so that a NaN in an uncounted copy is not lost
+        sums.append(sum_of_squares(shard) * (1.0 if counted else 0.0))
+    if sums:
+        total = torch.stack(sums).sum().reshape(1)
+    else:  # a stage with only frozen parameters has no gradients
+        total = torch.zeros(1, dtype=torch.float64, device=device)
     return all_reduce(total, world).sqrt().item()
 
 
 def clip_scale(norm: float, clip_grad: float) -> float:
-    """The factor that brings gradients of this norm to at most `clip_grad`; 1 when that is 0
-    (off).
-    """
-    return min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
+    """Return the factor that clips gradients of this norm to `clip_grad`; 1 if that is 0 (off)."""
+    if clip_grad <= 0:
+        return 1.0
+    return min(1.0, clip_grad / (norm + 1e-6))
 
 
 class ShardedOptimizer:
-    """Steps this rank's shards, each by its rule; `world` spans all ranks of the grid (for the
-    norm), `engine` is the backend's AdamW, and `device` the one of the model.
+    """Updates this rank's shards, each with its rule.
+
+    `world` has all ranks of the grid, for the norm. `device` is the device of the model, and
+    `engine` the backend's AdamW.
     """
 
     def __init__(
@@ -81,52 +81,59 @@ class ShardedOptimizer:
         engine: AdamWEngine | None = None,
     ) -> None:
         self.parameters = parameters
-        self._clip_grad, self._world, self._device = settings.clip_grad, world, device
+        self._clip_grad = settings.clip_grad
+        self._world = world
+        self._device = device
         self.updates = 0
-        """Updates done so far; skipped steps do not count."""
+        """Number of updates so far; skipped steps do not count."""
         shards = parameters.shards
-        self.slices = [
-            s.values.detach() if s.values.dtype == s.wide else s.values.to(s.wide) for s in shards
-        ]
-        """What is stepped: a shard itself, or its master weights."""
-        self._state = [
-            {kind: torch.zeros_like(x) for kind in STATE_KINDS[shard.spec.rule]}
-            for shard, x in zip(shards, self.slices, strict=True)
-        ]
+        self.slices: list[torch.Tensor] = []
+        """The updated tensors: shards, or their master weights."""
+        for shard in shards:
+            if shard.values.dtype == shard.wide:
+                self.slices.append(shard.values.detach())
+            else:  # a master weight
+                self.slices.append(shard.values.to(shard.wide))
+        self._state: list[dict[str, torch.Tensor]] = []
+        for shard, x in zip(shards, self.slices, strict=True):
+            kinds = STATE_KINDS[shard.spec.rule]
+            self._state.append({kind: torch.zeros_like(x) for kind in kinds})
+        # group the slices by rule, and within a rule by settings
         groups: dict[str, dict[tuple[bool, float], Group]] = {}
         for shard, x, state in zip(shards, self.slices, self._state, strict=True):
-            if (
-                not x.numel()
-            ):  # Transformer Engine's launcher counts chunks: an empty tensor may hide others
+            # Transformer Engine's kernel launcher counts chunks, and an empty tensor makes it skip
+            # other tensors
+            if not x.numel():
                 continue
             spec = shard.spec
-            alone = Group(settings.weight_decay if spec.weight_decay else 0.0, spec.lr_multiplier)
-            group = groups.setdefault(spec.rule, {}).setdefault(
-                (spec.weight_decay, spec.lr_multiplier), alone
+            weight_decay = settings.weight_decay if spec.weight_decay else 0.0
+            of_rule = groups.setdefault(spec.rule, {})
+            group = of_rule.setdefault(
+                (spec.weight_decay, spec.lr_multiplier), Group(weight_decay, spec.lr_multiplier)
             )
             group.slices.append(x)
             group.state.append(state)
-        self._rules = [
-            UPDATE_RULES[name](list(alike.values()), settings, engine)
-            for name, alike in groups.items()
-        ]
+        self._rules = []
+        for name, of_rule in groups.items():
+            self._rules.append(UPDATE_RULES[name](list(of_rule.values()), settings, engine))
 
     def grad_norm(self, phase: Phase = unmeasured) -> float:
-        """The global norm of the summed gradients, equal on all ranks; call it after
-        `ShardedParameters.finish`.
+        """Return the global norm of the summed gradients, equal on all ranks.
+
+        Call it after `ShardedParameters.finish`.
         """
         parameters = self.parameters
         with phase("norm"):
-            shards = [
-                (parameters.grad_shard(i), parameters.counts(s.spec))
-                for i, s in enumerate(parameters.shards)
-            ]
+            shards = []
+            for index, shard in enumerate(parameters.shards):
+                shards.append((parameters.grad_shard(index), parameters.counts(shard.spec)))
             return global_norm(shards, self._world, self._device)
 
     def update(self, lr: float, norm: float, phase: Phase = unmeasured) -> None:
-        """Clip to `norm`, update and publish the new parameters."""
+        """Clip gradients of this `norm`, update, and publish the new parameters."""
         parameters = self.parameters
         with phase("optimizer"):
+            # lend the summed gradients to the rules
             for i, x in enumerate(self.slices):
                 x.grad = parameters.grad_shard(i)
             for rule in self._rules:
@@ -134,14 +141,16 @@ class ShardedOptimizer:
             for x in self.slices:
                 x.grad = None
             self.updates += 1
+            # round the master weights to the model's dtype
             for shard, master in self._masters():
                 shard.values.copy_(master)
         with phase("parameter exchange"):
             parameters.publish()
 
     def step(self, lr: float) -> float:
-        """A whole step without other checks: `update` where the norm is finite, which it returns;
-        gradients go.
+        """Update if the norm is finite, discard the gradients, and return the norm.
+
+        This is a complete step without any other checks.
         """
         norm = self.grad_norm()
         if math.isfinite(norm):
@@ -150,34 +159,42 @@ class ShardedOptimizer:
         return norm
 
     def _masters(self) -> list[tuple[ParameterShard, torch.Tensor]]:
+        """Return the shards with separate master weights."""
         pairs = zip(self.parameters.shards, self.slices, strict=True)
         return [(shard, master) for shard, master in pairs if master.dtype != shard.values.dtype]
 
     def reset_masters(self) -> None:
-        """Take the master weights from the parameters again, after another room wrote those."""
+        """Copy the parameters to the master weights, after other code has changed them."""
         for shard, master in self._masters():
             master.copy_(shard.values)
 
     def state_slices(self) -> dict[str, list[ParameterSlice]]:
-        """This rank's share of the state by kind: those of the rules and, for a 16-bit model,
-        `master`.
+        """Return this rank's share of the optimizer state, by kind.
+
+        The kinds are those of the update rules and, for a 16-bit model, `master`.
         """
         shards = self.parameters.shards
-        state: dict[str, list[ParameterSlice]] = {
-            k: [] for rule in STEPPED_BY.values() for k in STATE_KINDS[rule]
-        }
+        state: dict[str, list[ParameterSlice]] = {}
+        for rule in STEPPED_BY.values():
+            # every kind exists on every rank, even without slices
+            for kind in STATE_KINDS[rule]:
+                state[kind] = []
         for shard, kept in zip(shards, self._state, strict=True):
             for kind, values in kept.items():
                 state[kind] += shard.slices_of(values)
-        pairs = zip(shards, self.slices, strict=True)
-        masters = [
-            part for shard, x in pairs if x.dtype != shard.narrow for part in shard.slices_of(x)
-        ]
-        return {**state, "master": masters} if masters else state
+        # float32 and float64 models have no separate master weights
+        masters: list[ParameterSlice] = []
+        for shard, x in zip(shards, self.slices, strict=True):
+            if x.dtype != shard.narrow:
+                masters += shard.slices_of(x)
+        if masters:
+            state["master"] = masters
+        return state
 
     def clear(self) -> None:
-        """Zero parameters and state before a checkpoint is read into them: what it does not hold
-        (padding) is 0.
+        """Zero parameters and state before a checkpoint is loaded.
+
+        Elements that are not in the checkpoint (padding) are then 0.
         """
         self.parameters.clear()
         for x, kept in zip(self.slices, self._state, strict=True):
@@ -185,7 +202,7 @@ class ShardedOptimizer:
                 values.zero_()
 
     def set_updates(self, updates: int) -> None:
-        """Say how many updates the state has seen, after it was read from a checkpoint."""
+        """Set the number of updates that a loaded state has seen."""
         self.updates = updates
         for rule in self._rules:
             rule.set_updates(updates)

@@ -1,9 +1,9 @@
-"""Cut the layers into virtual stages by cost: contiguous parts, of which the dearest is as cheap as
-possible, exactly.
+"""Partition of the layers into virtual stages: contiguous parts with minimal largest cost.
 
-The embedding costs time on the first virtual stage and the head on the last one, so equal layer
-counts are not equal work. Costs become integers first (every float is a fraction of a power of
-two). Then "cheapest" and "equal" are exact, and all ranks cut alike on any machine.
+The embedding takes time on the first virtual stage and the head on the last one, so equal layer
+counts are not equal work. Costs are first converted to integers, which is exact because every float
+is an integer divided by a power of two. Comparisons are then exact, and all ranks compute the same
+partition on any machine.
 """
 
 from __future__ import annotations
@@ -17,38 +17,41 @@ from fractions import Fraction
 def partition(
     layer_costs: Sequence[float], first_extra: float, last_extra: float, num_virtual_stages: int
 ) -> list[range]:
-    """Layers of each virtual stage, in order; every virtual stage gets at least one.
+    """Return the layers of each virtual stage, in order; every virtual stage gets at least one.
 
-    `layer_costs[i]` is the cost of layer i. `first_extra` is what the first virtual stage bears
-    besides its layers (embedding), `last_extra` what the last one bears (final norm, head, loss).
-    All are in one unit, finite and >= 0. The largest cost of a part is minimal. Among such cuts the
-    sum of the squared costs is minimal, then that of the squared layer counts (even parts). Then
-    earlier parts hold fewer layers, since they hold more activations.
+    `layer_costs[i]` is the cost of layer i. `first_extra` is the additional cost of the first
+    virtual stage (embedding), and `last_extra` that of the last one (final norm, head, loss). All
+    costs have the same unit and are finite and >= 0.
+
+    The partition minimises the largest cost of a part. Ties are resolved by the smallest sum of
+    squared costs, then by the smallest sum of squared layer counts, and then by fewer layers in
+    earlier parts, because earlier stages keep more activations.
     """
     assert len(layer_costs) >= num_virtual_stages > 0, (
-        f"{len(layer_costs)} layers for {num_virtual_stages} stages"
+        f"{len(layer_costs)} layers for {num_virtual_stages} virtual stages: every virtual stage "
+        "needs a layer"
     )
     fractions = [Fraction(cost) for cost in (*layer_costs, first_extra, last_extra)]
-    unit = math.lcm(
-        *(fraction.denominator for fraction in fractions)
-    )  # its inverse makes all of them whole numbers
+    # multiplying by the common denominator makes all costs integers
+    unit = math.lcm(*(fraction.denominator for fraction in fractions))
     *costs, first, last = (int(fraction * unit) for fraction in fractions)
-    # what the first and the last virtual stage bear, the first and the last layer bear: the parts
-    # are contiguous
+    # parts are contiguous, so the extra costs can be added to the first and the last layer
     costs[0] += first
     costs[-1] += last
     return _evenest(costs, num_virtual_stages, _smallest_limit(costs, num_virtual_stages))
 
 
 def _smallest_limit(costs: list[int], num_parts: int) -> int:
-    """Smallest L such that the costs fall into at most `num_parts` contiguous parts of at most L
-    each.
+    """Return the smallest limit for which `num_parts` contiguous parts cost at most that much.
 
-    At most is enough: with at least `num_parts` layers a part can always be split further, and
-    costs do not grow by it.
+    Fewer parts are also accepted: with at least `num_parts` layers, a part can always be split
+    further, and splitting does not increase costs.
     """
-    low, high = max(costs), sum(costs)  # one layer in a part, all layers in one
+    # binary search between one layer per part and all layers in one part
+    low = max(costs)
+    high = sum(costs)
     while low < high:
+        # fill the parts greedily
         middle = (low + high) // 2
         parts = 1
         filled = 0  # cost of the last part so far
@@ -65,17 +68,15 @@ def _smallest_limit(costs: list[int], num_parts: int) -> int:
 
 
 def _evenest(costs: list[int], num_parts: int, limit: int) -> list[range]:
-    """The evenest cut into exactly `num_parts` parts of at most `limit`, by dynamic programming
-    from the last part.
+    """Return the most even partition into exactly `num_parts` parts that cost at most `limit`.
 
-    `best[i]` is (sum of squared costs, sum of squared counts, end of the first part) for layers i..
-    in `k` parts.
+    This is dynamic programming from the last part. For layers i and later in `parts` parts,
+    `best[i]` is (sum of squared costs, sum of squared counts, end of the first part).
     """
     num_layers = len(costs)
     best: dict[int, tuple[int, int, int]] = {num_layers: (0, 0, num_layers)}
-    ends: list[
-        dict[int, int]
-    ] = []  # ends[j][i]: end of the first of j + 1 parts that begin at layer i
+    # ends[j][i]: end of the first of j + 1 parts that begin at layer i
+    ends: list[dict[int, int]] = []
     for parts in range(1, num_parts + 1):
         longer = {}
         for begin in range(num_parts - parts, num_layers - parts + 1):
@@ -92,6 +93,7 @@ def _evenest(costs: list[int], num_parts: int, limit: int) -> list[range]:
                 longer[begin] = min(options)
         ends.append({begin: choice[2] for begin, choice in longer.items()})
         best = longer
+    # follow the stored ends from the first layer
     cuts = [0]
     for parts in range(num_parts, 0, -1):
         cuts.append(ends[parts - 1][cuts[-1]])

@@ -1,18 +1,17 @@
-"""Pipeline schedules as data: pure functions from (stage, sizes) to the list of actions this stage
-executes in order.
+"""Pipeline schedules as data: pure functions from (stage, sizes) to a stage's list of actions.
 
-A schedule is only an order of computes: forwards, backwards, and deferred weight gradients. The
-messages follow from it: every input is received right before the compute that needs it, every
-output sent right after. All stages run their forwards in one common order, and their backwards too.
-So the k-th send of a channel always meets the k-th receive.
+A schedule is an order of computes: forwards, backwards, and deferred weight gradients. The messages
+follow from it. A stage receives every input right before the compute that needs it, and sends every
+output right after. All stages run their forwards in the same order, and also their backwards. The
+k-th send of a channel therefore always matches its k-th receive.
 
-Virtual stage `v = chunk * num_stages + stage` holds the v-th part of the layers. Virtual stage 0
-receives nothing in forward and sends nothing in backward; the last virtual stage sends nothing in
-forward and receives nothing in backward. Where the first virtual stages train nothing (low-rank
-pairs only on later layers), they have no backward, and the first trained one sends no gradient.
+Virtual stage `v = chunk * num_stages + stage` has the v-th part of the layers. Virtual stage 0
+receives nothing in forward and sends nothing in backward. The last virtual stage sends nothing in
+forward and receives nothing in backward. If the first virtual stages have no trained parameters
+(LoRA only in later layers), they have no backward, and the first trained one sends no gradient.
 
-The simplest one is "all forwards, all backwards" (AFAB). This is all that a stage does under it;
-1F1B is the same actions in another order, with fewer activations alive:
+The simplest schedule is "all forwards, all backwards" (AFAB). The code below is the complete work
+of a stage under AFAB. 1F1B has the same actions in a different order that keeps fewer activations:
 
     for microbatch in range(m):                            # stage s of p, one chunk
         x = recv(s - 1) if s > 0 else None                 # RECV_FORWARD: hidden [t, h]
@@ -29,9 +28,9 @@ The simplest one is "all forwards, all backwards" (AFAB). This is all that a sta
         if s > 0:
             send(inputs[microbatch].grad, s - 1)           # SEND_BACKWARD
 
-    2 stages, 3 microbatches:    stage 0   F0 F1 F2 .  .  B0 B1 B2       AFAB holds 3 activations
+    2 stages, 3 microbatches:    stage 0   F0 F1 F2 .  .  B0 B1 B2       AFAB keeps 3 activations
                                  stage 1   .  F0 F1 F2 B0 B1 B2 .
-                                 stage 0   F0 F1 .  B0 F2 B1 .  B2       1F1B holds 2
+                                 stage 0   F0 F1 .  B0 F2 B1 .  B2       1F1B keeps 2
                                  stage 1   .  F0 B0 F1 B1 F2 B2 .
 """
 
@@ -44,7 +43,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What one action does. The value is its name in messages for people."""
+    """The kind of an action. The value is its name in messages."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -62,12 +61,15 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of one stage. `chunk` is always the executing stage's own model chunk.
+    """One action of one stage. `chunk` is always a model chunk of the executing stage.
 
-    SEND_FORWARD sends the output of `chunk`, RECV_FORWARD receives its input. SEND_BACKWARD sends
-    the gradient of its input, RECV_BACKWARD receives that of its output. WEIGHTS computes the
-    weight gradients that BACKWARD of the same microbatch and chunk has deferred. UNSHARD starts to
-    gather the parameters of `chunk`, RESHARD frees them (only full sharding).
+    * SEND_FORWARD sends the output of `chunk`; RECV_FORWARD receives its input.
+    * SEND_BACKWARD sends the gradient of its input; RECV_BACKWARD receives the gradient of its
+      output.
+    * WEIGHTS computes the weight gradients that the BACKWARD of the same microbatch and chunk has
+      deferred.
+    * UNSHARD starts to gather the parameters of `chunk`, and RESHARD frees them (only with full
+      sharding).
     """
 
     kind: Kind
@@ -80,11 +82,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """An ordered one-way stream of messages between two stages, one kind of message each.
+    """An ordered one-way stream of one kind of message between two stages.
 
-    With two stages and several chunks the next and the previous stage are the same rank. So outputs
-    of the one and inputs of the other cross on one pair of ranks; direction and source keep the
-    streams apart.
+    With two stages and several chunks, the next and the previous stage are the same rank. Several
+    streams then share a pair of ranks; direction and source distinguish them.
     """
 
     direction: str  # "forward" carries hidden states, "backward" carries their gradients
@@ -93,13 +94,14 @@ class Channel:
 
 
 def virtual_stage(stage: int, num_stages: int, chunk: int) -> int:
-    """Index of the part of the layers that model chunk `chunk` of `stage` holds."""
+    """Return the virtual stage of model chunk `chunk` of `stage`."""
     return chunk * num_stages + stage
 
 
 def channel_of(action: Action, stage: int, num_stages: int) -> Channel:
-    """The channel a send or receive of `stage` uses."""
-    before, after = (stage - 1) % num_stages, (stage + 1) % num_stages
+    """Return the channel for a send or receive action of `stage`."""
+    before = (stage - 1) % num_stages
+    after = (stage + 1) % num_stages
     match action.kind:
         case Kind.SEND_FORWARD:
             return Channel("forward", stage, after)
@@ -115,57 +117,64 @@ def channel_of(action: Action, stage: int, num_stages: int) -> Channel:
 def one_f_one_b(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[Action]:
-    """1F1B (PipeDream-flush): `num_stages - stage - 1` forwards, then one forward and one backward
-    in turn.
+    """Return the computes of 1F1B (PipeDream-flush).
 
-    At most `num_stages - stage` activations are in flight and the bubble is `(num_stages - 1) /
-    num_microbatches` of the ideal time. With several chunks it is interleaved (Narayanan et al.
-    2021, section 2.2): a group of `num_stages` microbatches passes chunk 0, then chunk 1, ..., then
-    the next group starts, and full groups divide the bubble by `num_chunks`.
+    After a warm-up of `num_stages - stage - 1` forwards, one forward and one backward alternate.
+    At most `num_stages - stage` activations are alive, and the bubble is `(num_stages - 1) /
+    num_microbatches` of the ideal time.
 
-    Any number of microbatches works. If the groups do not come out even, the first one is short:
-    the list is that of the next multiple of `num_stages` without the actions of the missing
-    microbatches, which removes waits and adds none. A short last group under the same warm-up
-    deadlocks, for example with 4 stages, 3 chunks and 5 microbatches.
+    Several chunks are interleaved (Narayanan et al. 2021, section 2.2): a group of `num_stages`
+    microbatches passes chunk 0, then chunk 1 and so on, before the next group starts. Full groups
+    divide the bubble by `num_chunks`.
+
+    Any number of microbatches works. If `num_stages` does not divide it, the first group is short:
+    the list is the list for the next multiple, without the actions of the missing microbatches.
+    Removing them removes waits and adds none. A short last group with the same warm-up would
+    deadlock, for example with 4 stages, 3 chunks and 5 microbatches.
     """
+    # include the missing microbatches at first, so that the warm-up counts full groups
     order = _forward_order(num_stages, num_microbatches, num_chunks)
     forwards = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
-    # Backward passes the chunks of a group from the last to the first.
-    backwards = [
-        Action(Kind.BACKWARD, microbatch, num_chunks - 1 - chunk) for microbatch, chunk in order
-    ]
+    # backward passes the chunks of a group from the last to the first
+    backwards = []
+    for microbatch, chunk in order:
+        backwards.append(Action(Kind.BACKWARD, microbatch, num_chunks - 1 - chunk))
+    # the number of forwards before the first backward of a later stage can arrive
     warmup = num_stages - stage - 1
     if num_chunks > 1:
         warmup = 2 * warmup + (num_chunks - 1) * num_stages
     computes = forwards[:warmup]
-    for forward, backward in zip(
-        forwards[warmup:], backwards, strict=False
-    ):  # until the forwards are over
+    # alternate until all forwards have run
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         computes += [forward, backward]
-    computes += backwards[max(0, len(forwards) - warmup) :]  # of the forwards that were ahead
+    # the remaining backwards belong to the forwards that ran ahead
+    computes += backwards[max(0, len(forwards) - warmup) :]
     return [compute for compute in computes if compute.microbatch >= 0]
 
 
 def zero_bubble(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[Action]:
-    """1F1B, plain or interleaved, with weight gradients that wait until a stage would be idle
-    (ZB-H1: Qi et al. 2023).
+    """Return the computes of 1F1B, plain or interleaved, with deferred weight gradients.
 
-    No other stage needs them. Stage s defers those of s backwards: the last stage hands its first
-    gradients on sooner, and has this work left while the first stages finish. With one chunk the
-    bubble is `(num_stages - 1) (forward + backward - weights) / num_microbatches` of the ideal
-    time, where backward is without weights: a third of 1F1B's when all three take as long. A stage
-    holds `num_stages - stage` activations and what `stage` backwards have deferred. On stage 0 a
-    backward that hands nothing on has its weight gradients inside.
+    This is ZB-H1 of Qi et al. 2023. No other stage needs the weight gradients, so they fill the
+    time in which a stage would be idle. Stage s defers the weight gradients of s backwards. The
+    last stage therefore passes its first gradients on sooner, and has this work left while the
+    first stages finish.
+
+    With one chunk, the bubble is `(num_stages - 1) (forward + backward - weights) /
+    num_microbatches` of the ideal time, where `backward` excludes the weight gradients. If all
+    three take equally long, this is a third of the bubble of 1F1B. A stage keeps `num_stages -
+    stage` activations and the deferred products of `stage` backwards. On stage 0, a backward that
+    sends no gradient includes its weight gradients.
     """
-    return _deferring(
-        one_f_one_b(stage, num_stages, num_microbatches, num_chunks), stage, num_chunks
-    )
+    computes = one_f_one_b(stage, num_stages, num_microbatches, num_chunks)
+    return _deferring(computes, stage, num_chunks)
 
 
 def _deferring(computes: list[Action], stage: int, num_chunks: int) -> list[Action]:
-    waiting: deque[Action] = deque()
+    """Add a WEIGHTS action for every backward, `stage` backwards later or at the end."""
+    waiting: deque[Action] = deque()  # WEIGHTS actions that are not placed yet
     found = []
     for compute in computes:
         found.append(compute)
@@ -179,21 +188,23 @@ def _deferring(computes: list[Action], stage: int, num_chunks: int) -> list[Acti
 def one_at_a_time(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[Action]:
-    """Each microbatch forward through all virtual stages, and back, before the next one: a stage
-    computes alone.
+    """Return computes in which only one stage works at a time.
+
+    Each microbatch runs forward and backward through all virtual stages before the next one starts.
     """
-    chunks = range(num_chunks)
-    return [
-        Action(kind, microbatch, chunk)
-        for microbatch in range(num_microbatches)
-        for kind, order in ((Kind.FORWARD, chunks), (Kind.BACKWARD, reversed(chunks)))
-        for chunk in order
-    ]
+    computes = []
+    for microbatch in range(num_microbatches):
+        for chunk in range(num_chunks):
+            computes.append(Action(Kind.FORWARD, microbatch, chunk))
+        for chunk in reversed(range(num_chunks)):
+            computes.append(Action(Kind.BACKWARD, microbatch, chunk))
+    return computes
 
 
 def defers(stage: int, num_chunks: int) -> bool:
-    """Whether a stage of `zero_bubble` has weight gradients that wait: where some backward hands a
-    gradient on.
+    """Whether a stage of `zero_bubble` defers weight gradients.
+
+    Stage 0 with a single chunk does not: its backwards send no gradient, so nothing is urgent.
     """
     return stage > 0 or num_chunks > 1
 
@@ -201,44 +212,46 @@ def defers(stage: int, num_chunks: int) -> bool:
 def forward_only(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> list[Action]:
-    """Only forwards, for evaluation, in the order training runs them."""
-    order = _forward_order(num_stages, num_microbatches, num_chunks)
-    return [
-        Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order if microbatch >= 0
-    ]
+    """Return only the forwards, in the same order as in training; for evaluation."""
+    computes = []
+    for microbatch, chunk in _forward_order(num_stages, num_microbatches, num_chunks):
+        if microbatch >= 0:
+            computes.append(Action(Kind.FORWARD, microbatch, chunk))
+    return computes
 
 
 def _forward_order(
     num_stages: int, num_microbatches: int, num_chunks: int
 ) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in the order of the forwards, the same on every stage.
+    """Return (microbatch, chunk) in the order of the forwards, which is the same on every stage.
 
-    With several chunks the missing microbatches of a short first group are there with negative
-    numbers, because the warm-up counts them.
+    With several chunks, the missing microbatches of a short first group have negative numbers.
+    The list includes them, because the warm-up counts them.
     """
     missing = -num_microbatches % num_stages if num_chunks > 1 else 0
-    groups = range(-missing, num_microbatches, num_stages)
-    return [
-        (microbatch, chunk)
-        for first in groups
-        for chunk in range(num_chunks)
-        for microbatch in range(first, min(first + num_stages, num_microbatches))
-    ]
+    order = []
+    for first in range(-missing, num_microbatches, num_stages):
+        # a group passes all chunks before the next group starts
+        group = range(first, min(first + num_stages, num_microbatches))
+        for chunk in range(num_chunks):
+            order += [(microbatch, chunk) for microbatch in group]
+    return order
 
 
 def with_messages(
     computes: list[Action], stage: int, num_stages: int, num_chunks: int, first_trained: int = 0
 ) -> list[Action]:
-    """Add the messages to any order of computes: each receive right before its compute, each send
-    right after.
+    """Add the messages to a list of computes.
 
-    No virtual stage before `first_trained` takes a gradient, so that one sends none.
+    Each receive is right before its compute, and each send right after it. Virtual stages before
+    `first_trained` need no gradient, so `first_trained` sends none.
     """
     last = num_stages * num_chunks - 1
     actions = []
     for compute in computes:
         place = virtual_stage(stage, num_stages, compute.chunk)
         receive = send = None
+        # the ends of the model have no neighbour to exchange with; WEIGHTS needs no message
         if compute.kind is Kind.FORWARD:
             receive = Kind.RECV_FORWARD if place > 0 else None
             send = Kind.SEND_FORWARD if place < last else None
@@ -251,36 +264,40 @@ def with_messages(
 
 
 def with_parameters(actions: list[Action]) -> list[Action]:
-    """The list with the gathering and freeing of sharded parameters, chunk by chunk.
+    """Add UNSHARD and RESHARD actions for sharded parameters, chunk by chunk.
 
-    A chunk's parameters are there for its computes, and on their way while the compute before the
-    first of these runs: those of at most two chunks at once. Chunks that take turns stay, so a
-    stage with one chunk gathers once a step.
+    The parameters of a chunk are gathered during the preceding compute and freed when neither the
+    current nor the next compute uses them. At most two chunks are gathered at a time. Alternating
+    chunks stay gathered, and a stage with one chunk gathers once per step.
     """
     computes = [action.chunk for action in actions if action.kind in COMPUTE]
     following = iter([*computes[1:], None])
-    held: list[int] = []
+    held: list[int] = []  # chunks that are gathered at this point of the list
     found: list[Action] = []
     for action in actions:
         if action.kind in COMPUTE:
-            wanted = [
-                chunk
-                for chunk in dict.fromkeys((action.chunk, next(following)))
-                if chunk is not None
-            ]
-            found += [
-                Action(Kind.RESHARD, action.microbatch, chunk)
-                for chunk in held
-                if chunk not in wanted
-            ]
-            found += [
-                Action(Kind.UNSHARD, action.microbatch, chunk)
-                for chunk in wanted
-                if chunk not in held
-            ]
+            # the chunks of this compute and of the next one, without duplicates
+            wanted = [action.chunk]
+            chunk_after = next(following)
+            if chunk_after is not None and chunk_after != action.chunk:
+                wanted.append(chunk_after)
+            # free first, so that the memory is available for the gather
+            for chunk in held:
+                if chunk not in wanted:
+                    found.append(Action(Kind.RESHARD, action.microbatch, chunk))
+            for chunk in wanted:
+                if chunk not in held:
+                    found.append(Action(Kind.UNSHARD, action.microbatch, chunk))
             held = wanted
         found.append(action)
     return found + [Action(Kind.RESHARD, actions[-1].microbatch, chunk) for chunk in held]
+
+
+def _first_zero_bubble(
+    stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> list[Action]:
+    computes = one_at_a_time(stage, num_stages, num_microbatches, num_chunks)
+    return _deferring(computes, stage, num_chunks)
 
 
 SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
@@ -288,12 +305,12 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "zero_bubble": zero_bubble,
     "forward_only": forward_only,
     "first 1f1b": one_at_a_time,
-    "first zero_bubble": lambda stage, *sizes: _deferring(
-        one_at_a_time(stage, *sizes), stage, sizes[-1]
-    ),
+    "first zero_bubble": _first_zero_bubble,
 }
-"""Computes of a stage, in order. `first`: of the step in which interleaved stages meet their
-kernels (runtime.py).
+"""Functions that return the computes of a stage in order, by name.
+
+The `first` schedules are for the first step of interleaved stages, which compiles and loads kernels
+(see runtime.py).
 """
 
 
@@ -305,19 +322,20 @@ def schedule(
     num_chunks: int = 1,
     first_trained: int = 0,
 ) -> list[Action]:
-    """Return the action list of one stage, by the schedule's name.
+    """Return the action list of one stage for the schedule called `name`.
 
-    `first_trained` is the first virtual stage with a trained parameter. Earlier ones need no
-    gradient of anything, so they run forwards only. The other actions keep their order: dropping
-    work from a list adds no wait.
+    `first_trained` is the first virtual stage with a trained parameter. Earlier virtual stages need
+    no gradients, so they only run forwards. The remaining actions keep their order, because
+    removing work from a list adds no waits.
     """
     assert num_microbatches > 0 and (num_chunks == 1 or num_stages > 1), (
-        "sizes that the checks refuse"
+        f"no schedule for {num_microbatches} microbatches on {num_stages} stages of {num_chunks} "
+        "chunks: the checks of a run should have rejected it"
     )
-    computes = [
-        action
-        for action in SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks)
-        if action.kind is Kind.FORWARD
-        or virtual_stage(stage, num_stages, action.chunk) >= first_trained
-    ]
+    # drop backwards and weight gradients of virtual stages that train nothing
+    computes = []
+    for action in SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks):
+        trained = virtual_stage(stage, num_stages, action.chunk) >= first_trained
+        if trained or action.kind is Kind.FORWARD:
+            computes.append(action)
     return with_messages(computes, stage, num_stages, num_chunks, first_trained)

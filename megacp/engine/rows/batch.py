@@ -1,8 +1,8 @@
-"""PackedBatch: one row of T tokens with everything per token, from the loader to the loss.
+"""PackedBatch: one row of T tokens with all per-token arrays, from the loader to the loss.
 
-Mask, positions, labels and weights are arrays beside the tokens. One index array permutes or cuts
-them all, and the row keeps its meaning. A batch checks itself, never changes, and has a hash by
-which ranks compare what they read.
+Mask, positions, labels and weights are arrays of the same length as the tokens. One index array can
+permute or select all of them, and the row keeps its meaning. A batch validates itself and is
+immutable. Ranks compare its hash to verify that they read the same data.
 """
 
 from __future__ import annotations
@@ -16,101 +16,107 @@ from typing import Any
 import numpy as np
 
 _NAMES_OF_A_PACK = 1 << 24
-"""Distance between the names of two packs' tokens; longer packs share names with the next one."""
-PADDING = -1  # number of the document of a token that belongs to none
+"""Distance between the token names of two packs; a longer pack shares names with the next one."""
+PADDING = -1  # document number of tokens that belong to no document
 
 _DTYPES: dict[str, np.dtype] = {
-    **dict.fromkeys(("tokens", "labels", "position_ids"), np.dtype(np.int64)),
-    **dict.fromkeys(("leave", "span"), np.dtype(np.int32)),
+    "tokens": np.dtype(np.int64),
+    "labels": np.dtype(np.int64),
+    "position_ids": np.dtype(np.int64),
+    "leave": np.dtype(np.int32),
+    "span": np.dtype(np.int32),
     "loss_weights": np.dtype(np.float32),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class VisionInputs:
-    """The images of a row: what all ranks know of them, and the pixels of those that this rank
-    encodes.
+    """The images of a row: data that all ranks share, and the pixels that this rank encodes.
 
-    A unit is an image with all its crops, or a frame of a video, or two; "image" in these names
+    A unit is an image with all its crops, or one or two frames of a video. "image" in these names
     means crop.
     """
 
     cum_crop_bounds: np.ndarray
-    """int64 [u], crops in units 0..u of the row."""
+    """Number of crops in units 0..u of the row: int64 [u]."""
     cum_token_pooling_bounds: np.ndarray
-    """int64 [u], pooled tokens in units 0..u of the row."""
+    """Number of pooled tokens in units 0..u of the row: int64 [u]."""
     feature_rows: np.ndarray
-    """int64 [n], index in the row of the image-patch token of each pooled token, in unit order,
-    rising.
+    """Row index of the image-patch token of each pooled token, in unit order, ascending: int64 [n].
     """
     boundaries: np.ndarray | None
-    """Table [P] of which rank encodes what (BOUNDARY_DTYPE), for one number P of ranks; or None."""
+    """Table (BOUNDARY_DTYPE) [P] of the images that each of P ranks encodes, or None."""
     patches: np.ndarray
-    """float32 [c, patches of a crop, patch_dim], the c crops encoded here; c may be 0."""
+    """The c crops encoded on this rank: float32 [c, patches per crop, patch_dim]; c may be 0."""
     pooling: np.ndarray
-    """int64 [m, window] of the pooled tokens of those crops: indices into patches.flatten(0, 1), -1
-    = outside.
-    """
+    """Pooling windows of these crops: int64 [m, window], indices into patches.flatten(0, 1).
+
+    -1 is outside the image."""
     strategy: str = ""
-    """How `boundaries` was found: stored, computed or replicate."""
+    """Source of `boundaries`: stored, computed or replicate."""
     bad_documents: tuple[tuple[int, str], ...] = ()
-    """Documents of which this rank could not decode an image, and why; its patches then are 0."""
+    """Documents with an image that this rank could not decode, and the error; its patches are 0."""
     grids: np.ndarray | None = None
-    """int64 [k, 2], rows and columns of the pooled tokens of each of the k units encoded here,
-    whose crops are single patches; None: crops are of one size."""
+    """Rows and columns of the pooled tokens of each of the k units encoded here: int64 [k, 2].
+
+    Their crops are single patches. None if all crops have the same size."""
 
     @property
     def num_crops(self) -> int:
-        """Crops of the row."""
+        """Number of crops in the row."""
         return int(self.cum_crop_bounds[-1]) if len(self.cum_crop_bounds) else 0
 
     @property
     def num_features(self) -> int:
-        """Pooled tokens of the row."""
+        """Number of pooled tokens in the row."""
         return int(self.cum_token_pooling_bounds[-1]) if len(self.cum_token_pooling_bounds) else 0
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One microbatch, numpy arrays [T]. A padding token has leave 0, weight 0, label 0, token 0.
+    """One microbatch: numpy arrays [T]. Padding has token, label, weight and leave 0.
 
-    A document that was dropped for a bad image is padding that keeps its token ids. ValueError says
-    what is wrong.
+    A document that was dropped because of a bad image is padding that keeps its token ids. Raise
+    ValueError for inconsistent arrays.
     """
 
     tokens: np.ndarray
-    """int64 [T], token ids."""
+    """Token ids: int64 [T]."""
     labels: np.ndarray
-    """int64 [T], the id to predict at this position; 0 (a valid id) where nothing is predicted."""
+    """Id to predict at each position: int64 [T]; 0 (a valid id) without a prediction."""
     loss_weights: np.ndarray
-    """float32 [T], weight of this position's loss term; 0 means ignore."""
+    """Weight of each position's loss term: float32 [T]; 0 ignores the position."""
     position_ids: np.ndarray
-    """int64 [T], for the rotary embedding; tokens before this one on the path from its document's
-    beginning.
-    """
+    """Positions for the rotary embedding: int64 [T].
+
+    The position is the number of preceding tokens on the path from the start of the document."""
     leave: np.ndarray
-    """int32 [T], the index in the row where the part ends that sees this token: of a document's
-    prefix the end of the document, of a branch its own; 0 = padding."""
-    span: np.ndarray
-    """int32 [T], 0 = text, else the group of image tokens that see each other in both directions.
+    """Row index from which on no token attends to this token: int32 [T]; 0 is padding.
+
+    For the prefix of a document it is the end of the document, for a branch the end of the branch.
     """
+    span: np.ndarray
+    """Group of image tokens that attend to each other in both directions: int32 [T]; 0 is text."""
     pack_ids: tuple[int, ...]
-    """Numbers of the packs in this row, in order, as the dataset counts them."""
+    """Numbers of the packs in this row, in order; the dataset numbers them."""
     vision: VisionInputs | None = None
-    """Its images; None for a dataset without any."""
+    """Images of the row; None for a dataset without images."""
     position_axes: np.ndarray | None = None
-    """int64 [T, 3], time, row and column of each token for a rotary embedding with three axes;
-    None: each is `position_ids`. Those of text are equal; behind an image it goes on at the image's
-    largest + 1."""
+    """Time, row and column for a rotary embedding with three axes: int64 [T, 3].
+
+    For text all three are equal. After an image, text continues at the image's largest value + 1.
+    None means that all three are `position_ids`."""
     pack_lengths: tuple[int, ...] = ()
-    """Tokens of each pack in this row, its padding included; () = one pack is the whole row."""
+    """Number of tokens of each pack in this row, including padding; () means a single pack."""
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            if (value := getattr(self, name)).dtype != dtype or value.shape != (len(self),):
+            value = getattr(self, name)
+            if value.dtype != dtype or value.shape != (len(self),):
                 raise ValueError(
                     f"{name} must be {dtype} [{len(self)}], got {value.dtype} {value.shape}"
                 )
+        # position_axes is optional, so it is not in _DTYPES
         axes = self.position_axes
         if axes is not None and (axes.dtype != np.int64 or axes.shape != (len(self), 3)):
             raise ValueError(
@@ -119,64 +125,66 @@ class PackedBatch:
         if not np.isfinite(self.loss_weights).all() or (self.loss_weights < 0).any():
             raise ValueError("loss_weights must be finite and not negative")
         if self.loss_weights[self.leave == 0].any():
-            raise ValueError("padding tokens have a loss weight")
+            raise ValueError("padding tokens have a loss weight; it must be 0")
 
     def __len__(self) -> int:
-        """T, padding included."""
+        """Return T, including padding."""
         return len(self.tokens)
 
     @property
     def document(self) -> np.ndarray:
-        """int64 [T], number of the document in this row; -1 = padding."""
+        """Number of each token's document in this row: int64 [T]; -1 is padding."""
         real = self.leave > 0
         number = np.full(len(self), PADDING, np.int64)
-        end = np.maximum.accumulate(self.leave)  # nothing in a document ends later than its prefix
+        # no part of a document ends later than its prefix, so the maximum is the document's end
+        end = np.maximum.accumulate(self.leave)
         number[real] = np.unique(end[real], return_inverse=True)[1]
         return number
 
     @property
     def token_names(self) -> np.ndarray:
-        """int64 [T]: names a token by its pack and its index in it, whichever packs share the row.
+        """Identifier of each token from its pack and its index in the pack: int64 [T].
 
-        Tokens beyond the last pack count on from it. Dropout is keyed by these names.
+        It does not depend on the other packs in the row. Tokens after the last pack continue its
+        numbers. Dropout bits are derived from these names.
         """
-        ids, lengths = self.pack_ids or (0,), self.pack_lengths or (len(self),)
-        rest = (
-            *lengths[:-1],
-            len(self) - sum(lengths[:-1]),
-        )  # the last pack goes on to the end of the row
-        return np.concatenate(
-            [np.int64(i) * _NAMES_OF_A_PACK + np.arange(n) for i, n in zip(ids, rest, strict=False)]
-        )
+        ids = self.pack_ids or (0,)
+        lengths = self.pack_lengths or (len(self),)
+        # extend the last pack to the end of the row
+        lengths = (*lengths[:-1], len(self) - sum(lengths[:-1]))
+        names = []
+        for number, length in zip(ids, lengths, strict=False):
+            names.append(np.int64(number) * _NAMES_OF_A_PACK + np.arange(length))
+        return np.concatenate(names)
 
     @property
     def weight_sum(self) -> float:
-        """Sum of the loss weights, in float64: this row's part of the step's loss denominator."""
+        """Sum of the loss weights in float64: this row's part of the step's loss denominator."""
         return float(self.loss_weights.sum(dtype=np.float64))
 
     @property
     def real_tokens(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return int((self.leave > 0).sum())
 
     def fingerprint(self) -> int:
-        """64-bit hash of every field, signed so that it fits an int64 tensor; equal in every
-        process and on every host.
+        """Return a 64-bit hash of all fields, equal in every process and on every host.
 
-        Of the images it covers what is the same on all ranks: bounds and rows of features, not
-        pixels and grids.
+        It is signed to fit an int64 tensor. For images it covers only the data that all ranks
+        share: bounds and feature rows, but not pixels and grids.
         """
         digest = hashlib.blake2b(digest_size=8)
+        # hash the fields in their order of declaration
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        # each rank reads different pixels, so replace the images by their common data
         if self.vision is not None:
             values["vision"] = "images"
             shared = ("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows")
             values |= {f"vision.{name}": getattr(self.vision, name) for name in shared}
         for name, value in values.items():
-            digest.update(name.encode() + b"\0")  # no name runs into its value
-            if isinstance(
-                value, np.ndarray
-            ):  # dtype and shape too: equal bytes may be other numbers
+            digest.update(name.encode() + b"\0")  # separate the name from its value
+            if isinstance(value, np.ndarray):
+                # include dtype and shape: equal bytes may be different numbers
                 digest.update(f"{value.dtype.str}{value.shape}".encode())
                 digest.update(np.ascontiguousarray(value).view(np.uint8).data)
             else:
@@ -184,10 +192,12 @@ class PackedBatch:
         return int.from_bytes(digest.digest(), "little", signed=True)
 
     def without_documents(self, documents: Sequence[int]) -> PackedBatch:
-        """This batch with some documents as padding: weight 0, and no token sees them. Ids and
-        images stay.
+        """Return this batch with some documents turned into padding.
+
+        They get weight 0, and no token attends to them. Token ids and images stay.
         """
         gone = np.isin(self.document, documents) & (self.leave > 0)  # [T]
+        # batches are immutable, so change copies
         cleared: dict[str, Any] = {}
         for name in ("leave", "labels", "loss_weights", "span"):
             cleared[name] = getattr(self, name).copy()
@@ -195,19 +205,20 @@ class PackedBatch:
         return dataclasses.replace(self, **cleared)
 
     def with_padding_to(self, multiple: int) -> PackedBatch:
-        """This batch with padding tokens at the end, so that T is a multiple of `multiple`; itself
-        if it is already.
+        """Return this batch padded at the end to a multiple of `multiple`.
 
-        Padding: token, label, weight, leave and span 0, positions 0, 1, 2, ...
+        Return the batch itself if T is already a multiple. Padding has token, label, weight, leave
+        and span 0, and positions 0, 1, 2, ...
         """
         count = -len(self) % multiple
         if not count:
             return self
+        # padding arrays by field; positions are the only values that are not 0
         tails = {name: np.zeros(count, dtype) for name, dtype in _DTYPES.items()}
         tails["position_ids"] = np.arange(count, dtype=np.int64)
         if self.position_axes is not None:
             tails["position_axes"] = np.repeat(tails["position_ids"][:, None], 3, axis=1)
-        padded: dict[str, Any] = {
-            name: np.concatenate((getattr(self, name), tail)) for name, tail in tails.items()
-        }
+        padded: dict[str, Any] = {}
+        for name, tail in tails.items():
+            padded[name] = np.concatenate((getattr(self, name), tail))
         return dataclasses.replace(self, **padded)

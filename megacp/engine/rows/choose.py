@@ -1,13 +1,12 @@
-"""`--cp-comm-type auto` and `--cp-layout auto`: a rule on the counts of the plans of a run's first
-rows.
+"""`--cp-comm-type auto` and `--cp-layout auto`: a choice based on the first rows of a run.
 
-What decides is `needed`: the share of the other ranks' K/V rows that a rank's queries see, under
-the balanced layout.
+The choice of the transport depends on `needed`: the share of other ranks' K/V rows that a rank's
+queries attend to, under the balanced layout. `choose_transport` decides from this share.
 
-`choose_transport` of the table of transports decides from this share. The layout is the best one of
-the transport, if it has one. Otherwise it is `balanced`, unless zigzag gives all ranks the same
-area, as it does for one long document. The rule depends only on packs and config, so all ranks
-choose alike without a message. From then on the config holds the choice, as if flags had given it.
+The layout is the best layout of the transport, if it has one. Otherwise it is `balanced`, unless
+zigzag gives all ranks the same attention area, as it does for one long document. The rule depends
+only on packs and config, so all ranks make the same choice without communication. The chosen values
+replace `auto` in the config.
 """
 
 from __future__ import annotations
@@ -18,7 +17,11 @@ import numpy as np
 
 from megacp.attention.context_parallel.balance import row_area
 from megacp.attention.context_parallel.kv_exchange import needed_rows
-from megacp.attention.context_parallel.layout import BALANCED, ZIGZAG, Layout
+from megacp.attention.context_parallel.layout import (
+    BALANCED,
+    ZIGZAG,
+    Layout,
+)
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.transports import TRANSPORTS, choose_transport
 from megacp.attention.ops.mask import Metadata
@@ -30,16 +33,17 @@ from megacp.engine.rows.shard import padded_row
 
 DEFAULT = ParallelConfig()
 EVEN = 1.05
-"""Largest area of a rank over the mean up to which zigzag is taken: its tiles are larger."""
+"""Maximum imbalance (largest area over mean area) for zigzag, whose tiles are larger."""
 
 
 def resolve_auto(
-    config: RunConfig, first_rows: Callable[[], Sequence[PackedBatch]]
+    config: RunConfig,
+    first_rows: Callable[[], Sequence[PackedBatch]],
 ) -> tuple[RunConfig, str | None]:
-    """The config with transport and layout chosen for rows like `first_rows()`, which are the same
-    on every rank.
+    """Return the config with transport and layout chosen for rows like `first_rows()`.
 
-    The line says what was chosen and why; None where nothing had to be: no auto, or one cp rank.
+    The rows must be the same on every rank. The second result is a log line with the choice and the
+    reason, or None if no choice was necessary (no `auto`, or one cp rank).
     """
     p = config.parallel
     if not (p.chooses_transport or p.chooses_layout):
@@ -48,64 +52,65 @@ def resolve_auto(
     layout: str = p.cp_layout
     line = None
     if p.context_parallel_size == 1:
-        # one rank ignores both: the defaults of the flags stand for auto, and no row is read
-        comm = DEFAULT.cp_comm_type if p.chooses_transport else comm
-        layout = DEFAULT.cp_layout if p.chooses_layout else layout
+        # one rank ignores both: replace auto by the defaults of the flags, and read no rows
+        if p.chooses_transport:
+            comm = DEFAULT.cp_comm_type
+        if p.chooses_layout:
+            layout = DEFAULT.cp_layout
     else:
         rows = first_rows()
+        # the mean over rows, so that one unusual row does not decide
         needed = float(np.mean([needed_share(_dealt(config, row, BALANCED)) for row in rows]))
-        comm = transport_for(config, needed) if p.chooses_transport else comm
+        if p.chooses_transport:
+            comm = transport_for(config, needed)
         if p.chooses_layout:
             layout = TRANSPORTS[comm].best_layout or _even_layout(config, rows)
         line = (
-            f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other "
-            "ranks' keys"
+            f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the keys of "
+            "other ranks"
         )
     return with_values(config, {"cp_comm_type": comm, "cp_layout": layout}), line
 
 
 def transport_for(config: RunConfig, needed: float) -> str:
-    """Return the transport for rows in which a rank needs the share `needed` of the other ranks'
-    K/V rows.
-    """
+    """Return the transport for rows in which a rank needs this share of foreign K/V rows."""
     cp = config.parallel.context_parallel_size
     tp = config.parallel.tensor_model_parallel_size
-    return choose_transport(
-        needed, cp, config.model.num_attention_heads // tp, config.model.query_groups // tp
-    )
+    # all-to-all transports need heads and groups that cp divides
+    heads = config.model.num_attention_heads // tp
+    groups = config.model.query_groups // tp
+    return choose_transport(needed, cp, heads, groups)
 
 
 def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
-    """Return the name of the layout that deals these rows evenly: zigzag if it does, for its larger
-    tiles.
+    """Return "zigzag" if it balances these rows well enough, because of its larger tiles.
+
+    Otherwise return "balanced".
     """
-    dealt = (_dealt(config, row, ZIGZAG) for row in rows)
-    areas = [
-        row_area(metadata, mix_of(config.model))[indices].sum(1) for metadata, indices in dealt
-    ]  # [cp, t] -> [cp]
-    worst = max(area.max() / max(1.0, area.mean()) for area in areas)
-    return ZIGZAG.name if worst <= EVEN else BALANCED.name
+    imbalances = []
+    for row in rows:
+        metadata, indices = _dealt(config, row, ZIGZAG)
+        area = row_area(metadata, mix_of(config.model))[indices].sum(1)  # [cp, t] -> [cp]
+        imbalances.append(area.max() / max(1.0, area.mean()))
+    return ZIGZAG.name if max(imbalances) <= EVEN else BALANCED.name
 
 
 def _dealt(config: RunConfig, row: PackedBatch, layout: Layout) -> tuple[Metadata, np.ndarray]:
-    """A row padded for a layout, and its tokens `[cp, t]` dealt by it."""
+    """Return the metadata of a row padded for a layout, and the tokens `[cp, t]` of each rank."""
     p = config.parallel
+    # under sequence parallelism, the padded length must also be a multiple of tp
     tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
     _, metadata = padded_row(row, layout, p.context_parallel_size, tp)
     return metadata, layout.deal(metadata, p.context_parallel_size, mix_of(config.model))
 
 
 def needed_share(dealt: tuple[Metadata, np.ndarray]) -> float:
-    """K/V rows that ranks need of each other over those that others hold: 0 to 1, summed over
-    ranks.
-    """
+    """Return the share of foreign K/V rows that ranks need, over all ranks: 0 to 1."""
     metadata, indices = dealt
     cp, tokens = indices.shape
-    # a rank's own rows are seen too, but do not travel
-    foreign = sum(
-        int(seen.sum() - seen[mine].sum())
-        for seen, mine in zip(
-            needed_rows(AttentionPlan(indices, metadata, 0)), indices, strict=True
-        )
-    )
+    plan = AttentionPlan(indices, metadata, 0)
+    foreign = 0
+    for seen, mine in zip(needed_rows(plan), indices, strict=True):
+        # the rank also attends to its own rows, but does not receive them
+        foreign += int(seen.sum() - seen[mine].sum())
     return foreign / (cp * (cp - 1) * tokens)

@@ -1,4 +1,4 @@
-"""How far a model's layers look, for layouts that balance attention."""
+"""The attention ranges of a model's layers, for layouts that balance attention."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from megacp.engine.layers.stack import layers_of
 
 
 def mix_of(model: ModelConfig) -> Mix:
-    """How many layers of a model look how far; those with a state do not look."""
+    """Return the number of layers per attention range; recurrent layers are not counted."""
     return Counter(Reach(layer.window) for layer in layers_of(model) if not layer.has_state)

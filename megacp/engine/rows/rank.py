@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataRank:
-    """Place of this process on the data-parallel axis: 0 <= index < size."""
+    """The index of this process on the data-parallel axis, and the axis size; 0 <= index < size."""
 
     index: int = 0
     size: int = 1

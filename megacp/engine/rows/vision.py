@@ -1,9 +1,9 @@
-"""Features of images, from the ranks that encode them to the ranks that hold their tokens.
+"""Exchange of image features: from the ranks that encode them to the ranks that need them.
 
-The boundary table says who encodes a feature, the layout who needs it. Every rank knows both, so
-message sizes are computed without a message. The row of a feature never depends on the order of
-ranks in a message. Every rank joins every exchange, also a rank that encodes or needs nothing, so
-that all join backward, the exchange in reverse.
+The boundary table determines which rank encodes a feature, and the layout which rank has its token.
+Every rank knows both, so message sizes need no communication. The destination row of a feature does
+not depend on the order of ranks in a message. Every rank takes part in every exchange, even if it
+encodes and needs no features, because all ranks must take part in the reverse exchange of backward.
 """
 
 from __future__ import annotations
@@ -24,104 +24,118 @@ from megacp.engine.rows.image_shards import REPLICATE, compute_image_shard_bound
 
 @dataclass(frozen=True, eq=False)
 class FeatureRoutes:
-    """Where the features of a row are encoded and needed, seen by one rank of the axis."""
+    """The source and destination of each feature of a row, from the view of one rank."""
 
     cp_rank: int
     source: np.ndarray
-    """int64 [n], rank that encodes each feature, in feature (unit) order."""
+    """Rank that encodes each feature, in feature (unit) order: int64 [n]."""
     position: np.ndarray
-    """int64 [n], its number among the features that this rank encodes."""
+    """Index of each feature among the features of its source rank: int64 [n]."""
     target: np.ndarray
-    """int64 [n], rank that holds its token."""
+    """Rank that has the token of each feature: int64 [n]."""
     row: np.ndarray
-    """int64 [n], local index of its token there."""
+    """Local index of that token on the target rank: int64 [n]."""
     counts: np.ndarray
-    """int64 [cp, cp], features that rank i sends to rank j."""
+    """Number of features that rank i sends to rank j: int64 [cp, cp]."""
 
     @functools.cached_property
     def arriving(self) -> np.ndarray:
-        """Features [k] whose tokens this rank holds, ascending."""
+        """Features whose tokens are on this rank, ascending: int64 [k]."""
         return np.flatnonzero(self.target == self.cp_rank)
 
     @functools.cached_property
     def leaving(self) -> np.ndarray:
-        """Positions [m] of this rank's features in the order of a message: by target, then in
-        feature order.
+        """Positions of this rank's features in message order: int64 [m].
+
+        Message order is by target, then by feature.
         """
         mine = np.flatnonzero(self.source == self.cp_rank)
         return self.position[mine[np.argsort(self.target[mine], kind="stable")]]
 
     @functools.cached_property
     def arrival(self) -> np.ndarray:
-        """Puts what arrived, by source and then in feature order, into feature order [k]."""
-        return np.argsort(np.argsort(self.source[self.arriving], kind="stable"), kind="stable")
+        """Permutation int64 [k] that sorts received features by feature.
+
+        They arrive sorted by source, then by feature.
+        """
+        by_source = np.argsort(self.source[self.arriving], kind="stable")
+        return np.argsort(by_source, kind="stable")  # the inverse permutation
 
 
 def own_routes(indices: np.ndarray, tokens: np.ndarray, cp_rank: int) -> FeatureRoutes:
-    """Routes of a rank that encodes every feature itself, for features at `tokens [n]` of a row
-    dealt as `[cp, t]`.
+    """Return the routes of a rank that encodes all features itself.
+
+    The features are at row indices `tokens [n]`, and `indices [cp, t]` are the tokens of each rank.
     """
     cp = len(indices)
     target, row = _holders(indices, tokens)
+    # nothing is sent: the rank "sends" all features to itself
     counts = np.zeros((cp, cp), np.int64)
     counts[cp_rank, cp_rank] = len(tokens)
-    return FeatureRoutes(
-        cp_rank, np.full(len(tokens), cp_rank), np.arange(len(tokens)), target, row, counts
-    )
+    source = np.full(len(tokens), cp_rank)
+    position = np.arange(len(tokens))
+    return FeatureRoutes(cp_rank, source, position, target, row, counts)
 
 
 def _holders(indices: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n] twice: the rank that holds each of `tokens`, and its local index there, for
-    `indices [cp, t]`.
+    """Return the rank of each of `tokens` and its local index there, both int64 [n].
+
+    `indices [cp, t]` are the tokens of each rank.
     """
-    holder = np.empty(indices.size, np.int64)  # of each token of the row: rank x t + local index
+    # [T]: rank * t + local index of each token of the row
+    holder = np.empty(indices.size, np.int64)
     holder[indices.reshape(-1)] = np.arange(indices.size)
     rank, local = np.divmod(holder[tokens], indices.shape[1])
     return rank, local
 
 
 def feature_routes(
-    indices: np.ndarray, tokens: np.ndarray, boundaries: np.ndarray, cp_rank: int
+    indices: np.ndarray,
+    tokens: np.ndarray,
+    boundaries: np.ndarray,
+    cp_rank: int,
 ) -> FeatureRoutes:
-    """Routes of features at `tokens [n]` of a row, dealt as `indices [cp, t]` and encoded as
-    `boundaries [cp]`.
+    """Return the routes of features at row indices `tokens [n]`.
+
+    `indices [cp, t]` are the tokens of each rank, and `boundaries [cp]` the images of each rank.
     """
     cp = len(indices)
-    # [cp]: rank r encodes the features [starts[r], stops[r]), the stretches in the order of the
-    # ranks
+    # [cp]: rank r encodes the features [starts[r], stops[r]); the ranges follow each other
     starts = boundaries["start_pool_idx"].astype(np.int64)
     stops = boundaries["end_pool_idx"].astype(np.int64)
     assert (stops - starts).sum() == len(tokens), (
-        "the table counts other features than the row has tokens for"
+        f"the boundary table has {(stops - starts).sum()} features, but the row has {len(tokens)} "
+        "image-patch tokens"
     )
     target, row = _holders(indices, tokens)
     source = np.repeat(np.arange(cp), stops - starts)
+    # index within the range of the source rank
     position = np.arange(len(tokens)) - np.repeat(starts, stops - starts)
-    # pairs (source, target) counted as one number
+    # encode each pair (source, target) as one number to count it
     counts = np.bincount(source * cp + target, minlength=cp * cp).reshape(cp, cp)
     return FeatureRoutes(cp_rank, source, position, target, row, counts)
 
 
 def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
-    """One uneven all-to-all of just the features that each rank needs.
+    """Send features to the ranks that need them, in one uneven all-to-all.
 
-    `[m, h]` encoded here -> `[k, h]` needed here, in feature order; the gradient goes back the same
-    way.
+    `features[m, h]` have been encoded on this rank. Return the features `[k, h]` that this rank
+    needs, in feature order. Gradients take the reverse route.
     """
-    sent = features.index_select(0, to_device(routes.leaving, features.device))
+    sent = features.index_select(0, to_device(routes.leaving, features.device))  # message order
+    # numbers of features sent to and received from each rank
     out = routes.counts[routes.cp_rank].tolist()
     into = routes.counts[:, routes.cp_rank].tolist()
-    return exchange(sent, axis, out, into).index_select(
-        0, to_device(routes.arrival, features.device)
-    )
+    received = exchange(sent, axis, out, into)
+    return received.index_select(0, to_device(routes.arrival, features.device))
 
 
 @dataclass(frozen=True, eq=False)
 class PatchGrids:
-    """Images of any size; what a tower works out of them stands with it, made once."""
+    """Grids of images of any size; a tower caches the tensors that it derives from them."""
 
     sizes: np.ndarray
-    """int64 `[n, 2]`: rows and columns of the pooled tokens of each."""
+    """Rows and columns of the pooled tokens of each image: int64 `[n, 2]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,47 +143,49 @@ class LocalVision:
     """One rank's share of the images of a microbatch."""
 
     patches: torch.Tensor
-    """float32 or narrower `[c, patches of a crop, patch_dim]`, c may be 0."""
+    """Crops: float32 or narrower `[c, patches per crop, patch_dim]`; c may be 0."""
     pooling: torch.Tensor
-    """int64 `[m, window]`, indices into patches.flatten(0, 1), -1 = outside; m features are encoded
-    here.
-    """
+    """Pooling windows of the m features encoded on this rank: int64 `[m, window]`.
+
+    The values are indices into patches.flatten(0, 1); -1 is outside the image."""
     routes: FeatureRoutes
     axis: Axis
-    """The ranks over which tokens and images are dealt."""
+    """Ranks that share the tokens and images of the row."""
     replicated: bool = False
-    """Every rank encodes all features, so none is sent."""
+    """Whether every rank encodes all features, so that none are sent."""
     grids: PatchGrids | None = None
-    """Grids of the units encoded here; None where the positions of tokens have one axis."""
+    """Grids of the units encoded here; None if token positions have one axis."""
 
     def to(self, device: torch.device) -> LocalVision:
-        """This share, made on the host, with its tensors on `device`."""
-        patches, pooling = (to_device(values, device) for values in (self.patches, self.pooling))
+        """Return this host share with its tensors on `device`."""
+        patches = to_device(self.patches, device)
+        pooling = to_device(self.pooling, device)
         return dataclasses.replace(self, patches=patches, pooling=pooling)
 
     def packed_for(self, device: torch.device, dtype: torch.dtype) -> LocalVision:
-        """This share with pixels no wider than a tower of `dtype`, which narrows them anyway, in
-        memory that `device` copies from; called from the loader's threads.
+        """Return this share in pinned memory, with pixels no wider than `dtype`.
+
+        The tower would narrow them to its dtype anyway. Threads of the data loader call this.
         """
-        patches = (
-            self.patches.to(dtype) if dtype.itemsize < self.patches.dtype.itemsize else self.patches
-        )
-        return dataclasses.replace(
-            self, patches=pinned(patches, device), pooling=pinned(self.pooling, device)
-        )
+        patches = self.patches
+        if dtype.itemsize < patches.dtype.itemsize:
+            patches = patches.to(dtype)
+        pooling = pinned(self.pooling, device)
+        return dataclasses.replace(self, patches=pinned(patches, device), pooling=pooling)
 
 
 def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.Tensor, np.ndarray]:
-    """Features `[m, h]` encoded on this rank -> (`[k, h]` of this rank's tokens, their local
-    indices int64 `[k]`, which stay on the host).
+    """Exchange the features `[m, h]` encoded on this rank; collective over the axis.
 
-    All ranks of the axis call it together.
+    Return the features `[k, h]` of this rank's tokens, and the tokens' local indices int64 `[k]`,
+    which stay on the host.
     """
-    assert len(features) == vision.routes.counts[vision.routes.cp_rank].sum(), (
-        "features that no boundary counts"
-    )
     routes = vision.routes
-    if vision.replicated:  # it encoded those of all its tokens
+    expected = routes.counts[routes.cp_rank].sum()
+    assert len(features) == expected, (
+        f"the tower returned {len(features)} features, but the routes count {expected}"
+    )
+    if vision.replicated:  # this rank has encoded the features of all its tokens
         own = features.index_select(0, to_device(routes.position[routes.arriving], features.device))
     else:
         own = routed(features, routes, vision.axis)
@@ -184,35 +200,39 @@ def add_features(
     sliced: bool,
     replaces: bool = False,
 ) -> torch.Tensor:
-    """`x` plus `features [k, h]` (replicated over tp) at token indices `rows [k]`, or with
-    `replaces` in its place.
+    """Add `features [k, h]` to `x` at token indices `rows [k]`, or replace `x` there.
 
-    `sliced` (sequence parallel): `x [t/tp, h]` is tp rank j's slice of the tokens, which uses other
-    features on each rank, so their gradients are summed over tp; otherwise `x [t, h]`, alike on all
-    tp ranks.
+    The features are replicated over tp. With `sliced` (sequence parallelism), `x [t/tp, h]` is this
+    tp rank's slice of the tokens. Each tp rank then uses different features, so their gradients are
+    summed over tp. Otherwise `x [t, h]` is the same on all tp ranks.
     """
     if sliced:
         features = copy_to(features, tp)
         first = tp.rank * len(x)  # this rank's tokens are [first, first + len(x))
+        # select the features of this slice on the host, without waiting for the device
         here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
         features = features.index_select(0, to_device(here, x.device))
         rows = rows[here] - first
     index = to_device(rows, x.device)
-    return (x.index_fill(0, index, 0) if replaces else x).index_add(0, index, features.to(x.dtype))
+    if replaces:
+        x = x.index_fill(0, index, 0)
+    return x.index_add(0, index, features.to(x.dtype))
 
 
 def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> LocalVision:
-    """This rank's share of a row's images, on the host, for tokens dealt as `indices [cp, t]`.
+    """Return this rank's share of a row's images, on the host.
 
-    Without a boundary table for just these ranks it is computed from the bounds, as the loader
-    would have.
+    `indices [cp, t]` are the tokens of each rank. If there is no boundary table for this number of
+    ranks, compute it from the bounds; the result equals the table that the loader would compute.
     """
     patches = torch.from_numpy(vision.patches)
     pooling = torch.from_numpy(vision.pooling)
     grids = None if vision.grids is None else PatchGrids(vision.grids)
+    # every rank has all pixels, so no exchange is needed
     if vision.strategy == REPLICATE:
         routes = own_routes(indices, vision.feature_rows, axis.rank)
         return LocalVision(patches, pooling, routes, axis, True, grids)
+    # a stored table is for one number of ranks
     boundaries = vision.boundaries
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds

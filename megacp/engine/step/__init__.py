@@ -1,1 +1,1 @@
-"""One training step: plan, shard, run, reduce, decide and update."""
+"""One training step: plan, shard, run, reduce, decide, update."""

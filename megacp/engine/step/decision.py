@@ -1,4 +1,4 @@
-"""The decision on one step: whether its numbers are sound, and which packs are named."""
+"""The decision whether to apply a step, and the packs to report if its numbers are not finite."""
 
 from __future__ import annotations
 
@@ -15,57 +15,62 @@ from megacp.storage.wording import listed
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a step."""
+    """The decision on one step."""
 
     update: bool = True
-    """Whether the optimizer may apply it."""
+    """Whether the optimizer applies the step."""
     finite: bool = True
-    """False where the loss or the gradient norm is not."""
+    """Whether loss and gradient norm are finite."""
     findings: tuple[str, ...] = ()
-    """What is not as it should be, in words."""
+    """Descriptions of problems with the step."""
     end: str = ""
-    """Why the run ends before this update; empty when it goes on."""
+    """Reason to end the run before this update; empty if the run continues."""
 
 
 def finite_only(loss: float, grad_norm: float) -> Decision:
-    """The decision without any history: an update needs a finite loss and a finite gradient."""
+    """Return a decision without history: an update needs a finite loss and gradient norm."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return Decision()
-    what = f"gradient norm {grad_norm}" if not math.isfinite(grad_norm) else f"loss {loss}"
-    return Decision(update=False, finite=False, findings=(what,))
+    finding = f"loss {loss}"
+    if not math.isfinite(grad_norm):
+        finding = f"gradient norm {grad_norm}"
+    return Decision(update=False, finite=False, findings=(finding,))
 
 
-_MOST = 64
+_MOST = 64  # packs named in one message
 
 
 def suspects(
     packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], finite: bool, world: Axis
 ) -> str:
-    """A sentence about the packs of a step with findings, equal on all ranks. Collective over
-    `world`.
+    """Return a sentence about the packs of a step with findings, the same on all ranks.
 
-    `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage.
-    `finite`: the whole step's loss and gradient are.
+    `packs` and `losses` are those of this rank, by microbatch; a rank without the last stage has no
+    losses. `finite` says whether loss and gradient of the whole step are finite. Collective over
+    `world`.
     """
-    bad = [
-        ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())
-    ]  # this rank's
+    # packs of this rank with a loss that is not finite
+    bad = []
+    for ids, loss in zip(packs, losses, strict=False):
+        if not math.isfinite(loss.item()):
+            bad.append(ids)
     found = gather_objects((_ids(bad), _ids(packs)), world)
     ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
     if ranks:
         blamed = set().union(*(of_rank for of_rank, _ in found))
-        return (
-            f"the loss of {named_packs(blamed)} was not finite, on rank "
-            f"{', '.join(map(str, ranks))}"
-        )
+        on_ranks = ", ".join(map(str, ranks))
+        return f"the loss of {named_packs(blamed)} was not finite, on rank {on_ranks}"
+    # the gradient is a sum over all packs, so any of them may be the cause
+    step_packs = set().union(*(of_rank for _, of_rank in found))
     known = "" if finite else "all losses were finite, a gradient was not; "
-    return f"{known}the step had {named_packs(set().union(*(of_rank for _, of_rank in found)))}"
+    return f"{known}the step had {named_packs(step_packs)}"
 
 
 def _ids(groups: Iterable[tuple[int, ...]]) -> set[int]:
-    return {number for group in groups for number in group}
+    return set().union(*groups)
 
 
 def named_packs(packs: Collection[int]) -> str:
-    """`pack 3`, `packs 3, 5`, `packs ..., and 9 more`."""
-    return f"pack{'s' if len(packs) != 1 else ''} {listed(sorted(packs), _MOST)}"
+    """Return the packs in words: `pack 3`, `packs 3, 5`, `packs ..., and 9 more`."""
+    noun = "pack" if len(packs) == 1 else "packs"
+    return f"{noun} {listed(sorted(packs), _MOST)}"

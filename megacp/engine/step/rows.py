@@ -1,9 +1,8 @@
-"""Which packs make the rows of this rank, over which ranks a row is dealt, and a row as planned
-before its step.
+"""The rows of a rank: their packs, the ranks that share them, and their plan before a step.
 
-Dynamic context parallelism is another answer to the first two questions: the packs that dp ranks
-would read side by side stand in one row, dealt over dp x cp ranks. The layout keeps short documents
-on few of them, and ranks that share no document exchange nothing.
+With dynamic context parallelism, the packs that different dp ranks would read form one row, which
+is distributed over dp x cp ranks. The layout keeps short documents on few ranks, and ranks without
+a common document exchange nothing.
 """
 
 from __future__ import annotations
@@ -22,35 +21,35 @@ class Rows:
     """The rows of one rank."""
 
     axis: Axis
-    """The ranks over which the tokens of a row are dealt: cp, or dp x cp."""
+    """The ranks that share the tokens of a row: cp, or dp x cp."""
     data_rank: DataRank
-    """Which of the step's rows are this rank's; ranks with one data rank read the same packs."""
+    """The rank's index among the readers of a step's rows; equal indices read the same packs."""
     packs: int
-    """Packs of a row."""
+    """Number of packs in a row."""
 
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A microbatch as it was read, and all that is worked out of it before its step: no device is
-    needed.
-    """
+    """A microbatch, and everything that the host computes for it before its step."""
 
     batch: PackedBatch
     share: LocalBatch
-    """This rank's part of it, on the host."""
+    """This rank's part of the row, on the host."""
     flops: float = 0.0
-    """Model FLOPs of training on it; 0 where another rank of the replica counts them."""
+    """Model FLOPs of training on the row; 0 if another rank of the replica counts them."""
 
     @property
     def pack_ids(self) -> tuple[int, ...]:
-        """Numbers of its packs."""
+        """Numbers of the row's packs."""
         return self.batch.pack_ids
 
 
 def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:
-    """The rows of a rank of `grid`."""
+    """Return the rows of this rank of `grid`."""
     axis = row_axis(grid, config.parallel)
     packs = config.training.micro_batch_size
+    # every dp rank reads different rows
     if axis is grid.cp:
         return Rows(axis, DataRank(grid.dp.rank, grid.dp.size), packs)
-    return Rows(axis, DataRank(0, 1), packs * grid.dp.size)  # dynamic: a row is dealt over dp x cp
+    # dynamic context parallelism: all ranks of dp x cp share one row
+    return Rows(axis, DataRank(0, 1), packs * grid.dp.size)

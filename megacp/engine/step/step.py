@@ -1,7 +1,6 @@
-"""One optimizer step, or one validation batch, on any grid: plan, shard, run the pipeline, reduce,
-update.
+"""One optimizer step or one validation batch: plan, shard, run the pipeline, reduce, update.
 
-The same lines run on one process and on 4D grids; the grid decides what the objects hold.
+The same code runs on one process and on 4D grids; the grid only determines each rank's share.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.distributed.collectives import all_reduce
-from megacp.distributed.grid import ProcessGrid, connect
+from megacp.distributed.grid import Axis, ProcessGrid, connect
 from megacp.engine.config.run import RunConfig
 from megacp.engine.expert_parallel.balance import Balance, LayerBalance
 from megacp.engine.models.build import build_sharded
@@ -34,67 +33,74 @@ from megacp.engine.step.rows import PlannedRow, rows_of
 from megacp.engine.timers import Phase, unmeasured
 
 Check = Callable[[float, float], Decision]
-"""(loss, gradient norm) of a step, equal on all ranks -> what becomes of it."""
+"""Function from (loss, gradient norm) of a step, equal on all ranks, to the decision."""
 
 Row = PackedBatch | PlannedRow
-"""A microbatch; one without a plan is planned where its step begins."""
+"""A microbatch, with or without a plan; a missing plan is computed at the start of the step."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; equal on all ranks."""
+    """The result of one optimizer step; equal on all ranks."""
 
     loss: float
     grad_norm: float
     lr: float
     decision: Decision
-    """What became of it, and why."""
+    """Whether the step was applied, and the reasons."""
     suspects: str = ""
-    """The packs of a step with findings."""
+    """Sentence about the packs of a step with findings."""
     experts: Mapping[str, float] = field(default_factory=dict)
     """Figures of `Balance.settle`."""
 
 
 class ParallelModel:
-    """This rank's share of the model, its gradients and its optimizer, and how to step them."""
+    """This rank's share of the model, its gradients and its optimizer."""
 
     def __init__(
         self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured, drawn: Drawn = ALL
     ) -> None:
-        training, parallel = config.training, config.parallel
+        training = config.training
+        parallel = config.parallel
         self.config = config
         self.grid = grid
         self.is_new = True
-        """No step was trained in this process yet."""
+        """Whether this process has not trained a step yet."""
         self.phase = phase
         self.chunks, self.parameters = build_sharded(config, grid, drawn)
+        # all chunks of a rank share one backend
         self.backend = self.chunks[0].backend
         self.optimizer = ShardedOptimizer(
             self.parameters, training, grid.world, grid.device, self.backend.adamw
         )
-        balanced = [
-            m for chunk in self.chunks for m in chunk.modules() if isinstance(m, LayerBalance)
-        ]
+        balanced: list[LayerBalance] = []
+        for chunk in self.chunks:
+            balanced += [m for m in chunk.modules() if isinstance(m, LayerBalance)]
         self.balance = Balance(balanced, config, grid)
         self.rows = rows_of(config, grid)
         self.layout = LAYOUTS[parallel.cp_layout]
         self.mix = mix_of(config.model)
+        # number of tp ranks that share the tokens of a row between two layers
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         width = config.model.hidden_size
         self.first_trained = first_trained_stage(config, grid.world.size)
-        """The first virtual stage with something to train."""
+        """The first virtual stage with trained parameters."""
+        # stages exchange hidden states [t/tp, h] in the model's dtype
         self.hidden = HiddenStates(
             lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype
         )
+        # create all communicators now: inside a step, their creation could deadlock
         open_channels(grid, len(self.chunks))
-        connect(
-            [part for axis in grid.all_axes() for pair in axis.parts.values() for part in pair],
-            grid.device,
-        )
+        parts: list[Axis] = []
+        for axis in grid.all_axes():
+            for pair in axis.parts.values():
+                parts += pair
+        connect(parts, grid.device)
 
     def plan(self, batch: PackedBatch) -> PlannedRow:
-        """What a microbatch asks of this rank, worked out on the host; called from the loader's
-        threads.
+        """Return this rank's share of a microbatch with everything that the host can precompute.
+
+        Threads of the data loader call this. Raise ValueError for token ids outside the tables.
         """
         self._refuse_foreign_ids(batch)
         share = shard_batch(
@@ -104,9 +110,11 @@ class ParallelModel:
             tp=self.sharded_tokens * self.backend.token_multiple,
             mix=self.mix,
         )
+        # layers with different attention ranges need different tables
         for reach in self.mix:
             self.backend.prepare(share.plan.within(reach))
         self.backend.prepare_states(share.plan)
+        # convert pixels and precompute the tower's tables here instead of in the step
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
             if self.chunks[0].vision is not None:
@@ -115,35 +123,38 @@ class ParallelModel:
         return PlannedRow(batch, share.pinned_for(self.grid.device))
 
     def shard(self, row: Row, step: int) -> LocalBatch:
-        """This rank's share of a microbatch on its device."""
+        """Return this rank's share of a microbatch on its device."""
         return self._moved(self._planned(row).share, step)
 
     def _planned(self, row: Row) -> PlannedRow:
         return row if isinstance(row, PlannedRow) else self.plan(row)
 
     def _moved(self, share: LocalBatch, step: int) -> LocalBatch:
-        """The share on its device, with a dropout key of seed and step, not of ranks; `token_names`
-        name the packs.
+        """Return the share on its device, with the dropout key of the step.
+
+        The key depends on seed and step, but not on ranks; `token_names` distinguish the packs.
         """
         text = f"{self.config.training.seed}/{step}"
-        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        return share.to(self.grid.device, key)
+        # a hash, because consecutive steps must get unrelated keys
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return share.to(self.grid.device, int.from_bytes(digest, "little"))
 
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
-        """An id outside the tables would be looked up on no tp rank and silently become a zero
-        row.
+        """Raise ValueError for ids outside the tables.
+
+        No tp rank would look up such an id, so it would silently become a row of zeros.
         """
         model = self.config.model
-        counted = batch.labels[batch.loss_weights > 0]  # others are 0, or ids that nothing looks up
-        for name, ids, rows in (
+        counted = batch.labels[batch.loss_weights > 0]  # the other labels are never looked up
+        tables = (
             ("token", batch.tokens, model.embedding_rows),
             ("label", counted, model.vocab_size),
-        ):
+        )
+        for name, ids, rows in tables:
             if len(ids) and ids.max() >= rows:
                 raise ValueError(
-                    f"packs {batch.pack_ids} hold the {name} id {ids.max()}, the model's table has "
-                    f"{rows} rows: "
-                    "was --data-path built for another --vocab-size?"
+                    f"packs {batch.pack_ids} have the {name} id {ids.max()}, but the model's table "
+                    f"has {rows} rows: was --data-path built for a different --vocab-size?"
                 )
 
     def train(
@@ -154,39 +165,42 @@ class ParallelModel:
         tokens: int,
         check: Check = finite_only,
     ) -> StepResult:
-        """One update from this data-parallel rank's microbatches, if `check` lets it be; `step`
-        counts from 1.
+        """Run one step on this data-parallel rank's microbatches; update if `check` allows it.
 
-        `tokens` of the whole step, without padding: terms of balance are divided by them.
+        `step` counts from 1. `denominator` divides the loss. `tokens` is the number of tokens of
+        the whole step without padding; it divides the load-balancing terms.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
+        # only a completed step has compiled and loaded all kernels
         self.is_new = False
         with self.phase("gradient exchange"):
             self.parameters.finish()
-        loss, experts = self._total(losses), self.balance.settle(tokens)
+        loss = self._total(losses)
+        experts = self.balance.settle(tokens)
         norm = self.optimizer.grad_norm(self.phase)
         lr = learning_rate(step, self.config.training)
-        decision = check(loss, norm)  # from numbers that all ranks hold: all decide alike
+        # all ranks have the same numbers, so they make the same decision
+        decision = check(loss, norm)
         if decision.update:
             self.optimizer.update(lr, norm, self.phase)
             self.balance.correct()
         self.parameters.zero()
-        packs = [row.pack_ids for row in rows]
-        named = (
-            suspects(packs, losses, decision.finite, self.grid.world) if decision.findings else ""
-        )
+        named = ""
+        if decision.findings:
+            packs = [row.pack_ids for row in rows]
+            named = suspects(packs, losses, decision.finite, self.grid.world)
         return StepResult(loss, norm, lr, decision, named, experts)
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], denominator: float) -> float:
-        """The loss of a validation batch: the same sum over the same kind of denominator, nothing
-        updated.
+        """Return the loss of a validation batch, with the same formula as in training.
 
-        Dropout is off: chunks are switched to evaluation and back.
+        Nothing is updated. Dropout is off: the chunks are in evaluation mode during the call.
         """
         for chunk in self.chunks:
             chunk.eval()
         losses = self._pipeline(rows, 0, denominator, False)()
+        # without a backward, full sharding would keep the last parts gathered
         self.parameters.release()
         for chunk in self.chunks:
             chunk.train()
@@ -195,9 +209,10 @@ class ParallelModel:
     def gradients(
         self, rows: Sequence[Row], step: int, denominator: float, tokens: int = 0
     ) -> float:
-        """Loss and summed gradients without an update; `parameters.grad_shard` is valid until
-        `parameters.zero`, and what `balance` has counted until `Balance.settle`. Without `tokens`
-        it counts nothing and has no term.
+        """Return the loss and leave the summed gradients, without an update.
+
+        `parameters.grad_shard` is valid until `parameters.zero`, and the counts of `balance` until
+        `Balance.settle`. Without `tokens`, there are no counts and no load-balancing terms.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
         self.parameters.finish()
@@ -206,29 +221,32 @@ class ParallelModel:
     def _pipeline(
         self, rows: Sequence[Row], step: int, denominator: float, training: bool, tokens: int = 0
     ) -> Callable[[], list[torch.Tensor]]:
-        """`runtime.run` over these rows, ready to be called."""
+        """Return `runtime.run` bound to these rows."""
         with self.phase("shard"):
             shares = [self._planned(row).share for row in rows]
         name: str = self.config.parallel.pipeline_schedule if training else "forward_only"
+        # interleaved stages on CUDA compile and load kernels in their first step (runtime.py)
         if training and self.is_new and len(self.chunks) > 1 and self.grid.device.type == "cuda":
             name = f"first {name}"
+        # stages, microbatches and chunks determine this stage's list of actions
         sizes = self.grid.pp.size, len(shares), len(self.chunks)
         actions = schedule(name, self.grid.pp.rank, *sizes, first_trained=self.first_trained)
         chunks: list[ModelChunk] = [
             partial(chunk, denominator=denominator, tokens=tokens) for chunk in self.chunks
         ]
-        if self.parameters.by_schedule:  # full shards: the list gathers and frees parameters too
+        if self.parameters.by_schedule:  # with full sharding, the list also gathers parameters
             actions = with_parameters(actions)
         deferred = self.backend.deferred if training else None
+        # batches move to the device with the dropout key of this step
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
         return partial(
             run, actions, chunks, shares, self.grid, hidden, self.parameters, self.phase, deferred
         )
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
-        """Sum of all microbatch losses over dp and cp, on every rank."""
-        counted = self.grid.tp.rank == 0  # tp ranks hold the same loss; other stages hold none
-        mine = sum(loss.item() for loss in losses) if counted else 0.0
-        return all_reduce(
-            torch.tensor([mine], dtype=torch.float64, device=self.grid.device), self.grid.world
-        ).item()
+        """Return the sum of all microbatch losses over dp and cp, on every rank."""
+        mine = 0.0
+        if self.grid.tp.rank == 0:  # tp ranks have the same loss; other stages have none
+            mine = sum(loss.item() for loss in losses)
+        total = torch.tensor([mine], dtype=torch.float64, device=self.grid.device)
+        return all_reduce(total, self.grid.world).item()

@@ -9,50 +9,58 @@ import torch
 from torch import nn
 
 from megacp.distributed.grid import Axis
-from megacp.engine.data_parallel.parameter import ParameterSpec, TensorSlice, attach
+from megacp.engine.data_parallel.parameter import (
+    ParameterSpec,
+    TensorSlice,
+    attach,
+)
 from megacp.engine.layers.table import EXPERTS, Tensor
 from megacp.engine.tensor_parallel.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """What all layers of a tower share: the tp axis, sequence parallelism, parameter dtype and
-    device, and training.
-    """
+    """Options that all layers of a tower share."""
 
     tp: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
     trained: bool = True
-    """False for a frozen tower: its parameters take part only in the forward pass."""
+    """False for a frozen tower, whose parameters have no gradients."""
     lr_multiplier: float = 1.0
+    """Learning rate of the tower relative to the schedule."""
     weight_gradients: WeightGradients | None = None
-    """Takes the weight gradients of linears to the buckets; None leaves that to autograd."""
+    """Receiver of the weight gradients of linears, which adds them to buckets; None: autograd."""
 
     def parameter(self, spec: ParameterSpec, rows: int | None = None) -> nn.Parameter:
-        """An uninitialised parameter that holds the pieces of a spec; `rows` counts padding behind
-        them too.
+        """Return an uninitialised parameter for the pieces of `spec`.
+
+        `rows` is the number of rows including padding, which follows the pieces.
         """
-        shape = (rows or sum(piece.shape[0] for piece in spec.pieces), *spec.pieces[0].shape[1:])
+        # pieces are stacked by rows and agree in all other dimensions
+        rows = rows or sum(piece.shape[0] for piece in spec.pieces)
+        shape = (rows, *spec.pieces[0].shape[1:])
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self.attach(nn.Parameter(values, requires_grad=self.trained), spec)
 
     def attach(self, parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
-        """Give a parameter its spec, with the learning rate of the tower, and return it."""
+        """Attach `spec` to a parameter with the learning rate of the tower, and return it."""
         return attach(parameter, replace(spec, lr_multiplier=self.lr_multiplier))
 
 
 def _slices(tensors: Sequence[Tensor], tp: Axis) -> Iterator[TensorSlice]:
-    """This rank's part of each, one below the other."""
-    start = 0
+    """Yield this rank's slice of each tensor, stacked by rows in one local parameter."""
+    start = 0  # first row of the next piece
     for tensor in tensors:
-        offsets, shape = [0] * len(tensor.shape), list(tensor.shape)
+        offsets = [0] * len(tensor.shape)
+        shape = list(tensor.shape)
         if tensor.cut != "whole":
             dim = ("rows", "columns").index(tensor.cut)
             assert shape[dim] % tp.size == 0, (
-                f"{tensor.name}: {shape[dim]} {tensor.cut} over tp {tp.size}"
+                f"{tensor.name}: tp {tp.size} must divide its {shape[dim]} {tensor.cut}"
             )
+            # tp ranks have equal, contiguous parts
             shape[dim] //= tp.size
             offsets[dim] = tp.rank * shape[dim]
         yield TensorSlice(tensor.name, tensor.shape, tuple(offsets), tuple(shape), start)
@@ -60,25 +68,31 @@ def _slices(tensors: Sequence[Tensor], tp: Axis) -> Iterator[TensorSlice]:
 
 
 def parameter_spec(
-    tensors: Sequence[Tensor], options: LinearOptions, *, partial_over_tp: bool | None = None
+    tensors: Sequence[Tensor],
+    options: LinearOptions,
+    *,
+    partial_over_tp: bool | None = None,
 ) -> ParameterSpec:
-    """Spec of a parameter with this rank's part of some tensors that are described alike, but for
-    name and rows.
+    """Return the spec of a parameter with this rank's slices of `tensors`.
 
-    The gradient of whole ones is partial over tp when each tp rank sees other tokens (sequence
-    parallelism, the default rule) or other heads (`partial_over_tp=True`). Only tp rank 0 counts
-    them in the norm. Ranks that hold the same experts sum and count a slice each, those of tp among
-    them.
+    The tensors may differ only in name and rows. The gradient of an unsharded tensor is partial
+    over tp if the tp ranks have different tokens (sequence parallelism, the default rule) or
+    different heads (`partial_over_tp=True`). Only tp rank 0 counts such a tensor in the gradient
+    norm. Experts are reduced over all ranks that have the same experts, including tp ranks, and
+    each of these ranks counts its shard.
     """
-    first, tp = tensors[0], options.tp
+    first = tensors[0]
+    tp = options.tp
     partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
+    # sharded tensors have complete gradients on their rank
     if first.cut != "whole" or first.reduced_over == EXPERTS:
         return ParameterSpec.of(first, _slices(tensors, tp))
+    # replicated tensors: sum the gradient over tp if needed, and count one copy in the norm
     over = ("tp",) if partial and tp.size > 1 else ()
     return ParameterSpec.of(first, _slices(tensors, tp), over, counted=tp.rank == 0)
 
 
 def row_parameter(prefix: str, tensors: Sequence[Tensor], options: LinearOptions) -> nn.Parameter:
-    """A parameter of tensors whose names lack a prefix."""
+    """Return a parameter for `tensors`, whose names get the prefix `prefix.`."""
     named = [replace(tensor, name=f"{prefix}.{tensor.name}") for tensor in tensors]
     return options.parameter(parameter_spec(named, options))

@@ -1,16 +1,16 @@
-"""The vocabulary-parallel table: an embedding, and a head whose product and loss go over chunks of
-tokens.
+"""The vocabulary-parallel table: an embedding, and an output head that computes the loss in chunks.
 
 The global vocabulary keeps its true size, so a checkpoint does not depend on tp. Each rank pads its
-rows for fast kernels: those rows are in no checkpoint, never looked up, and masked out of the
-softmax.
+rows for fast kernels. Padded rows are in no checkpoint, are never looked up, and are masked out of
+the softmax.
 
-The loss of a microbatch is `sum(weights * losses) / denominator`, with both known before the
-forward. So the forward of a chunk makes its logits, losses and their gradient at once, and from
-that the gradients of input and weight: three products, none of them twice, and logits of all tokens
-never exist. Backward scales what is there. A whole row is one chunk. The weight gradient of several
-chunks is summed in fp32 (float64 for float64 models) and narrowed where it stands, so there is no
-second copy. It goes to autograd, because a tied table is used twice.
+The loss of a microbatch is `sum(weights * losses) / denominator`. Weights and denominator are known
+before the forward, so the forward of a chunk computes logits, losses, the gradient of the logits,
+and from it the gradients of input and weight. That takes three products without recomputation, and
+the logits of all tokens never exist at the same time. Backward only scales these gradients. Without
+chunking, the row is a single chunk. The weight gradients of several chunks are summed in fp32
+(float64 for float64 models) and narrowed in place, without a second copy. Autograd receives the
+result, because a tied table is used twice.
 """
 
 from __future__ import annotations
@@ -37,51 +37,63 @@ from megacp.engine.tensor_parallel.weight_gradients import add_weight_gradient
 
 @dataclass(frozen=True)
 class Target:
-    """What the head is to predict for `t` tokens, and how much each of them counts."""
+    """Labels and loss weights of `t` tokens."""
 
     labels: torch.Tensor
-    """int64 `[t]`; any id where the weight is 0."""
+    """Token ids: int64 `[t]`. Any id is allowed where the weight is 0."""
     weights: torch.Tensor
-    """`[t]`."""
+    """Loss weights `[t]`."""
     denominator: float
+    """Divisor of the weighted sum, for the whole step."""
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A global table."""
+    """A global embedding or output table."""
 
     tensor: Tensor
-    """`[vocab_size, hidden_size]`."""
+    """Description of the table `[vocab_size, hidden_size]`."""
     partial_over: tuple[str, ...] = ()
-    """Axes over which its gradient is partial: `embedding` where two stages hold a tied table."""
+    """Axes over which the gradient is partial: `embedding` if two stages have a tied table."""
     counted: bool = True
-    """Whether the gradient norm counts it: one of two tied copies is counted."""
+    """Whether the gradient norm counts it; only one of two tied copies counts."""
 
 
 @fused
 def _read(
-    logits: torch.Tensor, index: torch.Tensor, elsewhere: torch.Tensor
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    elsewhere: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exp and target logit of each row `[t]`, 0 where another rank has it: one pass,
-    without a wide copy.
+    """Return the log-sum-exp and the target logit of each row, both `[t]`.
+
+    The target logit is 0 if another rank has it. The compiled code reads the logits once and makes
+    no wide copy.
     """
     wide = logits.to(accumulation_dtype(logits.dtype))
-    # written out, as torch's compiler then finds the highest and the sum in one loop
+    # written out because torch.compile then computes maximum and sum in one loop
     highest = wide.amax(-1, keepdim=True)
     total = (wide - highest).exp().sum(-1, keepdim=True)
-    return (highest + total.log())[:, 0], wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)
+    lse = (highest + total.log())[:, 0]
+    target = wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)
+    return lse, target
 
 
 @fused
 def _write_gradient(
-    logits: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor
+    logits: torch.Tensor,
+    local: torch.Tensor,
+    lse: torch.Tensor,
+    scale: torch.Tensor,
 ) -> None:
-    """Overwrite logits with `(softmax - 1 at the label) * scale`: one pass. A label elsewhere
-    equals no column.
+    """Overwrite the logits with their gradient, `(softmax - 1 at the label) * scale`, in one pass.
+
+    A label on another rank equals no local column.
     """
     softmax = torch.exp(logits.to(lse.dtype) - lse[:, None])
     column = torch.arange(logits.shape[1], device=logits.device)
-    logits.copy_((softmax - (column == local[:, None]).to(lse.dtype)) * scale[:, None])
+    one_hot = (column == local[:, None]).to(lse.dtype)
+    logits.copy_((softmax - one_hot) * scale[:, None])
 
 
 def cross_entropy(
@@ -91,70 +103,63 @@ def cross_entropy(
     axis: Axis,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Loss per token, `[t]` in fp32 or wider, replicated over tp; the logits are overwritten.
+    """Return the loss per token, `[t]` in fp32 or wider, replicated over tp.
 
-    Ranks share two numbers per token, the log-sum-exp and the target logit of their columns, in one
-    all-gather. On CUDA logits are read in one compiled pass and become their gradient in another,
-    on a CPU exponentials are kept between.
+    `logits[t, v]` are this rank's true columns; the first has the global index `first`. They are
+    overwritten: with the gradient of `sum(scale * losses)` if `scale[t]` is given (in the dtype of
+    the losses), else with scratch values. `labels[t]` are int64 global indices.
 
-    `logits[t, v]` are this rank's true columns, the first of which is global index `first`;
-    `labels[t]` int64 are global indices. With `scale[t]`, as wide, the logits become the gradient
-    of `sum(scale * losses)`, else scratch.
+    In one all-gather, the ranks share two numbers per token: the log-sum-exp and the target logit
+    of their columns. On CUDA, one compiled pass reads the logits and another writes the gradient.
+    On a CPU, the exponentials are kept in between.
     """
     local = labels - first
-    elsewhere = (local < 0) | (
-        local >= logits.shape[1]
-    )  # [t]: the label's column is on another rank, or on none
+    # [t]: the label's column is on another rank, or does not exist
+    elsewhere = (local < 0) | (local >= logits.shape[1])
     index = local.masked_fill(elsewhere, 0)[:, None]  # [t, 1]
     compiled = is_compiled(logits)
-    if not logits.shape[1]:  # this rank holds no true row of the vocabulary
+    if not logits.shape[1]:  # this rank has only padded rows of the vocabulary
         target = logits.new_zeros(labels.shape, dtype=accumulation_dtype(logits.dtype))
         lse = torch.full_like(target, -torch.inf)
     elif compiled:
         lse, target = _read(logits, index, elsewhere)
     else:
-        wide = logits.to(
-            accumulation_dtype(logits.dtype)
-        )  # [t, v]: the logits themselves, or a copy of halves
-        target = wide.gather(1, index)[:, 0].masked_fill(
-            elsewhere, 0.0
-        )  # [t], 0 on the other ranks
+        # [t, v]: the logits themselves, or a copy if they are in 16 bits
+        wide = logits.to(accumulation_dtype(logits.dtype))
+        target = wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)  # [t], 0 on other ranks
         highest = wide.amax(-1)
-        lse = (
-            highest + wide.sub_(highest[:, None]).exp_().sum(-1).log()
-        )  # [t, v] -> [t], of these columns
-    shared = collectives.all_gather(
-        torch.stack([lse, target])[None], axis
-    )  # [1, 2, t] -> [tp, 2, t]
-    lse, target = (
-        torch.logsumexp(shared[:, 0], 0),
-        shared[:, 1].sum(0),
-    )  # [tp, t] -> [t], of all columns
+        wide.sub_(highest[:, None]).exp_()  # in place: the gradient needs the exponentials
+        lse = highest + wide.sum(-1).log()  # [t], over the local columns
+    local_terms = torch.stack([lse, target])[None]  # [1, 2, t]
+    shared = collectives.all_gather(local_terms, axis)  # [tp, 2, t]
+    # combine the ranks: [tp, t] -> [t]
+    lse = torch.logsumexp(shared[:, 0], 0)
+    target = shared[:, 1].sum(0)
     if scale is not None and logits.shape[1] and compiled:
         _write_gradient(logits, local, lse, scale)
     elif scale is not None and logits.shape[1]:
-        wide.mul_(
-            (scale * torch.exp(highest - lse))[:, None]
-        )  # softmax, scaled: the exponentials are there already
-        wide.scatter_add_(
-            1, index, (-scale).masked_fill(elsewhere, 0.0)[:, None]
-        )  # minus 1 at the label, scaled
+        # scaled softmax, from the exponentials
+        wide.mul_((scale * torch.exp(highest - lse))[:, None])
+        # minus the scale at the label
+        at_label = (-scale).masked_fill(elsewhere, 0.0)
+        wide.scatter_add_(1, index, at_label[:, None])
         if wide is not logits:
             logits.copy_(wide)
     return lse - target
 
 
 def weighted_loss(losses: torch.Tensor, weights: torch.Tensor, denominator: float) -> torch.Tensor:
-    """Scalar `sum(weights[t] * losses[t]) / denominator` over this rank's tokens: partial over dp
-    and cp.
+    """Return the scalar `sum(weights[t] * losses[t]) / denominator` over this rank's tokens.
+
+    It is partial over dp and cp.
     """
     return (losses * weights.to(losses.dtype)).sum() / denominator
 
 
 class VocabularyTable(nn.Module):
-    """This rank's rows of a table: an embedding, an output head, or both when tied.
+    """This rank's rows of an embedding, of an output head, or of a tied table for both.
 
-    Each rank's rows are padded to a multiple of `rows_multiple`.
+    Each rank pads its rows to a multiple of `rows_multiple`.
     """
 
     def __init__(self, table: TableSpec, rows_multiple: int, options: LinearOptions) -> None:
@@ -162,37 +167,39 @@ class VocabularyTable(nn.Module):
         self.options = options
         tensor = table.tensor
         vocab, hidden = tensor.shape
+        # ceil(vocab / tp), rounded up to the multiple
         rows = -(-vocab // (options.tp.size * rows_multiple)) * rows_multiple
         self.first = min(options.tp.rank * rows, vocab)
         self.true_rows = min(rows, vocab - self.first)
         piece = TensorSlice(tensor.name, tensor.shape, (self.first, 0), (self.true_rows, hidden))
-        self.weight = options.parameter(
-            ParameterSpec.of(tensor, [piece], table.partial_over, table.counted), rows
-        )
+        spec = ParameterSpec.of(tensor, [piece], table.partial_over, table.counted)
+        self.weight = options.parameter(spec, rows)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 `tokens[t]` -> `x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
-        local, tp = tokens - self.first, self.options.tp
+        """Embed int64 `tokens[t]`.
+
+        Return `x[t/tp, h]` under sequence parallelism, else `x[t, h]`.
+        """
+        local = tokens - self.first
+        tp = self.options.tp
         elsewhere = (local < 0) | (local >= self.true_rows)  # [t]: the row is on another tp rank
-        x = F.embedding(
-            local.masked_fill(elsewhere, 0), self.weight
-        )  # row 0 stands in, [t] -> [t, h]
+        # look up row 0 for tokens of other ranks, and zero the result below
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # [t] -> [t, h]
         if tp.size == 1:
             return x
-        x = x.masked_fill(
-            elsewhere[:, None], 0.0
-        )  # partial over tp: one rank has the row, the others 0
+        x = x.masked_fill(elsewhere[:, None], 0.0)  # partial over tp: one rank is not 0
         return reduce_scatter_to(x, tp) if self.options.sequence_parallel else reduce_from(x, tp)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """`x[t/tp, h]` or `x[t, h]` -> `[t, true rows of this rank]`."""
+        """Return the logits `[t, true rows of this rank]` of `x[t/tp, h]` or `x[t, h]`."""
         return column_product(x, self.weight, self.options)[:, : self.true_rows]
 
     def loss(self, x: torch.Tensor, target: Target, chunk_tokens: int) -> torch.Tensor:
-        """The scalar loss of `x` as in `logits`, replicated over tp, partial over dp and cp.
+        """Return the scalar loss of `x`, replicated over tp and partial over dp and cp.
 
-        Logits exist for `chunk_tokens` tokens at a time (0: all). Gradients are made where autograd
-        records, and only those that are asked for: none for a frozen table, none in evaluation.
+        `x` has the shape that `logits` takes. Logits exist for `chunk_tokens` tokens at a time (0:
+        all tokens). Gradients are computed in the forward, but only the needed ones: none for a
+        frozen table and none in evaluation.
         """
         return _ChunkedLoss.apply(
             x, self.weight, target, self, chunk_tokens, torch.is_grad_enabled()
@@ -200,24 +207,25 @@ class VocabularyTable(nn.Module):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """`x[t/tp, h]` sharded or `x[t, h]` replicated, `W[rows, h]` -> the scalar loss, replicated
-    over tp.
+    """Scalar loss, replicated over tp, of sharded `x[t/tp, h]` or replicated `x[t, h]`.
+
+    The weight is this rank's `W[rows, h]`, including padded rows.
     """
 
     @staticmethod
     def forward(ctx, x, weight, target, table, chunk_tokens, with_gradients):  # type: ignore[no-untyped-def]
-        tp, sharded = (
-            table.options.tp,
-            table.options.sequence_parallel and table.options.tp.size > 1,
-        )
+        tp = table.options.tp
+        sharded = table.options.sequence_parallel and tp.size > 1
         x_all = collectives.all_gather(x, tp) if sharded else x  # [t, h]
         for_x, for_weight = (wanted and with_gradients for wanted in ctx.needs_input_grad[:2])
-        tokens, wide = x_all.shape[0], accumulation_dtype(x.dtype)
+        tokens = x_all.shape[0]
+        wide = accumulation_dtype(x.dtype)
         step = chunk_tokens or max(tokens, 1)
         dx = empty(x_all.shape, x_all) if for_x else None
-        d_weight = (
-            zeros(weight.shape, weight, wide if tokens > step else None) if for_weight else None
-        )
+        d_weight = None
+        if for_weight:
+            # the sum over several chunks needs the wide dtype
+            d_weight = zeros(weight.shape, weight, wide if tokens > step else None)
         weights = target.weights.to(wide)
         scale = weights / target.denominator
         losses = torch.empty_like(weights)
@@ -226,15 +234,15 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = large_product(x_all[part], weight.t())  # [c, h] x [h, rows] -> [c, rows]
             true = logits[:, : table.true_rows]
             scaled = scale[part] if for_x or for_weight else None
+            # this overwrites the logits with their gradient
             losses[part] = cross_entropy(true, target.labels[part], table.first, tp, scaled)
             logits[:, table.true_rows :] = 0.0  # padded rows have no gradient
             if dx is not None:
-                torch.mm(
-                    logits, weight, out=dx[part]
-                )  # [c, rows] x [rows, h] -> [c, h], partial over tp
+                # [c, rows] x [rows, h] -> [c, h], partial over tp
+                torch.mm(logits, weight, out=dx[part])
             if d_weight is not None:
                 _add_product(d_weight, logits, x_all[part])
-            del logits, true  # before those of the next chunk
+            del logits, true  # free them before the next chunk allocates its logits
         if dx is not None:
             dx = (collectives.reduce_scatter if sharded else collectives.all_reduce)(dx, tp)
         ctx.save_for_backward(dx, d_weight)
@@ -244,32 +252,34 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        dx, d_weight = ctx.saved_tensors  # changed in place: torch refuses a second backward
-        d_weight = None if d_weight is None else _narrowed(d_weight.mul_(grad), ctx.dtype)
+        # scaled in place, so torch refuses a second backward
+        dx, d_weight = ctx.saved_tensors
+        if d_weight is not None:
+            d_weight = _narrowed(d_weight.mul_(grad), ctx.dtype)
         return None if dx is None else dx.mul_(grad), d_weight, None, None, None, None
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
     """Add `grad^T x` to `total[rows, h]`, for `grad[c, rows]` and `x[c, h]`.
 
-    A CPU's product for a wider total is of some rows at a time: together they are as large as wide
-    logits of the chunk, which are gone by now.
+    On a CPU, a product for a wider total is computed for some rows at a time. The temporary is then
+    at most as large as the wide logits of the chunk, which have been freed by now.
     """
     rows = total.shape[0]
     if total.dtype != grad.dtype and not on_gpu(total):
-        rows = max(1, grad.numel() * total.element_size() // (x.shape[1] * x.element_size()))
+        wide_logits = grad.numel() * total.element_size()  # bytes
+        rows = max(1, wide_logits // (x.shape[1] * x.element_size()))
     for part, part_grad in zip(total.split(rows), grad.split(rows, 1), strict=True):
         add_weight_gradient(part, part_grad, x)  # [r, c] x [c, h] -> [r, h]
 
 
 def _narrowed(total: torch.Tensor, dtype: torch.dtype, block: int = 1 << 22) -> torch.Tensor:
-    """`total` in a dtype as wide or narrower, in the first bytes of its own storage."""
+    """Convert `total` to a dtype that is not wider, in the first bytes of its storage."""
     if total.dtype == dtype:
         return total
     flat = total.view(-1)
-    narrow = flat.view(dtype)[
-        : flat.numel()
-    ]  # the same bytes: block i of it ends before block i + 1 of `flat` begins
+    # the same bytes: block i of `narrow` ends before block i + 1 of `flat` begins
+    narrow = flat.view(dtype)[: flat.numel()]
     for start in range(0, flat.numel(), block):
         narrow[start : start + block] = flat[start : start + block].to(dtype)
     return narrow.view(total.shape)

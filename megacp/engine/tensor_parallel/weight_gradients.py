@@ -1,14 +1,13 @@
-"""Where the weight gradients of linears go: to autograd, to a gradient bucket at once, or there
-when there is time.
+"""Accumulation of the weight gradients of linears: immediate or deferred.
 
-With `--gradient-accumulation-fusion` backward adds the weight gradient straight to the parameter's
-`main_grad`, its part of a gradient bucket, so it never exists beside it. A vocabulary table may be
-used twice and stays with autograd.
+With `--gradient-accumulation-fusion`, backward adds the weight gradient directly to the parameter's
+`main_grad`, a view of a gradient bucket, so no separate gradient tensor exists. A vocabulary table
+may be used twice, so autograd handles its gradient.
 
-With `--pipeline-schedule zero_bubble` weight gradients are deferred (W of Qi et al., 2023), because
-no other stage needs them. Backward keeps the two factors of each product: the layer's input and the
-gradient of its output. An input that tensor-parallel ranks share is kept as this rank's part, and
-gathered under the product before it.
+With `--pipeline-schedule zero_bubble`, weight gradients are deferred (W in Qi et al., 2023),
+because no other stage needs them. Backward keeps the two factors of each product: the layer's input
+and the gradient of its output. An input that is sharded over tp stays sharded and is gathered while
+the previous product is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,18 +26,18 @@ from megacp.distributed import collectives
 from megacp.distributed.grid import Axis
 
 AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""`(total[f, h], dy[t, f], x[t, h])`: add `dy^T x` to the total, which may be wider."""
+"""Function `(total[f, h], dy[t, f], x[t, h])` that adds `dy^T x` to a total of any wider dtype."""
 
 
 def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """`AddGradient` in torch: one fused product and sum; a CPU adds halves to a wider total in two
-    passes.
+    """Add `grad^T x` to `total[f, h]` with torch, for `grad[t, f]` and `x[t, h]`.
+
+    Product and sum are one fused call, except for a wider total on a CPU.
     """
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)
-    elif on_gpu(
-        total
-    ):  # a narrow product in memory, read again and added, takes three times the bytes
+    elif on_gpu(total):
+        # writing a narrow product, then reading and adding it would move three times the bytes
         torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
     else:
         total.add_(grad.t() @ x)
@@ -45,49 +45,55 @@ def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor
 
 @dataclass(frozen=True)
 class WeightProduct:
-    """A weight gradient `dy^T x` that is still to be computed."""
+    """A weight gradient `dy^T x` that has not been computed yet."""
 
     weight: nn.Parameter
     grad: torch.Tensor
-    """`dy[..., f]`."""
+    """Gradient of the output, `dy[..., f]`."""
     x: torch.Tensor
-    """`x[..., h]`, or this rank's part `[t/tp, h]` of it."""
+    """Input `x[..., h]`, or this rank's part `[t/tp, h]` of it."""
     axis: Axis | None = None
-    """Where `x` is a part: the ranks that have the others."""
+    """Axis over which `x` is sharded; None if it is complete."""
 
 
 class WeightGradients:
-    """Adds weight gradients to their part of a bucket, as each is found."""
+    """Adds each weight gradient to its bucket immediately."""
 
     deferred = False
-    """Whether products wait until they are asked for."""
+    """Whether products wait until `add` is called."""
 
     def __init__(self, add: AddGradient = add_weight_gradient) -> None:
         self._add = add
 
     def at_once(self) -> WeightGradients:
-        """The same without waiting."""
+        """Return an equivalent sink that does not defer products."""
         return WeightGradients(self._add) if self.deferred else self
 
     def take(self, product: WeightProduct) -> None:
-        """Deal with the gradient of a weight that has a `main_grad`; `x` is whole unless they
-        wait.
+        """Accept the product for a weight with a `main_grad`, and compute it immediately.
+
+        `x` must be complete, unless products are deferred.
         """
         self.compute(product, product.x, last=True)
 
     def compute(self, product: WeightProduct, x: torch.Tensor, last: bool) -> None:
-        """Add `dy^T x` of the whole `x[..., h]`; `last`: the bucket hears that the gradient is
-        final.
+        """Add `dy^T x` for the complete `x[..., h]`.
+
+        With `last`, report to the bucket that the gradient is final.
         """
-        weight: torch.Tensor = product.weight
-        self._add(weight.main_grad, product.grad.flatten(0, -2), x.flatten(0, -2))  # type: ignore[attr-defined]  # ours
+        weight: Any = product.weight  # with the attributes that its bucket sets
+        self._add(weight.main_grad, product.grad.flatten(0, -2), x.flatten(0, -2))
+        # the bucket reduces the gradient when it learns that it is final
         if last:
-            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # likewise
-            weight.gradient_added(weight)  # type: ignore[attr-defined]  # likewise
+            weight.grad_added_to_main_grad = True
+            weight.gradient_added(weight)
 
 
 class DeferredWeightGradients(WeightGradients):
-    """Defers them, a list for each backward of a pipeline stage. A key is (microbatch, chunk)."""
+    """Defers products, in one list per backward of a pipeline stage.
+
+    The key of a list is (microbatch, chunk).
+    """
 
     deferred = True
 
@@ -98,36 +104,43 @@ class DeferredWeightGradients(WeightGradients):
         self.begin()
 
     def take(self, product: WeightProduct) -> None:
-        """Defer a product; it keeps `dy` and `x`, and nothing of the graph behind them."""
-        self._found.append(
-            dataclasses.replace(product, grad=product.grad.detach(), x=product.x.detach())
-        )
+        """Defer a product. It keeps `dy` and `x` alive, but not their autograd graph."""
+        # detached, so that the autograd graph of the backward can be freed
+        grad = product.grad.detach()
+        x = product.x.detach()
+        self._found.append(dataclasses.replace(product, grad=grad, x=x))
 
     def begin(self) -> None:
-        """A step begins; what one that failed has left is dropped."""
-        self._found, self._waiting = [], {}
+        """Begin a step; discard the products that a failed step may have left."""
+        self._found = []
+        self._waiting = {}
 
     def keep(self, key: tuple[int, int]) -> None:
-        """Name the products of the backward that has just ended."""
-        self._waiting[key], self._found = self._found, []
+        """Store the products of the backward that has just ended under `key`."""
+        self._waiting[key] = self._found
+        self._found = []
 
     def add(self, key: tuple[int, int], last: bool) -> None:
-        """Compute what waits under a name. `last`: buckets hear that the gradients of these weights
-        are final.
+        """Compute the products stored under `key`.
+
+        With `last`, report to the buckets that the gradients of these weights are final.
         """
         products = deque(self._waiting.pop(key))
+        # a weight with several uses is final only after the last of them
         uses = Counter(product.weight for product in products)
         arriving = _start(products[0]) if products else None
         while products:
-            x, product = arriving, products.popleft()
-            arriving = _start(products[0]) if products else None  # on its way under this product
+            x = arriving
+            product = products.popleft()
+            # gather the next input while this product is computed
+            arriving = _start(products[0]) if products else None
             assert x is not None
             uses[product.weight] -= 1
             self.compute(product, x(), last and not uses[product.weight])
 
 
 def _start(product: WeightProduct) -> Callable[[], torch.Tensor]:
-    """Start to gather the input of a product; the result waits for it and is asked once."""
+    """Start to gather the input of a product; call the result once to wait for the input."""
     if product.axis is None:
         return lambda: product.x
     return collectives.start_all_gather(product.x, product.axis).take

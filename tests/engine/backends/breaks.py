@@ -74,9 +74,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ): [
         ('_P2P_COMM": "1"', '_P2P_COMM": "0"', "the ring makes a communicator for each pair"),
         (
-            "if deterministic else (longest,)",
-            "if False else (longest,)",
-            "one document is the worst row",
+            "    if deterministic:",
+            "    if False:",
+            "a row of one document is taken for the worst case",
         ),
     ],
     ("megacp/attention/context_parallel/transports.py", "tests/engine/backends/test_thd.py"): [

@@ -1,8 +1,7 @@
-"""Transformer Engine's own Python files on a GPU that is not there: its kernels answer with tensors
-of the right shape.
+"""Transformer Engine's Python files on a nonexistent GPU: its kernels return tensors of the right
+shape.
 
-For whole steps of `megacp.verify.fake_step`; what they hold in memory is what the real modules
-keep.
+They are for whole steps of `megacp.verify.fake_step`, which measure the memory of the real modules.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from tests.engine.backends.engine_stub import engine
 
 
 def demand(*tensors: torch.Tensor) -> None:
-    """On the device, in one block."""
+    """Require tensors on the device and contiguous."""
     for x in tensors:
         assert x.device.type == "cuda" and x.is_contiguous(), (x.device, x.shape, x.stride())
 
 
 def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
-    """The output `[t, heads, d]`, log-sum-exps `[t, heads, 1]` and the state of dropout."""
+    """Return the output `[t, heads, d]`, log-sum-exps `[t, heads, 1]` and the state of dropout."""
     q = call["q"]
     demand(*(call[name] for name in (*"qkv", "cu_seqlens_q", "cu_seqlens_kv")))
     lse = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
@@ -39,13 +38,13 @@ def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
 
 
 def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
-    """Gradients like `q, k, v`."""
+    """Return gradients like `q, k, v`."""
     demand(*(call[name] for name in (*"qkv", "o", "d_o")), *call["aux_ctx_tensors"])
     return *(torch.empty_like(call[name]) for name in "qkv"), None
 
 
 def general_gemm(call: Call) -> tuple[Any, ...]:
-    """`[n, m]` of the layouts of `engine_layers.general_gemm`; no tensor beside the result."""
+    """Return `[n, m]` for the layouts of `engine_layers.general_gemm`, without a second tensor."""
     a, b, out = call["A"], call["B"], call["out"]
     demand(a, b)
     shape = {
@@ -61,7 +60,7 @@ def general_gemm(call: Call) -> tuple[Any, ...]:
 
 
 def rmsnorm_fwd(x: torch.Tensor, weight: torch.Tensor, *args: Any) -> tuple[Any, ...]:
-    """See `engine_layers.rmsnorm_fwd`."""
+    """Return the shapes of `engine_layers.rmsnorm_fwd`."""
     demand(x, weight)
     return torch.empty_like(x), None, x.new_empty(len(x), dtype=torch.float32)
 
@@ -69,19 +68,19 @@ def rmsnorm_fwd(x: torch.Tensor, weight: torch.Tensor, *args: Any) -> tuple[Any,
 def rmsnorm_bwd(
     dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, *args: Any
 ) -> Any:
-    """See `engine_layers.rmsnorm_bwd`."""
+    """Return the shapes of `engine_layers.rmsnorm_bwd`."""
     demand(dy, x, scale, weight)
     return torch.empty_like(x), torch.empty_like(weight)
 
 
 def half(x: torch.Tensor, places: torch.Tensor, which: int) -> torch.Tensor:
-    """`[t, ...] -> [t / 2, ...]`."""
+    """Return half of the rows: `[t, ...]` to `[t / 2, ...]`."""
     demand(x, places)
     return x.new_empty((len(x) // 2, *x.shape[1:]))
 
 
 def written(*tensors: Any) -> None:
-    """A kernel that writes to its first tensor."""
+    """Return a kernel that writes to its first tensor."""
     demand(*(x for x in tensors if isinstance(x, torch.Tensor) and x.dim() != 2))
 
 
@@ -109,11 +108,11 @@ STAND_INS = {
 
 @contextmanager
 def faked() -> Iterator[None]:
-    """Every model that is built is on Transformer Engine's modules, over fake CUDA tensors."""
+    """Build every model on Transformer Engine's modules, with fake CUDA tensors."""
     with engine(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        package_problem()  # sets what the package reads in the environment
+        package_problem()  # this sets the environment variables that the package reads
         modules = [
             sys.modules[name] for name in (math.EXTENSION, layers.REEXPORTED, layers.RMSNORM)
         ]

@@ -1,8 +1,9 @@
-"""Reference math under Transformer Engine's linears, norms, MLP and FusedAdam, on top of that of
-its attention.
+"""Reference math for Transformer Engine's linears, norms, MLP and FusedAdam, in addition to its
+attention.
 
-Its modules, autograd functions and communication are the real ones; only products, norms, SwiGLU
-and the update are torch. What it returns beside a fused weight gradient is NaN: nobody may read it.
+Modules, autograd functions and communication are the real ones; only products, norms, SwiGLU and
+the update are replaced by torch. The placeholder that accompanies a fused weight gradient is NaN,
+so that any use of it shows.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ CONSTANTS = "transformer_engine.pytorch.constants"
 
 
 def general_gemm(call: Call) -> tuple[Any, ...]:
-    """`TN`: `B A^T`, `NN`: `B A`, `NT`: `B^T A`; a bias is added, in backward its gradient is given
-    back.
+    """Compute `TN`: `B A^T`, `NN`: `B A`, or `NT`: `B^T A`.
+
+    A bias is added; in backward its gradient is returned.
     """
     a, b, bias = call["A"], call["B"], call["bias"]
     assert not call["gelu"] and call["ub"] is None
@@ -55,8 +57,9 @@ def general_gemm(call: Call) -> tuple[Any, ...]:
 def rmsnorm_fwd(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, *args: Any
 ) -> tuple[Any, ...]:
-    """`x[n, h]` -> the result, nothing, and the scale of each row; the last argument adds 1 to the
-    weight.
+    """Return the norm of `x[n, h]`, None, and the scale of each row.
+
+    The last argument adds 1 to the weight.
     """
     scale = torch.rsqrt(x.square().mean(-1) + epsilon)
     return x * scale[:, None] * (weight + args[-1]), None, scale
@@ -65,20 +68,20 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `x[n, h]` and the weight."""
+    """Return the gradients of `x[n, h]` and of the weight."""
     normed, wide = x * scale[:, None], dy * (weight + args[-1])
     dx = (wide - normed * (wide * normed).mean(-1, keepdim=True)) * scale[:, None]
     return dx, (dy * normed).sum(0)
 
 
 def swiglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
-    """`[n, 2f] -> [n, f]`, gated by the first half."""
+    """Return `[n, f]` for `[n, 2f]`, gated by the first half."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def geglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
-    """The same by the tanh approximation, which is that of the package's GELU."""
+    """Return the same with the tanh approximation, which the package's GELU uses."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -86,7 +89,7 @@ def geglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
 def backward_of(
     function: Any, grad: torch.Tensor, x: torch.Tensor, quantizer: None
 ) -> torch.Tensor:
-    """The gradient `[n, 2f]` of a gate's input."""
+    """Return the gradient `[n, 2f]` of a gate's input."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         return torch.autograd.grad(function(leaf, None), leaf, grad)[0]
@@ -105,10 +108,10 @@ def multi_tensor_adam(
     correct: int,
     decay: float,
 ) -> None:
-    """AdamW with decoupled decay over lists of gradients, parameters and moments."""
+    """Apply AdamW with decoupled decay to lists of gradients, parameters and moments."""
     assert mode == 1 and correct == 1 and flag.dtype == torch.int32 and len(lists) == 4 and lists[0]
-    # common/multi_tensor/multi_tensor_apply.cuh: a tensor without a chunk leaves those before it
-    # unlaunched
+    # common/multi_tensor/multi_tensor_apply.cuh: after a tensor without a chunk, the kernel for the
+    # tensors before it is not launched
     assert all(
         x.numel() > 0 and x.is_contiguous() and x.dtype == torch.float32
         for some in lists
@@ -122,35 +125,35 @@ def multi_tensor_adam(
 
 
 class OnCpu:
-    """`torch` for a file that makes its scratch tensors on CUDA."""
+    """`torch` for a file that allocates its scratch tensors on CUDA."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def tensor(self, values: Any, **options: Any) -> torch.Tensor:
-        """A tensor where there is one to be had."""
+        """Create the tensor on an available device."""
         return torch.tensor(values, **{**options, "device": "cpu"})
 
 
 class EmptyIsNan:
-    """`torch` for a file whose empty tensors nobody may read before they are filled."""
+    """`torch` for a file whose empty tensors must be filled before they are read."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def empty(self, *sizes: Any, **options: Any) -> torch.Tensor:
-        """NaN everywhere."""
+        """Return a tensor of NaN."""
         return torch.empty(*sizes, **options).fill_(torch.nan)
 
 
 def no_layer_norm(*args: Any) -> None:
-    """What stands in the package's tables of norms beside RMSNorm."""
+    """Replace the other entries in the package's tables of norms."""
     raise AssertionError("LayerNorm is native")
 
 
 @contextmanager
 def emulated_layers(release: str = NEWEST) -> Iterator[Any]:
-    """`transformer_engine.pytorch` that trains on the CPU."""
+    """Provide a `transformer_engine.pytorch` that trains on the CPU."""
     with emulated(release) as te, pytest.MonkeyPatch.context() as patch:
         norm, adam, extension = (sys.modules[name] for name in (RMSNORM, ADAM, EXTENSION))
         for module in (sys.modules[name] for name in (LINEAR, NORM_LINEAR, NORM_MLP)):

@@ -1,11 +1,10 @@
-"""Reference math in the place of Transformer Engine's cuDNN calls and of its CUDA functions over
-packed sequences.
+"""Reference math for Transformer Engine's cuDNN calls and its CUDA functions for packed sequences.
 
-Each stand-in is a loop over sequences that says what the CUDA code does for one of them. Rows that
-belong to no token hold NaN, as the real kernels promise nothing about them. Halves are computed in
-float64 and rounded where the real code writes them: log-sum-exps are then float32.
+Each stand-in is a loop over sequences that does the same as the CUDA code for one of them. Rows
+without a token are NaN, because the real kernels guarantee nothing about them. 16-bit values are
+computed in float64 and rounded where the real code writes them; log-sum-exps are float32.
 
-The assertions are what the C++ demands, or reads as if it were so, of its arguments:
+The assertions check what the C++ code requires or assumes of its arguments:
 `csrc/extensions/attention.cpp` and `common/fused_attn/context_parallel.cu` of Transformer Engine.
 """
 
@@ -31,16 +30,20 @@ EXTENSION = "transformer_engine_torch"
 
 
 Mask = tuple[str, int]
-"""Type of a mask, and keys that a query sees to the left of it; below 0 all of them."""
+"""Type of a mask, and the number of keys to the left that a query attends to; negative for all
+keys.
+"""
 
 
 def stats(x: torch.Tensor) -> torch.dtype:
-    """Of the log-sum-exps beside `x`."""
+    """Return the dtype of the log-sum-exps for `x`."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def demand_lengths(*places: torch.Tensor) -> None:
-    """Cumulative lengths are int32 `[n + 1]`, read through their pointer."""
+    """Require cumulative lengths to be int32 `[n + 1]` and contiguous, as the code reads their
+    pointer.
+    """
     for each in places:
         assert (
             each.dtype == torch.int32
@@ -51,14 +54,16 @@ def demand_lengths(*places: torch.Tensor) -> None:
 
 
 def demand_tokens(x: torch.Tensor, tokens: int) -> None:
-    """`[tokens, heads, d]`, read through the pointer, 16 bytes at once."""
+    """Require `[tokens, heads, d]` that can be read through its pointer in units of 16 bytes."""
     assert x.dim() == 3 and len(x) == tokens and x.is_contiguous(), (x.shape, x.stride())
     assert x.shape[1] * x.shape[2] * x.element_size() % 16 == 0, x.shape
 
 
 def visible(queries: int, keys: int, mask: Mask) -> torch.Tensor:
-    """bool `[queries, keys]`: causal masks stand at the top left, or at the bottom right; a padding
-    mask sees all. A window reaches so many keys to the left of the diagonal.
+    """Return the mask, bool `[queries, keys]`.
+
+    Causal masks are aligned at the top left or at the bottom right; a padding mask allows
+    everything. A window extends this number of keys to the left of the diagonal.
     """
     kind, left = mask
     if "causal" not in kind:
@@ -72,7 +77,9 @@ def visible(queries: int, keys: int, mask: Mask) -> torch.Tensor:
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: Mask) -> torch.Tensor:
-    """`q[n, heads, d]`, `k[m, groups, d]` -> `[heads, n, m]`, -inf where nothing is seen."""
+    """Return the scores `[heads, n, m]` of `q[n, heads, d]` and `k[m, groups, d]`, -inf for masked
+    pairs.
+    """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     found = torch.einsum("nhd,mhd->hnm", q, k) * scale
     return found.masked_fill(~visible(q.shape[0], k.shape[0], mask), -torch.inf)
@@ -81,8 +88,9 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: Mask) -> torch.
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
 ) -> tuple[torch.Tensor, ...]:
-    """`out[n, heads, d]` and `lse[n, heads]` of one sequence; rows that see nothing get 0 and
-    -inf.
+    """Return `out[n, heads, d]` and `lse[n, heads]` of one sequence.
+
+    Rows without a visible key get 0 and -inf.
     """
     s = scores(q, k, scale, mask)
     lse = torch.logsumexp(s, -1)  # [heads, n]
@@ -100,7 +108,7 @@ def attend_backward(
     scale: float,
     mask: Mask,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of one sequence from the merged `out[n, heads, d]` and `lse[n, heads]`."""
+    """Return the gradients of one sequence from the merged `out[n, heads, d]` and `lse[n, heads]`."""
     q, k, v = qkv
     share = q.shape[1] // k.shape[1]
     wide_k, wide_v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
@@ -114,7 +122,7 @@ def attend_backward(
 
 
 def spans_of(lengths: torch.Tensor, places: torch.Tensor) -> list[slice]:
-    """The true tokens of each sequence."""
+    """Return the ranges of tokens without padding, one per sequence."""
     return [
         slice(start, start + n)
         for start, n in zip(places[:-1].tolist(), lengths.diff().tolist(), strict=True)
@@ -122,11 +130,11 @@ def spans_of(lengths: torch.Tensor, places: torch.Tensor) -> list[slice]:
 
 
 Call = dict[str, Any]
-"""Arguments of one of cuDNN's calls by the names of its real signature, defaults included."""
+"""Arguments of a cuDNN call by the names of its real signature, including defaults."""
 
 
 def named(function: Callable[..., Any], stand_in: Callable[[Call], Any]) -> Callable[..., Any]:
-    """A stand-in that takes the arguments of `function` in any form."""
+    """Return a stand-in that accepts the arguments of `function` in any form."""
     signature = inspect.signature(function)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -144,8 +152,8 @@ def _bounds(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def _sequences(call: Call) -> list[tuple[slice, slice]]:
-    """Rows of queries and of keys of each sequence."""
-    assert call["qkv_layout"] == "thd_thd_thd", call["qkv_layout"]  # each tensor is one block
+    """Return the rows of queries and of keys of each sequence."""
+    assert call["qkv_layout"] == "thd_thd_thd", call["qkv_layout"]  # each tensor is contiguous
     q_lengths, kv_lengths, q_places, kv_places = _bounds(call)
     demand_lengths(q_lengths, kv_lengths, q_places, kv_places)
     assert all(len(x) == len(q_lengths) for x in (kv_lengths, q_places, kv_places))
@@ -156,7 +164,7 @@ def _sequences(call: Call) -> list[tuple[slice, slice]]:
 
 
 def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
-    """cuDNN's forward: the output and `[log-sum-exp, state of dropout]`."""
+    """Stand in for cuDNN's forward: return the output and `[log-sum-exp, state of dropout]`."""
     mask, scale = (call["attn_mask_type"], call["window_size"][0]), call["attn_scale"]
     q, k, v = (call[name].double() for name in "qkv")
     for name in ("q", "kv"):
@@ -170,8 +178,9 @@ def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
 
 
 def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
-    """cuDNN's backward; keys that no query saw get 0, as those behind a step's are added up by the
-    caller.
+    """Stand in for cuDNN's backward.
+
+    Keys without a query get 0, because the caller adds up the gradients of several steps.
     """
     mask, scale = (call["attn_mask_type"], call["window_size"][0]), call["attn_scale"]
     q, k, v, o, d_o = (call[name].double() for name in ("q", "k", "v", "o", "d_o"))
@@ -192,7 +201,7 @@ def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
 
 
 def _halves(places: torch.Tensor, half: int) -> torch.Tensor:
-    """Rows of the first or second half of every sequence."""
+    """Return the rows of the first or second half of every sequence."""
     starts, stops = places[:-1].tolist(), places[1:].tolist()
     middle = [(start + stop) // 2 for start, stop in zip(starts, stops, strict=True)]
     bounds = zip(starts, middle, strict=True) if half == 0 else zip(middle, stops, strict=True)
@@ -200,15 +209,17 @@ def _halves(places: torch.Tensor, half: int) -> torch.Tensor:
 
 
 def thd_read_half_tensor(x: torch.Tensor, places: torch.Tensor, half: int) -> torch.Tensor:
-    """`[t, ...] -> [t / 2, ...]`."""
+    """Return one half of every sequence: `[t, ...]` to `[t / 2, ...]`."""
     demand_lengths(places)
     demand_tokens(x, int(places[-1]))
     return x[_halves(places, half)]
 
 
 def thd_out_correction(out: torch.Tensor, step: torch.Tensor, *rest: Any) -> None:
-    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`. Up to 2.19 `new` is that
-    of all steps, and there is no `old` one."""
+    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`.
+
+    Up to 2.19, `new` covers all steps and there is no `old`.
+    """
     *olds, new, step_lse, places, second_half, packed = rest
     old = olds[0] if olds else new
     assert (
@@ -222,7 +233,7 @@ def thd_out_correction(out: torch.Tensor, step: torch.Tensor, *rest: Any) -> Non
     before, now = (torch.exp(x - new[:, rows]).t()[..., None] for x in (old[:, rows], step_lse))
     out[rows] = (out[rows] * before + step.view(-1, *out.shape[1:]) * now).to(
         out.dtype
-    )  # in float32, rounded once
+    )  # computed in float32 and rounded once
 
 
 def thd_second_half_lse_correction(
@@ -243,7 +254,7 @@ def thd_second_half_lse_correction(
 def thd_read_second_half_lse(
     lse: torch.Tensor, places: torch.Tensor, packed: bool, length: int
 ) -> torch.Tensor:
-    """`[heads, t] -> [heads, t / 2]`."""
+    """Return the second halves of the log-sum-exps: `[heads, t]` to `[heads, t / 2]`."""
     rows = _halves(places, 1)
     demand_lengths(places)
     assert packed and length == len(rows) and lse.dim() == 2
@@ -253,8 +264,9 @@ def thd_read_second_half_lse(
 def thd_grad_correction(
     grad: torch.Tensor, step: torch.Tensor, places: torch.Tensor, first: str, second: str
 ) -> None:
-    """Write `step` to the halves of `grad` by `add`, `copy`, `zero` or `none`; it holds those
-    written from it.
+    """Write `step` to the halves of `grad` by `add`, `copy`, `zero` or `none`.
+
+    `step` contains only the halves that are written from it.
     """
     ways: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "add": lambda old, new: old + new,
@@ -276,9 +288,7 @@ def thd_grad_correction(
 def thd_get_partitioned_indices(
     places: torch.Tensor, tokens: int, cp: int, rank: int
 ) -> torch.Tensor:
-    """Rows of the whole batch that a rank holds: chunks `rank` and `2 cp - 1 - rank` of each
-    sequence.
-    """
+    """Return the rows of the batch on a rank: chunks `rank` and `2 cp - 1 - rank` of each sequence."""
     demand_lengths(places)
     assert tokens > 0 and tokens % (2 * cp) == 0 and not (places % (2 * cp)).any()
     found = []
@@ -291,7 +301,7 @@ def thd_get_partitioned_indices(
 def thd_sequence_order_to_cp_rank_order(
     x: torch.Tensor, places: torch.Tensor, cp: int, tokens: int
 ) -> torch.Tensor:
-    """Rows of all sequences to rows of rank 0, rank 1, ..."""
+    """Reorder rows from sequence order to the order of rank 0, rank 1, ..."""
     return x[
         torch.cat([thd_get_partitioned_indices(places, tokens, cp, rank) for rank in range(cp)])
     ]
@@ -300,7 +310,7 @@ def thd_sequence_order_to_cp_rank_order(
 def thd_cp_rank_order_to_sequence_order(
     x: torch.Tensor, places: torch.Tensor, cp: int, tokens: int
 ) -> torch.Tensor:
-    """The inverse."""
+    """Invert `thd_sequence_order_to_cp_rank_order`."""
     order = torch.cat([thd_get_partitioned_indices(places, tokens, cp, rank) for rank in range(cp)])
     return x[order.argsort()]
 
@@ -308,7 +318,7 @@ def thd_cp_rank_order_to_sequence_order(
 def thd_copy_valid_tokens_from_per_split_to_rank_local(
     total: torch.Tensor, part: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor
 ) -> None:
-    """Copy the true tokens of every sequence."""
+    """Copy the tokens of every sequence, without padding."""
     demand_lengths(places, lengths)
     assert total.shape == part.shape and total.dtype == part.dtype and total.is_contiguous()
     for span in spans_of(lengths, places):
@@ -329,20 +339,20 @@ THD = (
 
 
 class WaitsOnce:
-    """A request that may be waited for again: the ring's backward does so, and gloo would hang."""
+    """A request on which one may wait twice. The ring's backward does so, and gloo would hang."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
 
     def wait(self) -> None:
-        """Wait the first time."""
+        """Wait only the first time."""
         if self._request is not None:
             self._request.wait()
             self._request = None
 
 
 class Float64AsHalf:
-    """`torch` for the file that refuses everything but halves: float64 stands in for float16."""
+    """`torch` for a file that rejects everything but 16-bit dtypes: float64 replaces float16."""
 
     float16 = torch.float64
 
@@ -351,8 +361,9 @@ class Float64AsHalf:
 
 
 def cudnn_support(*asked: Any) -> Any:
-    """`get_fused_attn_backend`: a backend and the reason against it; up to 2.18 the backend alone,
-    by 19 arguments.
+    """Stand in for `get_fused_attn_backend`: return a backend and the reason against it.
+
+    Up to 2.18 it returns only the backend, for 19 arguments.
     """
     if len(asked) == 1:
         words = (
@@ -378,21 +389,22 @@ def cudnn_support(*asked: Any) -> Any:
 
 @contextmanager
 def selecting(release: str = NEWEST) -> Iterator[Any]:
-    """`transformer_engine.pytorch` with its real selector over a cuDNN of `cudnn_support`, on a
-    Hopper GPU.
+    """Provide `transformer_engine.pytorch` with its real selector and `cudnn_support`, on a Hopper
+    GPU.
     """
     with engine(release) as te, claimed_cuda(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             sys.modules[EXTENSION], "get_fused_attn_backend", cudnn_support, raising=False
         )
-        package_problem()  # sets what the package reads in the environment
+        package_problem()  # this sets the environment variables that the package reads
         yield te
 
 
 @contextmanager
 def emulated(release: str = NEWEST, dtype: torch.dtype = torch.float64) -> Iterator[Any]:
-    """`transformer_engine.pytorch` whose attention computes on the CPU, over gloo; float64 passes
-    for a half.
+    """Provide a `transformer_engine.pytorch` whose attention computes on the CPU, over gloo.
+
+    float64 is accepted as a 16-bit dtype.
     """
     with selecting(release) as te, pytest.MonkeyPatch.context() as patch:
         cp, backends, utils = (sys.modules[name] for name in (CONTEXT_PARALLEL, BACKENDS, UTILS))

@@ -1,9 +1,8 @@
-"""Transformer Engine's own Python files under CPU torch: its extension module and its compilers are
-stand-ins.
+"""Transformer Engine's Python files on CPU torch, with stand-ins for its extension and compilers.
 
-Everything above the extension is the real package of the release that the extra `gpu` names, or of
-an older one. Each wheel stands in a folder of its own (`guests` in the virtual environment, made by
-the Makefile), because megatron-core breaks where it can import the wheel alone.
+Everything above the extension is the real package, in the release of the extra `gpu` or in an older
+release. Each wheel is in a separate folder (`guests` in the virtual environment, created by the
+Makefile), because megatron-core breaks if it can import only the wheel.
 """
 
 from __future__ import annotations
@@ -24,23 +23,24 @@ from typing import Any
 import pytest
 
 NEWEST, OLDER = "2.20", ("2.10", "2.14", "2.18")
-"""Releases whose files stand beside the environment; all but `needs_release` and `engine` mean the
-newest.
+"""Releases in the folders of the environment.
+
+All tests use the newest one, except those with `needs_release` or an explicit release.
 """
 COMPILERS = ("einops", "onnx", "onnxscript", "triton", "triton.language", "triton.language.core")
 COMPILERS += ("triton.language.standard",)
 CUDNN = 91900
 AT_IMPORT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
-"""No search for shared libraries, no compiled pointwise functions."""
+"""Disable the search for shared libraries and the compilation of pointwise functions."""
 
 
 def folder(release: str) -> Path:
-    """Where the files of a release stand."""
+    """Return the folder with the files of a release."""
     return Path(sys.prefix) / ("guests" if release == NEWEST else f"guests-{release}")
 
 
 def needs_release(release: str) -> pytest.MarkDecorator:
-    """Skips a test where the files of a release are not."""
+    """Skip a test if the files of a release are missing."""
     missing = not (folder(release) / "transformer_engine").is_dir()
     return pytest.mark.skipif(
         missing, reason=f"needs Transformer Engine's Python files in {folder(release)}: make setup"
@@ -51,8 +51,8 @@ needs_engine = needs_release(NEWEST)
 
 
 class Anything:
-    """Whatever a kernel's source asks for while it is only defined: decorators give their function
-    back.
+    """Stand-in for anything that a kernel's source uses at definition; decorators return the
+    function.
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -68,7 +68,7 @@ class Anything:
 
 
 class Compiler(types.ModuleType):
-    """A package that is there while Transformer Engine is imported."""
+    """A package that exists only while Transformer Engine is imported."""
 
     __path__: list[str] = []
     __version__ = "0"
@@ -80,7 +80,9 @@ class Compiler(types.ModuleType):
 
 
 class Extension(types.ModuleType):
-    """`transformer_engine_torch`: enums as they are, functions that raise when they are called."""
+    """`transformer_engine_torch`: enums have their values, and functions raise when they are
+    called.
+    """
 
     __spec__ = None
 
@@ -100,8 +102,8 @@ class Extension(types.ModuleType):
 
 @contextmanager
 def _stand_ins(files: Path) -> Iterator[None]:
-    """The compilers that this environment lacks, and no search for shared libraries."""
-    import torch._dynamo  # before a stand-in of triton could mislead it
+    """Provide stand-ins for the missing compilers, and disable the search for shared libraries."""
+    import torch._dynamo  # import torch's compiler first, before it can find the stand-in of triton
     import torch._inductor.runtime.hints  # noqa: F401
 
     missing = [name for name in COMPILERS if name not in sys.modules]
@@ -150,8 +152,8 @@ def _modules(release: str) -> dict[str, types.ModuleType]:
 
 @contextmanager
 def engine(release: str = NEWEST) -> Iterator[types.ModuleType]:
-    """`transformer_engine.pytorch`, importable inside of the context alone: elsewhere the package
-    is not installed.
+    """Make `transformer_engine.pytorch` importable inside this context; elsewhere it is not
+    installed.
     """
     modules = _modules(release)
     sys.modules.update(modules)
@@ -165,21 +167,21 @@ def engine(release: str = NEWEST) -> Iterator[types.ModuleType]:
 
 
 class NoStream:
-    """A CUDA stream or event where everything happens in order anyway."""
+    """A CUDA stream or event; on the CPU everything happens in order anyway."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Streams take a device, events a timing flag."""
+        """Accept a device (streams) or a timing flag (events)."""
 
     def _nothing(self, *args: Any) -> None:
-        """Waiting and recording."""
+        """Ignore waiting and recording."""
 
     wait_stream = wait_event = record_event = record = synchronize = wait = _nothing
 
 
 @contextmanager
 def claimed_cuda() -> Iterator[None]:
-    """CPU tensors that say they are on CUDA, a Hopper GPU that does not exist, streams that do
-    nothing.
+    """Let CPU tensors claim to be on CUDA, with a nonexistent Hopper GPU and streams without
+    effect.
     """
     import contextlib
 
@@ -187,7 +189,7 @@ def claimed_cuda() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where new tensors go
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")  # the device of new tensors
         patch.setattr(torch.cuda, "Stream", NoStream)
         patch.setattr(torch.cuda, "Event", NoStream)
         patch.setattr(torch.cuda, "current_stream", NoStream)

@@ -1,8 +1,7 @@
-"""What a run decides about Transformer Engine, by its release and by its own selector of attention
-kernels.
+"""Decisions about Transformer Engine: by its release, and by its selector of attention kernels.
 
-The selector is the package's; below it a stand-in says what cuDNN takes
-(`engine_math.cudnn_support`). On a Hopper GPU.
+The selector is the package's. Below it, a stand-in for cuDNN (`engine_math.cudnn_support`) accepts
+or rejects a call, for a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ WIDTH = 128
 def packed(
     comm_type: str, cp: int, inner: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """Our side of an attention over ranks that do not exist."""
+    """Return megacp's attention over ranks that do not exist."""
     parts = [SimpleNamespace(group=object() if size > 1 else None) for size in (inner, cp // inner)]
     monkeypatch.setattr(thd, "split_axis", lambda axis, inner: parts)
     attention = SimpleNamespace(
@@ -58,7 +57,7 @@ def accepts(
     deterministic: bool,
     row: tuple[int, int, int],
 ) -> bool:
-    """The selector's word on a row of `tokens` with `count` sequences, the longest of `length`."""
+    """Ask the selector about a row of `tokens` with `count` sequences of up to `length` tokens."""
     utils = sys.modules[UTILS]
     count, length, tokens = row
     known = utils.AttentionParams.__dataclass_fields__
@@ -90,7 +89,7 @@ def accepts(
 
 
 def rows_of(tokens: int, cp: int) -> list[tuple[int, int, int]]:
-    """One long document and as many short ones as fit beside it."""
+    """Return rows with one long document and as short ones as possible in the rest of the row."""
     least = 2 * cp
     lengths = range(least, tokens + 1, least * max(1, tokens // least // 48))
     return [(1 + (tokens - length) // least, length, tokens) for length in (*lengths, tokens)]
@@ -124,7 +123,7 @@ def test_our_decision_is_the_selectors_for_every_row_of_a_run(
             problem = selector_problem(ours, shape, torch.bfloat16, tokens, tokens)
             if not list(
                 attention_reasons(config)
-            ):  # by these its forward would refuse, the selector does not know them
+            ):  # the forward would reject these arguments, but the selector does not check them
                 theirs = all(
                     accepts(taken, cp, inner, shape, deterministic, row)
                     for row in rows_of(tokens, cp)
@@ -149,7 +148,7 @@ def test_a_refusal_is_told_in_the_selectors_words(
     with selecting():
         attention = packed("a2a", 3, 3, False, monkeypatch)
         odd = selector_problem(attention, Heads(9, 3, 64), torch.bfloat16, 96, 96)
-        assert "(sequences 1, longest 96)" in str(odd)
+        assert "1 sequences of up to 96 tokens" in str(odd)
         assert "divisible by 2 (got num_heads = 9, num_gqa_groups = 3)" in str(odd)
         narrow = selector_problem(attention, Heads(6, 6, 60), torch.bfloat16, 96, 96)
         assert "heads of 60 and 60" in str(narrow)
@@ -192,7 +191,7 @@ def test_auto_takes_releases_from_2_18_on_and_says_why_not_an_older_one(
                 packed(comm_type, 4, 2, False, monkeypatch), Heads(8, 8, 64), torch.bfloat16, 96, 96
             )
         ]
-    # up to 2.14 all_gather and a2a+p2p pass the selector and are asserted away in the forward
+    # up to 2.14, all_gather and a2a+p2p pass the selector but fail an assertion in the forward
     assert refused == {"2.18": ["a2a+p2p"]}.get(release, [])
 
 
@@ -205,4 +204,4 @@ def test_determinism_is_asked_for_as_the_attention_has_it(monkeypatch: pytest.Mo
             build_grid(GridShape(), 0, "cuda"),
         )
     (line,) = backend.warnings()
-    assert "ours for every row" in line and "workspace limitation" in line
+    assert "native for every row" in line and "workspace limitation" in line

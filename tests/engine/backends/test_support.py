@@ -1,6 +1,4 @@
-"""Where Transformer Engine's attention and its layers are refused, and what a run may ask of
-them.
-"""
+"""The reasons against Transformer Engine's attention and layers, and the settings that need them."""
 
 from __future__ import annotations
 
@@ -31,21 +29,24 @@ TP, CP, SIZES = (
     "hierarchical_context_parallel_sizes",
 )
 WIDE = {"dtype": "bfloat16", "hidden_size": 512, "num_attention_heads": 8, CP: 4, SIZES: (2, 2)}
-"""Heads of 64 for every transport."""
+"""Heads have width 64, which every transport supports."""
 SIX = {"num_attention_heads": 6, "kv_channels": 64}
 
 ATTENTION_CASES = [
     ({}, {}),
-    (SIX, {"a2a": "over 4 ranks, a tensor rank has 6 heads and 6 groups"}),
+    (SIX, {"a2a": "over 4 ranks, but a tensor rank has 6 heads and 6 groups"}),
     ({"num_query_groups": 2}, {"a2a": "8 heads and 2 groups"}),
     (
         {"num_query_groups": 2, SIZES: (4, 1)},
-        {"a2a": "over 4 ranks", "a2a+p2p": "over 4 ranks, a tensor rank has 8 heads and 2 groups"},
+        {
+            "a2a": "over 4 ranks",
+            "a2a+p2p": "over 4 ranks, but a tensor rank has 8 heads and 2 groups",
+        },
     ),
     ({"num_query_groups": 4, TP: 2}, {"a2a": "4 heads and 2 groups"}),
     ({"kv_channels": 256}, dict.fromkeys(COMM_TYPES, "256")),
 ]
-"""Settings, and the one reason against some transports."""
+"""Settings, and the only reason against some transports."""
 
 
 @pytest.mark.parametrize("settings, expected", ATTENTION_CASES)
@@ -122,7 +123,7 @@ def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(
 def test_what_is_imported_finds_how_many_threads_a_rank_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch's compiler reads it once, when it is first imported."""
+    """torch's compiler reads the number once, at its first import."""
     found = list[str]()
 
     def problem() -> str:
@@ -178,7 +179,7 @@ def test_a_dry_run_asks_only_about_the_config(monkeypatch: pytest.MonkeyPatch) -
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Put packages on the path whose import would raise."""
+    """Put packages on the path that raise when they are imported."""
     for module in modules:
         (folder / module).mkdir(parents=True)
         (folder / module / "__init__.py").write_text("raise RuntimeError('imported')")

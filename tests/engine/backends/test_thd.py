@@ -1,5 +1,5 @@
-"""Rows in Transformer Engine's packed form: its order of tokens is ours, or the reason says why
-not.
+"""Rows in Transformer Engine's packed form: either its token order equals ours, or a reason is
+given.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def test_zigzag_in_each_document_is_transformer_engines_order(
 def test_its_own_function_deals_a_row_as_our_layout_does(
     world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The data loader function of Transformer Engine; it asks torch.distributed for the size and
-    the rank alone.
+    """Compare with Transformer Engine's data loader function, which only asks torch.distributed for
+    size and rank.
     """
     document = [i for i, n in enumerate((16, 8, 32)) for _ in range(n)]
     metadata = padded_row(document, world, "zigzag_document")
@@ -206,7 +206,7 @@ def test_a_single_group_or_groups_of_one_have_a_word_of_their_own(
 def test_a_row_of_padding_is_no_row_for_it() -> None:
     assert (
         thd_sequences(plan_of(padded_row([-1] * 8, 2, "zigzag"), 2, "zigzag"))
-        == "the row holds padding alone"
+        == "the row has only padding"
     )
 
 
@@ -214,7 +214,7 @@ HIDDEN, FFN = 16, 24
 
 
 def block_of(tile: int, recompute: str = "none", **values: Any) -> Block:
-    """A block with the same weights for any tile."""
+    """Return a block whose weights do not depend on the tile size."""
     sizes = {
         "hidden_size": HIDDEN,
         "ffn_hidden_size": FFN,
@@ -232,7 +232,7 @@ def block_of(tile: int, recompute: str = "none", **values: Any) -> Block:
 
 
 def run(block: Block, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The result of the MLP alone or of the block, and the gradients of the input and of all
+    """Return the output of the MLP or of the block, and the gradients of the input and all
     parameters.
     """
     places, zeros = np.arange(tokens), np.zeros(tokens, np.int32)
@@ -254,7 +254,7 @@ def run(block: Block, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
 def test_any_tile_gives_the_gradients_of_the_whole_row(
     tile: int, dropout: float, recompute: str
 ) -> None:
-    """Sums in another order: 1e-12."""
+    """Tolerance 1e-12: sums in a different order."""
     expected_out, expected = run(block_of(0, hidden_dropout=dropout), 12)
     out, found = run(block_of(tile, recompute, hidden_dropout=dropout), 12)
     torch.testing.assert_close(out, expected_out, rtol=1e-12, atol=1e-12)
@@ -300,7 +300,7 @@ def test_without_a_graph_the_tiles_are_computed_once(monkeypatch: pytest.MonkeyP
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """Counts products of linears by the shape of their result."""
+    """Count the products of linears by the shape of their result."""
     counts: Counter[tuple[int, int]] = Counter()
     whole = linear.product
 

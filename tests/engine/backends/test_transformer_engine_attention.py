@@ -1,9 +1,9 @@
-"""Transformer Engine's own context parallelism, over gloo, through our backend's attention.
+"""Transformer Engine's context parallelism over gloo, called through megacp's attention.
 
-Its autograd functions, its order of tokens, its groups and its cumulative lengths are the real
-ones; cuDNN's calls are reference math (engine_math.py). In float64 a tolerance of 1e-11 is some
-thousand roundings of sums of up to ten terms of size one, and a token in a wrong place is an error
-of size one. In bfloat16 its sums of halves cost what is said there.
+Its autograd functions, token order, groups and cumulative lengths are the real ones; cuDNN's calls
+are replaced by reference math (engine_math.py). In float64 the tolerance is 1e-11: some thousand
+roundings of sums of up to ten terms of size one. A token in a wrong place causes an error of size
+one. In bfloat16 the ring's sums are less accurate; the tests state by how much.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOLERANCE = 1e-11
 
 
 class Case(NamedTuple):
-    """What is computed, and by what."""
+    """A computation, and the layout and transport that perform it."""
 
     lengths: tuple[int, ...]
     padding: int = 0
@@ -64,7 +64,7 @@ pytestmark = needs_engine
 def row(
     lengths: tuple[int, ...], padding: int, cp: int, layout: str = "zigzag_document"
 ) -> Metadata:
-    """Documents of some lengths, and what the layout wants behind them."""
+    """Return a row of documents with these lengths and the padding that the layout needs."""
     document = np.repeat(np.arange(len(lengths)), lengths)
     document = np.append(document, np.full(padding, -1))
 
@@ -84,7 +84,7 @@ def plan_of(
 
 
 def tensors(tokens: int, heads: Heads, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output for a whole row."""
+    """Return q, k, v and the gradient of the output for a whole row."""
     generator = torch.Generator().manual_seed(5)
     sizes = (heads.heads, heads.groups, heads.groups, heads.heads)
     return [
@@ -94,7 +94,7 @@ def tensors(tokens: int, heads: Heads, dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def reference(metadata: Metadata, case: Case) -> list[torch.Tensor]:
-    """out, dq, dk, dv of the whole row from one dense softmax, in float64."""
+    """Return out, dq, dk, dv of the whole row from one dense softmax in float64."""
     q, k, v, dout = (x.double() for x in tensors(len(metadata), case.heads, case.dtype))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     real = torch.from_numpy(metadata.document >= 0)
@@ -106,8 +106,10 @@ def reference(metadata: Metadata, case: Case) -> list[torch.Tensor]:
 def errors(
     found: list[torch.Tensor], expected: list[torch.Tensor], indices: np.ndarray
 ) -> list[tuple[float, float]]:
-    """Of each tensor: the largest error over the largest value, and this rank's share of the square
-    of the relative one in the 2-norm.
+    """Return two errors of each tensor.
+
+    The first is the largest error relative to the largest value, and the second this rank's share
+    of the square of the relative error in the 2-norm.
     """
     apart = [(a - b[torch.from_numpy(indices)]).abs() for a, b in zip(found, expected, strict=True)]
     norms = [(float(b.abs().max()), float(b.square().sum())) for b in expected]
@@ -118,8 +120,9 @@ def errors(
 
 
 def packed_errors(rank: int, world: int, case: Case, kernel: str = "") -> list[tuple[float, float]]:
-    """Errors of out, dq, dk, dv of this rank, padding included, where all is 0; `kernel`: of our
-    own transport.
+    """Return the errors of out, dq, dk, dv on this rank, including padding, where all must be 0.
+
+    `kernel` selects megacp's transport instead.
     """
     heads, axis, cpu = case.heads, grid(cp=world).cp, torch.device("cpu")
     model = ModelConfig(
@@ -162,14 +165,14 @@ def packed_errors(rank: int, world: int, case: Case, kernel: str = "") -> list[t
                 )
                 out = packed(q, k, v, plan, sequences)
             assert not (found := differences(*params)), found
-        # the gradient at padding is whatever the next layer sends: nothing of it may reach a token
+        # the next layer may send any gradient for padding; it must not affect any token
         out.backward(whole[3][mine])
     return errors([out.detach(), q.grad, k.grad, v.grad], reference(metadata, case), plan.local)
 
 
 @contextmanager
 def asked() -> Iterator[list[Any]]:
-    """What the selector is asked."""
+    """Record the questions to the selector."""
     utils, found = sys.modules[UTILS], list[Any]()
     select = utils.get_attention_backend
     with pytest.MonkeyPatch.context() as patch:
@@ -190,8 +193,10 @@ OF_A_ROW = (
 
 
 def differences(start: Any, forward: Any) -> list[str]:
-    """Where the question of a run's start is another than that of a forward, apart from what only a
-    row can say.
+    """Return the differences between the question at the start of a run and the question of a
+    forward.
+
+    Arguments that depend on a row are left out.
     """
     names = {field.name for field in fields(start)} - {*OF_A_ROW, "fp8_meta"}
     return [name for name in names if getattr(start, name) != getattr(forward, name)]
@@ -260,9 +265,10 @@ def test_an_odd_and_a_large_number_of_ranks_and_the_least_release_are_the_dense_
 
 @pytest.mark.slow
 def test_sums_of_halves_cost_the_ring_a_rounding_for_each_rank_and_ours_none() -> None:
-    """A ring of n adds up n results in bfloat16, each rounded before: the error is at most n u of
-    their sizes (Higham, Accuracy and Stability of Numerical Algorithms, 4.4) with u = 2^-8, here of
-    the largest value. Ours adds in float32.
+    """A ring of n ranks adds n results in bfloat16, each of which is rounded before.
+
+    The error is at most n u times their sizes with u = 2^-8 (Higham, Accuracy and Stability of
+    Numerical Algorithms, 4.4), here relative to the largest value. megacp's ring adds in float32.
     """
     found = {}
     for ranks, native in itertools.product((1, 3, 8), ("", "math")):
@@ -277,13 +283,13 @@ def test_sums_of_halves_cost_the_ring_a_rounding_for_each_rank_and_ours_none() -
 
 
 TOLD: list[str] = []
-"""Lines of the kernel that chooses by row."""
+"""Log lines of the kernel that chooses by row."""
 DEALT = [((19, 5, 1, 30), 13), ((5, 1), 40), ((64,), 0)]
-"""The second leaves ranks without a token."""
+"""Document lengths and padding. The second row leaves some ranks without tokens."""
 
 
 def kernel_errors(rank: int, world: int, transports: list[str]) -> float:
-    """The largest error of cuDNN's kernel over layouts and packs."""
+    """Return the largest error of cuDNN's kernel over layouts and packs."""
     heads, inner = (
         Heads(*{1: (4, 2), 3: (6, 2), 8: (16, 4)}.get(world, (8, 2)), 8),
         2 if world % 2 == 0 else 1,
@@ -310,8 +316,9 @@ def test_cudnns_kernel_in_our_transports_is_the_dense_one_under_every_layout(ran
 
 
 def by_parts(kernel: Kernel, device: str, case: Case, cp: int) -> Any:
-    """out, dq, dk, dv of a row, of which its ranks take their own keys and then all others; and the
-    exact ones.
+    """Return out, dq, dk, dv of a row from two calls per rank, and the exact values.
+
+    A rank first processes its keys, then all other keys.
     """
     metadata, scale = row(case.lengths, case.padding, cp, case.layout), case.heads.dim**-0.5
     given = tensors(len(metadata), case.heads, case.dtype)
@@ -347,7 +354,7 @@ def test_parts_of_cudnns_kernel_are_merged_to_the_dense_one(layout: str) -> None
 def whole_row(
     kernel: Kernel, device: str, heads: Heads, dtype: torch.dtype, window: int = 0
 ) -> Any:
-    """The same by the one call of a rank that holds the row, with padding in it."""
+    """Return the same from a single call on a rank with the whole row, including padding."""
     metadata = Metadata.of_documents(np.repeat([-1, 0, -1, 1, 2, -1], [3, 90, 2, 1, 40, 5]))
     plan = AttentionPlan(np.arange(141)[None], metadata, 0).within(Reach(window))
     given = tensors(141, heads, dtype)
@@ -378,7 +385,7 @@ def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
     images = Metadata.of_documents(np.zeros(12, int), span=np.repeat([0, 1], 6))
     chunked = Metadata.of_documents(
         np.zeros(4, int), span=np.repeat([1, 0], [3, 1])
-    )  # as many pairs as a triangle
+    )  # the same number of pairs as in a triangle
     with selecting(), pytest.MonkeyPatch.context() as patch:
         assert not isinstance(fused_calls(plan.table(0), heads, False), str)
         for table, width, words in (

@@ -1,7 +1,7 @@
-"""Every call of ours to Transformer Engine against the real signatures of its release.
+"""Check every call to Transformer Engine against the real signatures of its release.
 
-The calls are recorded while a model is built and used. Each must bind, go by keyword, and stop to
-bind once one of its keywords is renamed or removed over there.
+The calls are recorded while a model is built and used. Each call must pass its arguments by
+keyword, and must stop binding if Transformer Engine renames or removes one of the keywords.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TARGETS = {
 
 
 def spied(patch: pytest.MonkeyPatch, name: str, calls: list[Call]) -> inspect.Signature:
-    """Record the calls of a target that come from our file; its real signature."""
+    """Record the calls of a function that come from megacp, and return its real signature."""
     module, path = TARGETS[name]
     owner: Any = sys.modules[module]
     *classes, attribute = path.split(".")
@@ -80,7 +80,7 @@ def spied(patch: pytest.MonkeyPatch, name: str, calls: list[Call]) -> inspect.Si
         return real(*args, **options)
 
     if attribute == "__init__":
-        signature = inspect.signature(owner)  # of a recipe only the class says what it takes
+        signature = inspect.signature(owner)  # the signature of a recipe is only in its class
     else:
         signature = inspect.signature(real)
         if classes:
@@ -92,7 +92,7 @@ def spied(patch: pytest.MonkeyPatch, name: str, calls: list[Call]) -> inspect.Si
 def exercise(
     recipe: str, calls: list[Call], signatures: dict[str, inspect.Signature], release: str = NEWEST
 ) -> None:
-    """Build a decoder, take a gradient and an update, and open the contexts."""
+    """Build a decoder, compute a gradient and an update, and open the contexts."""
     settings = {
         "num_layers": 1,
         "hidden_size": 32,
@@ -107,7 +107,7 @@ def exercise(
             signatures[name] = spied(patch, name, calls)
         patch.setattr(
             torch.backends.cudnn, "version", None
-        )  # fails in a CUDA torch that sees no device
+        )  # this call fails in a CUDA torch without a GPU
         backend = TransformerEngineBackend(build_grid(GridShape(), 0), config)
         chunk = LanguageModelChunk(config.model, range(1), backend)
         batch = shard_batch(
@@ -155,7 +155,9 @@ def test_every_entry_is_called_and_binds_by_keyword(
     "release", [pytest.param(release, marks=needs_release(release)) for release in OLDER]
 )
 def test_older_releases_take_the_same_calls(release: str) -> None:
-    """Also those that are refused: what they lack is in no signature."""
+    """Releases that megacp rejects are included: signatures do not show the features that they
+    lack.
+    """
     calls: list[Call] = []
     signatures: dict[str, inspect.Signature] = {}
     exercise("current", calls, signatures, release)
@@ -185,7 +187,7 @@ def test_trained_linears_fuse_their_gradients(
 def test_attention_gets_true_and_padded_lengths(
     recorded: tuple[list[Call], dict[str, inspect.Signature]],
 ) -> None:
-    """Both are int32, one object where there is no padding, and the longest sequence counts its
+    """Both are int32 and the same object without padding, and the longest sequence includes its
     padding.
     """
     calls = [options for name, _, options in recorded[0] if name == "attention"]
@@ -199,7 +201,7 @@ def test_attention_gets_true_and_padded_lengths(
 
 
 def test_the_group_setter_binds(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
-    """What the tests of several ranks call: the keywords stand in our source."""
+    """Only tests on several ranks make this call, so take its keywords from the source."""
     source = ast.parse(Path(thd.__file__).read_text(encoding="utf-8"))
     found = [
         node
@@ -215,8 +217,9 @@ def test_the_group_setter_binds(recorded: tuple[list[Call], dict[str, inspect.Si
 def test_other_attention_kernels_are_switched_off_before_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads one of the two variables when it is imported: set later, flash attention would take
-    over.
+    """Transformer Engine reads one of the two variables at import.
+
+    If it were set later, flash attention would be used.
     """
     package = tmp_path / "transformer_engine"
     package.mkdir()
@@ -225,7 +228,7 @@ def test_other_attention_kernels_are_switched_off_before_the_import(
     seen += "assert os.environ['NVTE_BATCH_MHA_P2P_COMM'] == '1'"
     (package / "pytorch.py").write_text(seen)
     for name in backend_file.SETTINGS:
-        monkeypatch.setenv(name, "")  # so that it is gone after the test
+        monkeypatch.setenv(name, "")  # so that it is removed after the test
         monkeypatch.delenv(name)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert package_problem() is None

@@ -1,10 +1,9 @@
-"""Whole training steps on Transformer Engine's real modules, over gloo, against the native backend.
+"""Training steps on Transformer Engine's real modules over gloo, compared with the native backend.
 
-Their products, norms, SwiGLU and attention are reference math (engine_layers.py); tensor and
-sequence parallelism, gradients fused into the buckets, recomputation and the choice of attention
-are the real code. float64, so a difference is a mistake: 1e-10 is some thousand roundings of the
-largest parameters after two updates. Its backward runs in a thread of its own, as autograd's does
-on CUDA.
+Products, norms, SwiGLU and attention are reference math (engine_layers.py). Tensor and sequence
+parallelism, fused gradients, recomputation and the choice of attention are the real code. In
+float64 any difference is a mistake; the tolerance 1e-10 is some thousand roundings of the largest
+parameters after two updates. The backward runs in a separate thread, like autograd's on CUDA.
 """
 
 from __future__ import annotations
@@ -62,22 +61,23 @@ def config_of(shape: dict[str, int], settings: dict[str, Any]) -> RunConfig:
 
 @dataclass
 class Trained:
-    """Losses of two steps, and what stands there after them."""
+    """Losses of two steps, and the state after them."""
 
     losses: list[float]
     values: list[np.ndarray]
     specs: list[Any]
     warnings: list[str]
     layers: Counter[str]
-    """Transformer Engine's modules in a block, by their class; of all blocks, divided by their
-    number.
+    """Number of Transformer Engine modules per block, by class.
+
+    The counts over all blocks are divided by the number of blocks.
     """
     attended: int
-    """Calls of its attention."""
+    """Number of calls of its attention."""
 
 
 def step_batches(step: int, mask: str) -> list[Any]:
-    """The microbatches of a step; those with images are the same in every step."""
+    """Return the microbatches of a step; those with images are the same in every step."""
     if mask == "images":
         return [document_with_images(), document_with_images((1, 1, 1, 1), (3, 3, 3, 3), 9, seed=2)]
     rules = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask=mask, ragged=True)
@@ -85,7 +85,7 @@ def step_batches(step: int, mask: str) -> list[Any]:
 
 
 def in_a_thread(function: Any) -> Any:
-    """The function in a thread that knows no context of its caller."""
+    """Run the function in a thread without the contexts of its caller."""
 
     def call(*args: Any, **options: Any) -> None:
         failed: list[BaseException] = []
@@ -106,7 +106,7 @@ def in_a_thread(function: Any) -> Any:
 
 
 def train(config: RunConfig, here: Any, mask: str) -> Trained:
-    """Two steps of two microbatches, and the loss without gradients after them."""
+    """Train two steps of two microbatches, then compute the loss without gradients."""
     model = ParallelModel(config, here)
     losses, warnings, attended = [], [], []
     if packed := getattr(model.backend, "packed", None):
@@ -133,13 +133,15 @@ def train(config: RunConfig, here: Any, mask: str) -> Trained:
 def differences(
     rank: int, world: int, shape: dict[str, int], settings: dict[str, Any], mask: str
 ) -> tuple[float, bool, Trained]:
-    """Largest difference of losses and parameters from native; whether all specs agree; the run on
-    the engine.
+    """Compare with the native backend.
+
+    Return the largest difference of losses and parameters, whether all specs agree, and the run on
+    Transformer Engine.
     """
     config, here = config_of(shape, settings), grid(**shape)
     expected = train(config, here, mask)
     with emulated_layers(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend_file, "fused_adam", None)  # it has no float64
+        patch.setattr(backend_file, "fused_adam", None)  # the real class has no float64
         patch.setattr(build, "select_backend", TransformerEngineBackend_for)
         patch.setattr(torch.autograd, "backward", in_a_thread(torch.autograd.backward))
         found = train(config, here, mask)
@@ -154,7 +156,7 @@ def differences(
 
 
 def TransformerEngineBackend_for(config: RunConfig, here: Any) -> TransformerEngineBackend:
-    """In the place of `select_backend`."""
+    """Replace `select_backend`."""
     return TransformerEngineBackend(here, config)
 
 
@@ -181,7 +183,7 @@ CASES = [
     ({"tp": 2}, {**REPLICATED, **TILED, **PAIRS, "lora_targets": "q,down"}, "packed"),
 ]
 FUSED = Counter({"LayerNormLinear": 1, "LayerNormMLP": 1, "Linear": 1, "RMSNorm": 2})
-"""Of a block with q/k norms: the linear is the attention's output."""
+"""Modules of a block with q/k norms; the linear is the attention's output projection."""
 APART = Counter({"RMSNorm": 4, "Linear": 4})
 
 
@@ -197,12 +199,13 @@ def test_training_on_transformer_engine_is_training_on_native(
         assert same
         assert found.layers == (APART if selective else FUSED)
         assert len(
-            [line for line in found.warnings if "Transformer Engine's fused one" in line]
+            [line for line in found.warnings if "Transformer Engine's fused attention" in line]
         ) == (mask == "packed")
         assert len([line for line in found.warnings if "apart" in line]) == selective
         rows = (
             2 * 2 + 2
-        )  # of the steps and the loss after them; none a second time for a block that is computed again
+            # one call per block in the steps and in the final loss; recomputation makes no second call
+        )
         assert found.attended == SIZES["num_layers"] * rows * (mask == "packed")
 
 
@@ -233,15 +236,15 @@ def test_gemma_is_the_engines_layers_with_its_norms_behind_them() -> None:
 
 
 def mlp_specs(hidden: int, ffn: int, bias: bool) -> tuple[NormSpec, LinearSpec, LinearSpec]:
-    """Norm, gate and up, down."""
+    """Return the specs of the norm, of gate and up, and of down."""
     gate_up = LinearSpec("mlp", dict.fromkeys(("gate", "up"), Linear(hidden, ffn, 0.02, bias)))
     down = LinearSpec("mlp", {"down": Linear(ffn, hidden, 0.02, bias, "columns")})
     return NormSpec("norm", hidden, 1e-5), gate_up, down
 
 
 def from_the_export(rank: int, world: int) -> float:
-    """Largest difference of our MLP from what the package's own export says that `LayerNormMLP`
-    computes.
+    """Return the largest difference between megacp's MLP and the package's export of
+    `LayerNormMLP`.
     """
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(5, 32, generator=generator, dtype=torch.float64)
@@ -256,15 +259,17 @@ def from_the_export(rank: int, world: int) -> float:
             mine.copy_(torch.randn(mine.shape, generator=generator, dtype=torch.float64))
             other.copy_(mine)
         expected = ours(x, lambda function, *inputs: function(*inputs))
-        run = theirs(x, None)  # which the export wants first
+        run = theirs(x, None)  # the export needs a forward first
         exported = theirs.layer.onnx_forward(x, False)
     assert (run - expected).abs().max() < 1e-10
     return float((exported - expected).abs().max() / expected.abs().max())
 
 
 def test_gate_and_up_stand_where_the_package_itself_says_that_its_swiglu_reads_them() -> None:
-    """The stand-in of the kernel is ours; the export for inference is the package's, with norm and
-    SwiGLU in float32: a few roundings of 2^-24 of values that a product of 48 terms averages.
+    """The kernel is megacp's stand-in, and the export for inference is the package's.
+
+    The export computes norm and SwiGLU in float32: a few roundings of 2^-24, averaged by a product
+    of 48 terms.
     """
     (worst,) = run_ranks(from_the_export, 1)
     assert worst < 1e-6
@@ -279,7 +284,7 @@ def test_training_over_tp_and_cp_is_training_on_native(comm_type: str) -> None:
 
 
 def eight_bits(rank: int, world: int) -> dict[str, Any]:
-    """What the contexts of `--fp8` say where the decoder's linears and the towers' run."""
+    """Return the `--fp8` contexts in which the linears of decoder and towers run."""
     found: dict[str, Any] = {}
     config = config_of({"tp": world}, {**TINY, "fp8": "delayed"})
     here = grid(tp=world)
@@ -328,8 +333,8 @@ def test_the_decoder_runs_in_eight_bits_and_the_towers_do_not() -> None:
 
 
 def recomputed_in_eight_bits(rank: int, world: int) -> list[tuple[bool, bool, str]]:
-    """Of each forward of a block: whether it is in this thread and in 8 bits, and the recipe; and
-    what is left then.
+    """Record each forward of a block: whether it runs in this thread and with FP8, the recipe, and
+    the final state.
     """
     config = config_of({}, {**FULL, "fp8": "current"})
     seen: list[tuple[bool, bool, str]] = []
@@ -366,8 +371,9 @@ def test_a_block_is_computed_again_in_eight_bits_in_the_thread_of_backward() -> 
 
 
 def adam_difference(rank: int, world: int) -> float:
-    """Largest difference of FusedAdam's slices and moments from torch's, over three updates resumed
-    after the first.
+    """Return the largest difference of FusedAdam's slices and moments from torch's.
+
+    There are three updates, with a resume after the first.
     """
     generator = torch.Generator().manual_seed(3)
     hows = [(40, 0.1, 1.0), (7, 0.0, 0.5), (9, 0.1, 0.5)]
@@ -377,7 +383,7 @@ def adam_difference(rank: int, world: int) -> float:
     def updated(engine: Any) -> list[torch.Tensor]:
         groups = [group_of(x.clone(), *how) for x, (_, *how) in zip(start, hows, strict=True)]
         for updates, of_update in enumerate(gradients):
-            if updates < 2:  # begun, and begun again from what the first update has left
+            if updates < 2:  # a fresh start, and a start from the state after the first update
                 groups = copy.deepcopy(groups)
                 rule = AdamW(groups, TrainingConfig(), engine)
                 rule.set_updates(updates)

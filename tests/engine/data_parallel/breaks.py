@@ -14,8 +14,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a slice ends behind its parameter",
         ),
         (
-            ", ALIGNMENT * ranks[slots[0].spec.reduced_over])",
-            ", 1)",
+            "multiple = ALIGNMENT * ranks[slots[0].spec.reduced_over]",
+            "multiple = 1",
             "buckets do not divide by the ranks",
         ),
         ("(spec.reduced_over, spec.partial", "(spec.partial", "a bucket is of two axes"),

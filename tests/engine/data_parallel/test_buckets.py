@@ -1,5 +1,5 @@
-"""Gradient buckets: sums equal to one process, launched while the backward pass runs, in one order
-on all ranks.
+"""Gradient buckets: sums equal those of one process, start during backward, and have one order on
+all ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def parameter(value: torch.Tensor, name: str = "p", **options: Any) -> nn.Parame
 
 
 class Stack(nn.Module):
-    """`DEPTH` square layers; the first layer's weight is used a second time at the end (a tied
-    head).
-    """
+    """`DEPTH` square layers; the first layer's weight is used again at the end (a tied head)."""
 
     def __init__(self, recompute: bool = False, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -76,13 +74,13 @@ def inputs(rank: int, microbatch: int) -> torch.Tensor:
 
 
 def unused_layer(rank: int, microbatch: int) -> int | None:
-    """Ranks leave out different layers, in some microbatches."""
+    """Leave out different layers on different ranks and in some microbatches."""
     return 1 + (rank + microbatch) % 3 if microbatch % 2 else None
 
 
 def gathered(flat: FlatBuckets) -> list[torch.Tensor]:
-    """The summed gradients of all parameters in bucket order, put together from the slices of all
-    ranks.
+    """Return the summed gradients of all parameters in bucket order, assembled from the slices of
+    all ranks.
     """
     found = []
     for i, bucket in enumerate(flat.buckets):
@@ -139,7 +137,7 @@ def _worst(axis: Axis, recompute: bool, bucket_elements: int, each: bool) -> flo
 def test_bucket_sums_equal_one_process_on_all_data(
     shape: dict[str, int], bucket_elements: int, each: bool
 ) -> None:
-    """Tolerance: float64 sums in another order."""
+    """Tolerance: float64 sums in a different order."""
     size = shape.get("dp", 1) * shape.get("cp", 1)
     assert max(run_ranks(_sums, size, shape, False, bucket_elements, each)) < 1e-12
 
@@ -179,7 +177,7 @@ def test_buckets_are_reduced_in_order_while_the_last_backward_still_runs(
     flat.start_backward(0, last=True)
     model(inputs(0, 1)).backward()
     assert events == [e for i in range(DEPTH) for e in (f"gradient {DEPTH - 1 - i}", f"reduce {i}")]
-    with pytest.raises(AssertionError, match="start_backward"):  # it would be lost
+    with pytest.raises(AssertionError, match="start_backward"):  # the next step would lose it
         model(inputs(0, 1)).backward()
     flat.finish()
     flat.zero()
@@ -265,14 +263,15 @@ def test_partial_gradients_are_summed_over_tp_in_one_call_and_others_are_not(
 ) -> None:
     results = run_ranks(_partial, 4, instances)
     for rank, (sums, calls) in enumerate(results):
-        own = 101.0 if rank % 2 == 0 else 1010.0  # tp is fastest: ranks 0 and 2 share a tp rank
+        # tp is the fastest axis: ranks 0 and 2 have the same tp rank
+        own = 101.0 if rank % 2 == 0 else 1010.0
         expert = 44.0 if rank < 2 else 4400.0
         assert sums == [
             expert,
             3333.0,
             2222.0,
             own,
-        ]  # in backward order; each is reduced over its own axis
+        ]  # in backward order; each is reduced over a different axis
         assert calls == (1 if instances == 1 else 3), "and each axis has its own copies"
 
 
@@ -383,9 +382,7 @@ RULES = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed")
 
 
 class Late:
-    """A gather that fills its bucket when somebody waits for it, as late as a slow network
-    would.
-    """
+    """A gather that fills its bucket only when it is waited for, like on a slow network."""
 
     def __init__(self, bucket: torch.Tensor, begun: Any) -> None:
         begun.wait()
@@ -399,7 +396,7 @@ class Late:
 def three_steps(
     rank: int, world: int, shape: dict[str, int], settings: dict[str, Any], ahead: bool
 ) -> list[Any]:
-    """Losses, a validation loss and all parameters in the end."""
+    """Return the losses, a validation loss, and all parameters after three steps."""
     names = {"pp": "pipeline_model_parallel_size", "cp": "context_parallel_size"}
     sizes = {names[key]: n for key, n in shape.items() if key in names}
     config = with_values(

@@ -1,1 +1,1 @@
-"""Mixtures of experts: grids, groups, routes, what is refused."""
+"""Mixtures of experts: grids, groups, routes and rejected settings."""

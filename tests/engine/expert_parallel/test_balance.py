@@ -1,7 +1,7 @@
-"""Terms of balance and corrections of the choice: what they may depend on, and what they may not.
+"""Load-balancing terms and corrections of the choice: the inputs on which they may depend.
 
-Their values are a reference's in tests/engine/models/test_language.py, on any grid in
-test_grids.py.
+Their values are compared with a reference in tests/engine/models/test_language.py, and on any grid
+in test_grids.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ONE_LAYER: Values = {**MOE, **BALANCE, "num_layers": 1, "moe_layer_freq": "1"}
 
 
 def packed(lengths: list[int], first: int) -> PackedBatch:
-    """A row of documents, of which number n is the same in any row, and padding behind them."""
+    """Return a row of documents and padding; document number n is the same in every row."""
     rngs = [np.random.default_rng(first + place) for place in range(len(lengths))]
     number = np.repeat([*range(len(lengths)), -1], [*lengths, 5])
     tokens, labels = (
@@ -77,9 +77,7 @@ STAGES: Values = {**MOE, **SIGMOID, **BALANCE, "num_layers": 4, "moe_layer_freq"
 
 
 def reports_of(rank: int, world_size: int, schedule: str, virtual: int) -> list[tuple[float, ...]]:
-    """Loss, norm and figures of experts of a step of two microbatches, over as many stages as
-    ranks.
-    """
+    """Return loss, norm and expert figures of a step of two microbatches, over one stage per rank."""
     values = {"pipeline_schedule": schedule, "num_virtual_stages_per_pipeline_rank": virtual}
     shape = {"pp": world_size, "ep": 1}
     return train(grid(**shape), config_of({**STAGES, **values}, shape), [step_batches(2, 2)])[0]
@@ -87,7 +85,7 @@ def reports_of(rank: int, world_size: int, schedule: str, virtual: int) -> list[
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 2), ("zero_bubble", 1)])
 def test_no_schedule_loses_a_term_or_a_count(schedule: str, virtual: int) -> None:
-    """Nor what terms add to gradients, of which the norm is."""
+    """The gradients of the terms are not lost either; the norm includes them."""
     expected = reports_of(0, 1, "1f1b", 1)
     assert expected[0][2] > 0.1 and expected[0][-1] == 0
     np.testing.assert_allclose(
@@ -107,7 +105,7 @@ def test_a_skipped_step_moves_no_correction() -> None:
 
 
 def test_counts_and_corrections_of_a_bfloat16_model_are_exact(tmp_path: Path) -> None:
-    """In bfloat16 307 tokens would be 308; a correction would be another one after it was saved."""
+    """In bfloat16, 307 tokens would become 308, and a correction would change when it is saved."""
     values = {
         **ONE_LAYER,
         **SIGMOID,
@@ -144,8 +142,9 @@ def test_a_group_counts_by_its_two_best() -> None:
 
 @pytest.mark.parametrize("function", SCORES)
 def test_a_score_counts_the_same_wherever_it_stands(function: str) -> None:
-    """torch's sigmoid gives the last numbers of a tensor other bits: equal experts would be chosen
-    by the row's end.
+    """torch's sigmoid rounds the last elements of a tensor differently.
+
+    Ties between experts would then be resolved by the end of the row.
     """
     choice = SCORES[function].choice
     for dtype in (torch.float32, torch.float64):

@@ -1,8 +1,8 @@
 """A mixture of experts on any grid equals one process: loss, norm, gradients, weights and routes.
 
-One process equals a dense reference in tests/engine/models/test_language.py. In float64 the choice
-of experts is the same on every grid, as long as no two scores at its edge are closer than rounding,
-which is asserted.
+One process is compared with a dense reference in tests/engine/models/test_language.py. In float64
+every grid chooses the same experts, unless two scores at the edge of the choice are closer than
+rounding. The tests assert that this does not happen.
 """
 
 from __future__ import annotations
@@ -64,8 +64,11 @@ MODELS: dict[str, Values] = {
         "lora_targets": "q,k,v,output,gate,up,down,experts.gate+up:3:7,shared.down:1:4",
     },
 }
-"""Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone,
-and experts without a token."""
+"""Models by name.
+
+In "equal scores" all scores are 0 in the first step, and most stay 0. Experts are then chosen only
+by index, and some get no tokens.
+"""
 EQUAL_ROWS: dict[str, Values] = {
     "equal rows, one of all": {
         **MOE,
@@ -77,16 +80,18 @@ EQUAL_ROWS: dict[str, Values] = {
     "equal rows, sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
     "equal rows, an odd number": {**MOE, "num_experts": 15, "moe_router_topk": 2},
 }
-"""Routers that begin with two or more copies of each row: without a promise for equal rows their
-products, and with them the choices, would depend on the grid."""
+"""Routers that start with two or more copies of each row.
+
+Without special treatment of equal rows, products and choices would depend on the grid.
+"""
 Case = tuple[Shape, str, Values, Values]
-"""Grid, model, what the reference needs too, and options of the grid alone."""
+"""Grid, model, values that the reference also needs, and options of the grid only."""
 Choices = dict[tuple[int, int], set[tuple[int, ...]]]
-"""(layer, name of a token) -> what was chosen for it, in the steps and in validation."""
+"""Experts chosen for each token, in training and in validation: (layer, token name) -> experts."""
 
 
 def grids(ranks: int) -> list[Shape]:
-    """Every factorization with every ep that divides the ranks of a stage."""
+    """Return every factorization, with every ep that divides the ranks of a stage."""
     stages = [(shape, ranks // shape["pp"]) for shape in shapes(ranks)]
     return [
         {**shape, "ep": ep}
@@ -136,11 +141,10 @@ def dealt(ranks: int) -> list[Case]:
 
 @contextmanager
 def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
-    """Choices of this rank, and how far apart the last chosen and the first other score were, where
-    not both are 0.
+    """Return this rank's choices, and the distance between the last chosen score and the next one.
 
-    Copies of a row stay equal up to rounding, which decides nothing; so their distances of rounding
-    are left out.
+    Pairs in which both scores are 0 are left out. Copies of a row stay equal up to rounding, which
+    decides nothing, so distances of the size of rounding are left out too.
     """
     choices: Choices = defaultdict(set)
     margins: list[float] = []
@@ -163,9 +167,7 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
         return choose(scores, count)
 
     def copied(box: TensorBox, tensor: str, seed: int, spec: ParameterSpec) -> torch.Tensor:
-        """Initial values, of a router with two or three copies of each row, at distances of 1 and
-        more.
-        """
+        """Initialise a router with two or three copies of each row, at distances of at least 1."""
         if name not in EQUAL_ROWS or not tensor.endswith("router.weight"):
             return draw(box, tensor, seed, spec)
         experts, width = box.global_shape
@@ -300,7 +302,7 @@ CELLS: dict[str, Values] = {
         "moe_router_bias": True,
     },
 }
-"""Options beside ep that no other fast test has."""
+"""Options that no other fast test combines with ep."""
 
 
 def test_biases_and_two_groups_over_ranks_that_share_experts_equal_one_process() -> None:
@@ -331,7 +333,7 @@ SOME = [
     if ranks < 8 or part == 0
 ]
 REST = [pytest.param(8, part, marks=pytest.mark.long) for part in range(1, PARTS[8])]
-"""What is left to `make test-all` of the 65 on eight ranks."""
+"""The remaining cases of the 65 on eight ranks, for `make test-all`."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Ranks that share experts, choices, bytes of the exchange, and what a step computes of a layer
-again.
+"""Expert parallelism: process groups, the choice of experts, exchanged bytes, and recomputation of
+a layer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_neighbours_in_a_stage_share_experts(
 
 
 def groups_made(shape: GridShape, rank: int) -> list[tuple[int, ...]]:
-    """What the ranks of a grid would ask torch for."""
+    """Return the process groups that the ranks of a grid create."""
     made: list[tuple[int, ...]] = []
 
     def axis(
@@ -89,7 +89,7 @@ def groups_made(shape: GridShape, rank: int) -> list[tuple[int, ...]]:
 
 
 def test_all_ranks_make_equally_many_groups_and_at_most_two_for_experts() -> None:
-    """torch names them after how many a rank has made."""
+    """torch names groups by the number that a rank has created before."""
     counts = set()
     for tp, cp, dp, pp in [
         (2, 2, 2, 1),
@@ -131,13 +131,15 @@ def test_scores_of_bfloat16_are_as_exact_as_float32() -> None:
 
 
 def test_outputs_of_experts_are_summed_in_float32() -> None:
-    """256 + 1 is 256 in bfloat16, so five slots of 256, 1, 1, 1, 1 are 260 only in a wider sum;
-    gradients likewise.
+    """256 + 1 is 256 in bfloat16, so five slots of 256, 1, 1, 1, 1 sum to 260 only in a wider
+    dtype.
+
+    The same holds for gradients.
     """
     chosen = torch.arange(5).repeat(3, 1)  # [t, k]
     route = Route(chosen, torch.tensor([0, 2, 3]), 5, single_axis("ep"))
     of_expert = torch.tensor([256.0, 1, 1, 1, 1], dtype=torch.bfloat16)
-    rows = of_expert.repeat_interleave(3).unsqueeze(1).repeat(1, 2)  # expert by expert: [t k, h]
+    rows = of_expert.repeat_interleave(3).unsqueeze(1).repeat(1, 2)  # sorted by expert: [t k, h]
     assert to_tokens(rows, route, 4).tolist() == [[260.0] * 2, [0.0] * 2, [260.0] * 2, [260.0] * 2]
     x = torch.zeros(4, 2, dtype=torch.bfloat16, requires_grad=True)
     to_experts(x, route).backward(rows)
@@ -147,7 +149,7 @@ def test_outputs_of_experts_are_summed_in_float32() -> None:
 @pytest.mark.parametrize("function", SCORES)
 @pytest.mark.parametrize("before", [False, True])
 def test_exactly_the_routers_without_a_gradient_are_refused(function: str, before: bool) -> None:
-    """Of any number of experts and of chosen ones, by autograd."""
+    """Compare with autograd for any number of experts and of chosen experts."""
     for count in (1, 2, 5):
         for topk in range(1, count + 1):
             values = {"num_experts": count, "moe_router_topk": topk, "vocab_size": 64}
@@ -160,7 +162,7 @@ def test_exactly_the_routers_without_a_gradient_are_refused(function: str, befor
             )
             learns = (
                 gradient.abs().max() > 1e-6
-            )  # else rounding is left: of a share, or of the 1e-20 beside a sum
+            )  # otherwise only rounding remains: of a share, or of the 1e-20 added to a sum
             assert (check(with_values(RunConfig(), values), 1) == []) == learns, (count, topk)
 
 
@@ -170,8 +172,9 @@ SIZES = {**MOE, "num_layers": 1, "moe_layer_freq": "1"}
 def sent_by_a_step(
     rank: int, world_size: int, recompute: str, tile: int
 ) -> tuple[int, int, int, int]:
-    """Bytes over ep, their number by the formulas, and rows sent and received; the last rank has no
-    token.
+    """Return the bytes sent over ep, their number by the formulas, and the rows sent and received.
+
+    The last rank has no tokens.
     """
     options = {"recompute_granularity": recompute, "mlp_chunk_tokens": tile}
     config = config_of({**SIZES, **options}, {"dp": world_size, "ep": world_size})
@@ -185,7 +188,7 @@ def sent_by_a_step(
         return out
 
     def moved() -> int:
-        """The group is that of dp, whose own messages are another sum."""
+        """The group is also that of dp, whose messages are counted separately."""
         return here.ep.traffic["all_to_all"] - here.dp.traffic["all_to_all"]
 
     before = moved()
@@ -194,7 +197,7 @@ def sent_by_a_step(
     (route,) = routes
     there = sum(count for other, count in enumerate(route.sent) if other != rank)
     here_from = sum(count for other, count in enumerate(route.received) if other != rank)
-    width = 8 * 32  # a row of float64
+    width = 8 * 32  # one row of float64
     by_formula = (
         8 * 8 // world_size * (world_size - 1)
         + 2 * width * (there + here_from)
@@ -212,7 +215,7 @@ def sent_by_a_step(
 def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(
     ranks: int, recompute: str, tile: int
 ) -> None:
-    """No message is in a tile, of which the rank without tokens has fewer."""
+    """There is no communication inside a tile, because the rank without tokens has fewer tiles."""
     found = run_ranks(sent_by_a_step, ranks, recompute, tile)
     sent, by_formula, rows, received = zip(*found, strict=True)
     assert sent == by_formula and sum(rows) == sum(received)
@@ -220,8 +223,8 @@ def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(
 
 
 def gathered_by_a_step(rank: int, world_size: int, tp: int, ep: int) -> tuple[dict[str, int], int]:
-    """Bytes over edp of two microbatches under full sharding, and those of a rank's part of the
-    experts.
+    """Return the bytes sent over edp by two microbatches with full sharding, and the size of a
+    rank's experts.
     """
     shape = {"tp": tp, "dp": world_size // tp, "ep": ep}
     options = {"data_parallel_sharding_strategy": "optim_grads_params", "sequence_parallel": True}
@@ -236,7 +239,7 @@ def gathered_by_a_step(rank: int, world_size: int, tp: int, ep: int) -> tuple[di
 def test_full_sharding_gathers_experts_twice_and_sums_their_gradients_once(
     tp: int, ep: int
 ) -> None:
-    """Of two microbatches, each for itself; one rank of edp sends nothing."""
+    """There are two separate microbatches; a group of one edp rank sends nothing."""
     ranks = 4 if tp == ep == 2 else 2
     for sent, part in run_ranks(gathered_by_a_step, ranks, tp, ep):
         assert sent == ({} if ranks == ep else {"all_gather": 4 * part, "reduce_scatter": 2 * part})
@@ -245,8 +248,8 @@ def test_full_sharding_gathers_experts_twice_and_sums_their_gradients_once(
 def test_one_kernel_for_all_experts_makes_what_a_loop_makes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of rows, and both gradients, where the second of three experts has none; torch has that
-    kernel for CPUs too.
+    """Compare rows and both gradients when the second of three experts has no rows; torch also has
+    this kernel for CPUs.
     """
     draw = torch.Generator().manual_seed(1)
     x, weight, grad = (
@@ -266,8 +269,8 @@ def test_one_kernel_for_all_experts_makes_what_a_loop_makes(
     "targets", ["q,up,experts.gate:2:5,down", "q,mlp.up,experts.gate+up:2:5,down"]
 )
 def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str) -> None:
-    """W + s B A in the place of W: the loss, and by the chain rule dA = s B^T dW and dB = s dW
-    A^T.
+    """Compare with a weight W + s B A: the same loss, and by the chain rule dA = s B^T dW and dB =
+    s dW A^T.
     """
     pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": targets}
     is_shared = "+" in targets
@@ -285,7 +288,7 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
         dict(tensors),
         {name.rsplit(".", 2)[0] for name in tensors if is_of_a_pair(name)},
     )
-    # gate and up may have one A, under the name of gate
+    # gate and up may share one A, under the name of gate
     places = {
         name: name.replace(".up", ".gate") if is_shared and "experts" in name else name
         for name in linears
@@ -318,7 +321,7 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
 
 
 def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:
-    """Also where its input is not quite the same."""
+    """Recomputation keeps the choice even if its input differs slightly."""
     model = ParallelModel(
         config_of({**SIZES, "recompute_granularity": "full", "dtype": "float32"}, {}), grid()
     )
@@ -356,9 +359,7 @@ CORRECTED = [
 
 
 def test_a_second_run_in_a_folder_goes_on_as_if_it_were_the_first(tmp_path: Path) -> None:
-    """In one process and bit for bit: weights, moments, corrections, and how many tokens the
-    experts were given.
-    """
+    """In one process, weights, moments, corrections and token counts are equal bit for bit."""
     flags = [*CORRECTED, "--num-layers", "1", "--global-batch-size", "1", "--train-iters", "3"]
     run(1, [*flags, "--save", str(tmp_path / "whole")])
     for more in (["--train-iters", "2"], ["--auto-resume"]):

@@ -1,8 +1,8 @@
-"""Equal rows of the router are chosen by the number of the expert, in any place and of any number
+"""Ties between equal router rows are resolved by expert index, for any column order and any number
 of tokens.
 
-The reference sums each score by `math.fsum`, which rounds once, so equal rows have equal scores
-there. Different rows of the tests have clearly different ones.
+The reference sums each score with `math.fsum`, which rounds once, so equal rows have equal scores.
+Different rows in these tests have clearly different scores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COPIES: dict[str, Callable[[int], list[int]]] = {
     "repeated": lambda experts: [place % max(1, experts // 2) for place in range(experts)],
     "all alike": lambda experts: [0] * experts,
 }
-"""Which of some different rows each expert has."""
+"""For each expert, the index of its row among some different rows."""
 FUNCTIONS: dict[str, Values] = {
     "softmax of the chosen": {},
     "softmax of all": {"moe_router_pre_softmax": True},
@@ -45,11 +45,12 @@ ALIKE = [
     [0, 1, 0, 1, 2, 3, 2, 3],
     [4, 0, 1, 2, 3, 2, 1, 0, 3, 4],
 ]
-"""Groups of equal rows in the same order, in another one, and with others between them."""
+"""Groups of equal rows: in the same order, in a different order, and with other rows between them.
+"""
 
 
 def layer_of(values: Values, of: list[int]) -> MixtureOfExperts:
-    """A layer whose experts have the rows, biases and corrections with the numbers `of`."""
+    """Return a layer whose experts have the rows, biases and corrections with the numbers `of`."""
     base: Values = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
@@ -71,7 +72,7 @@ def layer_of(values: Values, of: list[int]) -> MixtureOfExperts:
 
 
 def exact_scores(found: MixtureOfExperts, x: torch.Tensor) -> list[list[float]]:
-    """What the experts of each token are chosen by."""
+    """Return the exact values by which the experts of each token are chosen."""
     rows = found.router.detach().tolist()
     table = [
         [math.fsum(a * b for a, b in zip(token, row, strict=True)) for row in rows]
@@ -97,7 +98,7 @@ def exact_scores(found: MixtureOfExperts, x: torch.Tensor) -> list[list[float]]:
 def assert_chosen_by_number(
     values: Values, of: list[int], counts: Iterable[int], groups: int = 1, opened: int = 1
 ) -> None:
-    """For each of the `counts` of chosen experts, of the best `opened` of `groups`."""
+    """Check every number of chosen experts in `counts`, within the best `opened` of `groups`."""
     found = layer_of(values, of)
     x = torch.randn(
         TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=found.router.dtype
@@ -113,7 +114,7 @@ def assert_chosen_by_number(
             moe_router_group_topk=opened,
         )
         wanted = [sorted(chosen_for(scores, model)) for scores in table]
-        for tokens in (TOKENS, 5):  # other sizes of the product, as cp ranks have them
+        for tokens in (TOKENS, 5):  # different sizes of the product, as on cp ranks
             parts = [found._choose(logits(part, found.router).detach()) for part in x.split(tokens)]
             assert torch.cat(parts).tolist() == wanted, f"{tokens} tokens at a time"
 
@@ -150,7 +151,7 @@ def test_equal_groups_are_chosen_by_number(dtype: str, of: list[int], biased: bo
 def test_a_product_alone_does_not_give_equal_rows_equal_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the tests above would show nothing on this machine."""
+    """Otherwise the tests above would prove nothing on this machine."""
     monkeypatch.setattr(layer, "first_of_equals", lambda weight: torch.arange(len(weight)))
     with pytest.raises(AssertionError, match="at a time"):
         for experts in (6, 7, 13, 33):
@@ -159,8 +160,8 @@ def test_a_product_alone_does_not_give_equal_rows_equal_scores(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_exactly_equal_rows_are_found(dtype: torch.dtype) -> None:
-    """Short mantissas, permutations, signs of zero, rows that differ in one last bit, odd widths;
-    against a loop.
+    """Compare with a loop for short mantissas, permutations, signs of zero, rows that differ in the
+    last bit, and odd widths.
     """
     for width in (1, 3, 4, 7, 32):
         draw = torch.Generator().manual_seed(width)
@@ -194,11 +195,11 @@ def test_exactly_equal_rows_are_found(dtype: torch.dtype) -> None:
 
 
 def test_scores_that_only_rounding_separates_are_equal_in_float64() -> None:
-    """Wherever the bits of the two would be cut, and by chains of such scores; others keep their
-    order.
+    """This holds at any rounding boundary and for chains of such scores; all other scores keep
+    their order.
     """
     draw = torch.Generator().manual_seed(1)
-    apart = torch.linspace(-3, 3, 7, dtype=torch.float64)  # 0 is among them
+    apart = torch.linspace(-3, 3, 7, dtype=torch.float64)  # 0 is included
     of = torch.randint(0, 7, (500, 16), generator=draw)
     noise = (torch.rand(500, 16, generator=draw, dtype=torch.float64) - 0.5) * 1e-14
     scores = apart[of] + noise
@@ -214,7 +215,7 @@ def test_scores_of_float64_keep_their_order_if_they_differ_clearly() -> None:
     scores = torch.randn(500, 16, generator=draw, dtype=torch.float64) * 10.0 ** torch.linspace(
         -4, 2, 16
     )
-    scores[:, 3] = -torch.inf  # as in a closed group
+    scores[:, 3] = -torch.inf  # like in a closed group
     assert torch.equal(without_noise(scores), scores)
     step = torch.tensor(
         [[1.0, 1.0 + 1e-9, 1.0 - 1e-9, -torch.inf, -torch.inf]], dtype=torch.float64

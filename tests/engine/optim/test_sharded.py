@@ -1,5 +1,5 @@
-"""The sharded optimizer against `torch.optim.AdamW`; on every grid it is compared by the golden
-gradients.
+"""The sharded optimizer compared with `torch.optim.AdamW`; the golden gradients compare it on every
+grid.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, ShardedOptimizer
 
 
 def difference(parts: list[ParameterSlice], whole: dict[str, torch.Tensor], model: Toy) -> float:
-    """Largest difference of flat slices from the global tensors."""
+    """Return the largest difference of flat slices from the global tensors."""
     parameters = {id(p.megacp_spec): p for p in model.parameters()}  # type: ignore[attr-defined]
     worst = 0.0
     for part in parts:
@@ -106,7 +106,7 @@ def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
         rule.update(LR, scale)
         parameter.grad = gradient * scale
         reference.step()
-        # three updates of some ten roundings each, in values of order 1
+        # three updates of some ten roundings each, for values of order 1
         torch.testing.assert_close(
             mine, parameter.detach(), rtol=0, atol=30 * torch.finfo(dtype).eps
         )
@@ -142,7 +142,7 @@ def test_an_optimizer_is_given_no_empty_slice() -> None:
 
 
 def fall(group: Group, lr: float) -> None:
-    """A second rule, which takes its rate off everything and counts how often."""
+    """A second rule, which subtracts its rate from everything and counts its calls."""
     for x, state in zip(group.slices, group.state, strict=True):
         x.sub_(lr)
         state["fallen"].add_(1)
@@ -230,7 +230,7 @@ def _half_precision(rank: int, world_size: int) -> tuple[float, bool, bool]:
 
 
 def test_a_bfloat16_model_trains_through_float32_master_slices() -> None:
-    """Tolerance: float32 sums in another order; gradients pass through bfloat16 alike in both."""
+    """Tolerance: float32 sums in a different order; gradients are rounded to bfloat16 in both runs."""
     for worst, close, follows in run_ranks(_half_precision, 2):
         assert worst < 1e-6
         assert close and follows
@@ -345,7 +345,9 @@ def test_warm_up_is_linear_and_the_decay_ends_exactly_at_min_lr_behind_its_last_
 
 
 def test_each_style_falls_as_its_formula_says() -> None:
-    """Update 60 is half of the 100 that follow the warm-up; a quarter is what the formula says."""
+    """Update 60 is halfway through the 100 updates after the warm-up; the formula gives a quarter
+    there.
+    """
     assert [rate(60, style) for style in ("linear", "cosine", "constant")] == pytest.approx(
         [5.5e-4, 5.5e-4, 1e-3]
     )

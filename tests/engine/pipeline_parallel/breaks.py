@@ -13,8 +13,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "warm-up of 1F1B holds one more",
         ),
         (
-            "num_chunks - 1 - chunk) for",
-            "chunk) for",
+            "microbatch, num_chunks - 1 - chunk)",
+            "microbatch, chunk)",
             "backward passes the chunks in forward order",
         ),
         (

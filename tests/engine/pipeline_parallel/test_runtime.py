@@ -1,4 +1,4 @@
-"""The runtime on real ranks against all layers in one process, in float64."""
+"""The pipeline runtime on real ranks, compared with all layers in one process, in float64."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ HIDDEN = HiddenStates(lambda batch: tuple(batch["input"].shape), torch.float64)
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    """Equal to 1e-12: float64 through at most 12 layers by the same operations in the same order is
-    generous.
+    """Require equality to 1e-12, which is generous for at most 12 layers of the same operations in
+    float64.
     """
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -62,8 +62,9 @@ def train_one_step(
     slow_stage: int | None,
     name: str,
 ) -> tuple[list[float], list[dict[str, Any]], list[float]]:
-    """Losses, gradients of each chunk, and the losses of the forward-only schedule. The slow stage
-    also recomputes.
+    """Return losses, gradients of each chunk, and the losses of the forward-only schedule.
+
+    The slow stage also recomputes its activations.
     """
     parts = my_parts(rank, world_size, num_chunks, float(sum(lengths)))
 
@@ -104,10 +105,10 @@ def train_many(rank: int, world_size: int, cases: list[tuple[Any, ...]]) -> list
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_chunks: int) -> None:
-    """1 to 8 microbatches, fewer than stages and short groups included, each of another length.
+    """Use 1 to 8 microbatches of different lengths, including fewer than stages and short groups.
 
-    With 2 stages and several chunks the next and the previous peer are the same rank. A slow stage
-    lets messages queue.
+    With 2 stages and several chunks, the next and the previous peer are the same rank. A slow stage
+    makes messages queue.
     """
     cases = [
         (LENGTHS[:count], num_chunks, slow, name)
@@ -134,10 +135,10 @@ def test_losses_and_gradients_are_those_of_one_process(num_stages: int, num_chun
 
 
 def crossing_lists() -> list[list[Action]]:
-    """Two stages, two chunks, two microbatches: stage 0 sends all forwards first, stage 1 takes a
-    gradient in between.
+    """Return lists for two stages, two chunks and two microbatches.
 
-    So stage 0 sends output, output, output, output, gradient and stage 1 takes the gradient fourth.
+    Stage 0 sends four outputs and then a gradient, but stage 1 receives the gradient as its fourth
+    message.
     """
     orders = ["F00 F10 F01 F11 B01 B00 B11 B10", "F00 F10 F01 B01 B00 F11 B11 B10"]
     kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
@@ -164,7 +165,7 @@ def test_outputs_and_gradients_that_cross_between_two_ranks_stay_apart() -> None
 
 
 def test_one_stage_needs_no_process_group() -> None:
-    """Gradients also accumulate over two steps, as over microbatches."""
+    """Gradients accumulate over two steps as they do over microbatches."""
     open_channels(grid(), 1)
     part = Part(0, 1, WIDTH, float(sum(LENGTHS)))
     losses, gradients = train_in_one_process(LENGTHS, WIDTH, 1)
@@ -182,7 +183,7 @@ def test_one_stage_needs_no_process_group() -> None:
 
 
 class Heard:
-    """What a run tells those who hold its parameters."""
+    """Record the calls that a run makes to its parameters."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -234,7 +235,7 @@ def test_every_backward_is_announced_and_has_the_parameters_it_needs(num_chunks:
 def count_live_tensors(
     rank: int, world_size: int, num_chunks: int, trains: bool
 ) -> tuple[int, int]:
-    """Most inputs and most outputs alive at once."""
+    """Return the largest numbers of inputs and of outputs alive at the same time."""
     inputs: list[weakref.ref[Any]] = []
     outputs: list[weakref.ref[Any]] = []
     peaks = [0, 0]
@@ -249,7 +250,7 @@ def count_live_tensors(
             peaks[0] = max(peaks[0], alive(inputs))
             y = torch.tanh(
                 x @ part.weight.T + part.bias
-            ).sin()  # sin saves its input, so nothing saves the output
+            ).sin()  # sin saves its input, so no operation saves the output
             outputs.append(weakref.ref(y))
             peaks[1] = max(peaks[1], alive(outputs))
             return (y**2).sum() if part.last else y
@@ -271,19 +272,24 @@ def count_live_tensors(
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_activations_are_freed_right_after_their_backward(num_chunks: int) -> None:
-    """Live inputs never exceed the schedule's bound, and outputs live no longer than their send."""
+    """The number of live inputs never exceeds the bound of the schedule.
+
+    Outputs live no longer than their send.
+    """
     for rank, (inputs, outputs) in enumerate(run_ranks(count_live_tensors, 2, num_chunks, True)):
         bound = in_flight_bound(rank, 2, len(LENGTHS), num_chunks)
         assert inputs <= bound < len(LENGTHS) * num_chunks
-        # The last virtual stage's square saves its y; elsewhere the tensor object is gone after the
-        # forward.
+        # The last virtual stage's square saves its y; on other stages the tensor object is gone
+        # after the forward.
         assert outputs <= (bound if rank == 1 else 1)
     for inputs, outputs in run_ranks(count_live_tensors, 2, num_chunks, False):
         assert (inputs, outputs) == (1, 1)
 
 
 def send_a_wrong_output(rank: int, world_size: int, fault: str) -> str:
-    """The message of the assertion on stage 0, whose output is not what stage 1 expects."""
+    """Return the assertion message of stage 0, whose output has a shape that stage 1 does not
+    expect.
+    """
     part = my_parts(rank, world_size, 1, 1.0)[0]
 
     def chunk(hidden: Tensor | None, batch: Any) -> Tensor:
@@ -313,14 +319,17 @@ def open_all(rank: int, world_size: int, num_chunks: int) -> bool:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_every_channel_opens_in_one_common_order(num_stages: int) -> None:
-    """Every message here blocks until the peer takes it, as building an NCCL communicator does."""
+    """Here every message blocks until the peer receives it, like the creation of an NCCL
+    communicator.
+    """
     for num_chunks in (1, 2):
         assert all(run_ranks(open_all, num_stages, num_chunks, timeout=20.0))
 
 
 def test_a_receive_is_posted_after_all_computes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What schedules are proven with (`hangs_where_computes_wait`): one posted earlier could stop
-    both stages.
+    """The proofs of the schedules assume this (`hangs_where_computes_wait`).
+
+    An earlier receive could stop both stages.
     """
     done: list[str] = []
 
@@ -346,7 +355,7 @@ def test_a_receive_is_posted_after_all_computes_before_it(monkeypatch: pytest.Mo
 
 
 def _of_two(rank: int) -> ProcessGrid:
-    """A stage of two whose messages a test takes."""
+    """Return one of two stages; the test inspects its messages."""
     axis = Axis("pp", 2, rank, (0, 1), group=object())  # type: ignore[arg-type]
     channels = {("forward", 0): axis}
     return ProcessGrid(

@@ -1,7 +1,7 @@
-"""Every schedule, simulated: it ends, keeps its memory and its bubble, and does every piece of work
-once, in order.
+"""Simulation of every schedule: it finishes, respects its memory and bubble, and does all work once
+and in order.
 
-And the cut of layers into virtual stages, against trying every cut.
+The partition of layers into virtual stages is compared with an exhaustive search.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ times = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.5])
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
-    """(stages, microbatches, chunks)."""
+    """Draw (stages, microbatches, chunks)."""
     num_stages = draw(st.integers(1, 9))
     return num_stages, draw(st.integers(1, 30)), draw(st.integers(1, 5)) if num_stages > 1 else 1
 
@@ -48,9 +48,7 @@ training, zero_bubble, evaluation = (
 def test_any_sizes_end_within_the_stated_memory(
     size: tuple[int, int, int], window: int | None
 ) -> None:
-    """However long the actions take; a window of one send is the strictest the runtime could
-    have.
-    """
+    """This holds for any durations; a window of one send is the strictest possible runtime."""
     num_stages, num_microbatches, num_chunks = size
     result = simulate(training(*size), num_chunks, send_window=window)
     for stage, peak in enumerate(result.peak_in_flight):
@@ -66,7 +64,7 @@ def test_any_sizes_end_within_the_stated_memory(
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "first 1f1b", "first zero_bubble"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
 def test_stages_before_the_first_trained_one_only_run_forwards(name: str, num_chunks: int) -> None:
-    """And nobody waits for their gradients, however small the send window."""
+    """No other stage waits for their gradients, even with the smallest send window."""
     for num_stages in (2, 3, 4):
         for microbatches in (1, 2, 3, 5, 8):
             for first in range(num_stages * num_chunks):
@@ -95,8 +93,9 @@ def test_stages_before_the_first_trained_one_only_run_forwards(name: str, num_ch
     ],
 )
 def test_stages_end_though_every_compute_waits_for_its_device(name: str, most_chunks: int) -> None:
-    """Interleaved stages would not, under 1F1B: their first step, in which kernels are loaded, is
-    `first`.
+    """Interleaved 1F1B would not finish.
+
+    Its first step, which loads kernels, therefore uses the `first` schedule.
     """
     for chunks in range(1, most_chunks + 1):
         for stages in range(2, 9):
@@ -139,8 +138,9 @@ def test_every_chunk_runs_each_microbatch_once_in_one_order(size: tuple[int, int
 def test_the_bubble_of_1f1b_is_the_formula(
     stages: int, microbatches: int, forward: float, backward: float
 ) -> None:
-    """(pp - 1) / m of the ideal time, for any ratio of backward to forward and m >= 1. Tolerance:
-    float additions.
+    """The bubble is (pp - 1) / m of the ideal time for any ratio of backward to forward and m >= 1.
+
+    Tolerance: float additions.
     """
     result = simulate(training(stages, microbatches, 1), 1, forward, backward)
     assert result.bubble == pytest.approx((stages - 1) / microbatches, abs=1e-9)
@@ -152,7 +152,7 @@ def test_the_bubble_of_1f1b_is_the_formula(
 def test_the_bubble_of_interleaved_is_the_formula(
     stages: int, groups: int, chunks: int, forward: float, backward: float
 ) -> None:
-    """(pp - 1) / (v m) when groups are full."""
+    """The bubble is (pp - 1) / (v m) if groups are full."""
     result = simulate(training(stages, groups * stages, chunks), chunks, forward, backward)
     assert result.bubble == pytest.approx((stages - 1) / (chunks * groups * stages), abs=1e-9)
 
@@ -165,9 +165,7 @@ def test_the_bubble_of_interleaved_is_the_formula(
 def test_the_bubble_of_zero_bubble_is_the_formula(
     stages: int, groups: int, chunks: int, weights: float, ratio: float
 ) -> None:
-    """(pp - 1) (f + b - w) / (v m) when groups are full and forward and backward take at least as
-    long as weights.
-    """
+    """The bubble is (pp - 1) (f + b - w) / (v m) if groups are full and f and b are at least w."""
     forward = backward = weights * ratio
     lists = zero_bubble(stages, groups * stages, chunks)
     result = simulate(lists, chunks, forward, backward, weights_time=weights)
@@ -184,8 +182,9 @@ def test_the_bubble_of_zero_bubble_is_the_formula(
 
 
 def test_four_stages_keep_their_bubble_and_memory() -> None:
-    """The formulas of the slow properties at one size each; a short last group of 1 under this
-    warm-up hangs.
+    """Check the formulas of the slow properties at one size each.
+
+    A short last group of 1 would hang with this warm-up.
     """
     full, bounds = (
         simulate(training(4, 8, 3), 3),
@@ -205,8 +204,9 @@ def test_four_stages_keep_their_bubble_and_memory() -> None:
 def test_times_of_the_dry_run_are_those_of_the_simulator(
     name: str, size: tuple[int, int, int]
 ) -> None:
-    """Also where no formula holds: a short group, fewer microbatches than stages. Tolerance: float
-    additions.
+    """This includes cases without a formula: a short group, or fewer microbatches than stages.
+
+    Tolerance: float additions.
     """
     stages, _, chunks = size
     times = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.25, Kind.WEIGHTS: 0.75}
@@ -222,7 +222,7 @@ def test_times_of_the_dry_run_are_those_of_the_simulator(
 
 
 def test_the_lists_of_two_stages_are_these() -> None:
-    """A list to read: 1F1B of stage 0 of 2 with 3 microbatches."""
+    """Show a complete list: 1F1B of stage 0 of 2 with 3 microbatches."""
     shown = [f"{a.kind.value} {a.microbatch}" for a in schedule("1f1b", 0, 2, 3)]
     assert shown == [
         "forward 0", "send-forward 0",
@@ -260,8 +260,10 @@ def test_no_cut_is_cheaper_or_as_cheap_and_more_even(
 
 
 def test_cuts_to_read() -> None:
-    """A heavy head takes layers off the last stage; first stages, which hold most activations, are
-    the lighter ones; the dearest part counts before evenness; many layers are cut in little time.
+    """Check partitions that can be verified by hand.
+
+    A heavy head removes layers from the last stage. First stages, which keep the most activations,
+    are lighter. The largest cost matters more than evenness. Many layers are partitioned quickly.
     """
     assert partition([1.0] * 8, 1.0, 3.0, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
     assert partition([0.1] * 7, 0.0, 0.0, 3) == [range(0, 2), range(2, 4), range(4, 7)]

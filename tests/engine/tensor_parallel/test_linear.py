@@ -1,5 +1,5 @@
-"""Column- and row-parallel linears against one product: values and gradients, with and without
-sequence parallelism.
+"""Column- and row-parallel linears compared with one product: values and gradients, with and
+without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 def global_tensors() -> dict[str, Tensor]:
-    """Weights and biases of both layers; the row layer takes the column layer's outputs."""
+    """Return weights and biases of both layers; the row layer uses the column layer's outputs."""
     wide = sum(rows for _, rows in OUTPUTS)
     tensors = {
         f"a.{name}.weight": randn(rows, WIDTH, seed=i) for i, (name, rows) in enumerate(OUTPUTS)
@@ -71,7 +71,7 @@ def global_tensors() -> dict[str, Tensor]:
 
 
 def one_process() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Output, gradient of x, and gradients by name, of `row(tanh(column(x)))`."""
+    """Return the output, the gradient of x, and gradients by name, for `row(tanh(column(x)))`."""
     tensors, x = global_tensors(), randn(TOKENS, WIDTH, seed=40).requires_grad_()
     weight = torch.cat([tensors[f"a.{name}.weight"] for name, _ in OUTPUTS])
     hidden = x @ weight.t() + torch.cat([tensors[f"a.{name}.bias"] for name, _ in OUTPUTS])
@@ -81,8 +81,9 @@ def one_process() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def permuted_columns(tensor: Tensor, size: int) -> Tensor:
-    """Row-layer weight columns ordered as ranks hold the fused outputs: each rank has its q, then
-    k, then v.
+    """Reorder the row layer's weight columns like the fused outputs of the ranks.
+
+    Each rank has its q, then k, then v.
     """
     starts = np.cumsum([0] + [rows for _, rows in OUTPUTS])
     order = [
@@ -124,8 +125,8 @@ def on_ranks(rank: int, world_size: int, sequence_parallel: bool) -> tuple[Tenso
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_column_then_row_equals_one_process(world_size: int, sequence_parallel: bool) -> None:
-    """Catches a missing or doubled reduction of dx or of a bias, and a fused weight cut across its
-    tensors.
+    """This catches a missing or repeated reduction of dx or of a bias, and a fused weight that is
+    split across its tensors.
     """
     results = run_ranks(on_ranks, world_size, sequence_parallel)
     y, dx, grads = one_process()
@@ -153,7 +154,7 @@ def test_a_replicated_parameter_is_counted_once() -> None:
 
 
 def normed(rank: int, world_size: int) -> list[Tensor]:
-    """Output and gradients of a norm over columns of which each rank has its part."""
+    """Return output and gradients of a norm over columns that are sharded over the ranks."""
     tp = grid(tp=world_size).tp
     norm = ColumnNorm(table.Tensor("n.weight", (6,), "rows", "ones"), 1e-3, options_of(tp, False))
     fill(norm, {"n.weight": randn(6, seed=3)})
@@ -195,8 +196,8 @@ LOW |= {"b.out.lora_A.weight": randn(3, 8, seed=9), "b.out.lora_B.weight": randn
 def low_rank(
     rank: int, world_size: int, parallel: bool, dropout: float
 ) -> tuple[list[Tensor], list[Tensor], Pieces]:
-    """What a column- and a row-parallel linear with pairs give, the gradients of their inputs,
-    those of the pairs.
+    """Return outputs and input gradients of a column- and a row-parallel linear with LoRA pairs,
+    and the pairs' gradients.
     """
     tp = grid(tp=world_size).tp
     options = dataclasses.replace(options_of(tp, parallel), trained=False)
@@ -253,7 +254,7 @@ def test_low_rank_pairs_equal_one_process(parallel: bool, dropout: float) -> Non
         torch.testing.assert_close(one[1][1], x @ (FROZEN["a.k.weight"] + 2.5 * delta).t(), **CLOSE)
         delta = (
             LOW["a.v.lora_B.weight"] @ LOW["a.v.lora_A.weight"]
-        )  # of another rank and scale in the same product
+        )  # the A matrix of another linear, with another scale, in the same product
         torch.testing.assert_close(one[1][2], x @ (FROZEN["a.v.weight"] + 4.0 * delta).t(), **CLOSE)
         wide, delta = (
             randn(TOKENS, 8, seed=41),
@@ -294,8 +295,10 @@ def config_of(shape: dict[str, int], settings: dict[str, Any]) -> RunConfig:
 def gradients(
     rank: int, world: int, shape: dict[str, int], settings: dict[str, Any]
 ) -> tuple[float, list[np.ndarray]]:
-    """Loss and summed gradients of microbatches of several lengths, twice the same step, this
-    rank's slices.
+    """Return loss and summed gradients for microbatches of several lengths, after running the same
+    step twice.
+
+    The gradients are this rank's slices.
     """
     model = ParallelModel(
         config_of(shape, settings), grid(**{k: n for k, n in shape.items() if k != "chunks"})
@@ -305,7 +308,7 @@ def gradients(
         mock_batch([first + i], MockRules(SIZES["vocab_size"], 64 + 32 * (i % 3), mask="mixed"))
         for i in range(MICROBATCHES)
     ]
-    for _ in range(2):  # the second step begins with what the first has left
+    for _ in range(2):  # the second step starts with the state that the first step has left
         model.parameters.zero()
         loss = model.gradients(batches, 1, 100.0)
     return loss, [
@@ -314,7 +317,7 @@ def gradients(
 
 
 def assert_same(shape: dict[str, int], settings: dict[str, Any], change: dict[str, Any]) -> None:
-    """float64, with the same products: only the order of two sums differs."""
+    """In float64, with the same products, only the order of two sums differs."""
     world = int(np.prod([n for name, n in shape.items() if name != "chunks"], dtype=int))
     plain, other = (
         run_ranks(gradients, world, shape, {**settings, **more}) for more in ({}, change)
@@ -343,7 +346,7 @@ def test_fused_gradients_are_those_of_autograd(
 
 
 def test_a_tied_table_that_is_used_twice_stays_with_autograd() -> None:
-    """Its first gradient would otherwise count as its last."""
+    """Its first gradient would otherwise be treated as its last."""
     assert_same(
         {}, {"untie_embeddings_and_output_weights": False}, {"gradient_accumulation_fusion": True}
     )
@@ -369,7 +372,7 @@ def test_deferred_gradients_are_those_of_1f1b(
 
 
 def fused_launches(rank: int, world: int) -> list[int]:
-    """Buckets under way when `finish` begins, without and with fusion."""
+    """Return the buckets whose reduction has started before `finish`, without and with fusion."""
     found = []
     for fused in (False, True):
         model = ParallelModel(
@@ -413,7 +416,7 @@ def test_a_weight_in_a_bucket_or_not_takes_any_number_of_rows(shape: tuple[int, 
 
 
 class Kernel:
-    """In the place of apex's extension."""
+    """Replace apex's extension."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
@@ -435,7 +438,7 @@ def test_apexes_kernel_gets_its_arguments_in_its_order(monkeypatch: pytest.Monke
 
 
 def sinks(rank: int, world: int) -> list[bool]:
-    """Whether gradients wait: of the backend, of its vision tower."""
+    """Return whether gradients are deferred: by the backend, and by its vision tower."""
     values = {
         **MODELS["tiny_vlm"],
         "pipeline_model_parallel_size": world,
@@ -451,8 +454,9 @@ def test_nothing_waits_where_nobody_is_waited_for() -> None:
 
 
 def products(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """The gradient of a weight over two microbatches, whose inputs tp ranks share: deferred, and by
-    autograd.
+    """Return the gradient of a weight over two microbatches with inputs sharded over tp.
+
+    It is computed with deferred products and by autograd.
     """
     tp = grid(tp=world).tp
     generator = torch.Generator().manual_seed(rank)

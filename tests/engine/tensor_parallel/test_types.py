@@ -1,13 +1,13 @@
-"""What ranks hold of each value and of its gradient, checked by `spmd_types` in one process without
-a message.
+"""Types of values and gradients across ranks, checked by `spmd_types` in one process without
+communication.
 
-Over an axis a value is I (equal on all ranks, as is its gradient), R (equal, its gradient partial),
-P (partial, its gradient equal), S(d) (cut along dim d) or V (another on each rank). A parameter's
-type follows from its spec.
+Over an axis a value is I (equal on all ranks, like its gradient), R (equal, with a partial
+gradient), P (partial, with an equal gradient), S(d) (sharded along dimension d) or V (different on
+each rank). The type of a parameter follows from its spec.
 
-No type of an autograd function is declared. `walked` runs its forward and its backward under the
-checker, and finds the one type of the result whose gradient backward takes to the gradients of the
-inputs. Findings are those of issue 7452 of NVIDIA/Megatron-LM, which `spmd_types` has found there.
+No type of an autograd function is declared. `walked` runs forward and backward under the checker,
+and finds the only type of the result for which backward returns the correct gradient types.
+"Findings" refer to issue 7452 of NVIDIA/Megatron-LM, which `spmd_types` has found there.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ FUNCTIONS = [
 AXES = ("dp", "cp", "tp")
 TOKENS, WIDTH, WIDE = 8, 6, 12
 GRADIENT = {R: P, P: R, I: I, V: V}
-"""The type of a value's gradient."""
+"""Type of a value's gradient."""
 SERVES = {R: (R, I), I: (R, I), P: (P,), V: (V,)}
-"""Types that serve for one in backward, where I and R are alike."""
+"""Types that are interchangeable in backward, where I and R are alike."""
 
 
 class Context:
-    """What autograd hands to forward and backward."""
+    """Stand-in for the context that autograd passes to forward and backward."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.needs_input_grad = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
@@ -69,15 +69,17 @@ class Context:
 
 
 class Witness:
-    """Rank 0 of tp 2 x cp 2 x dp 2. `exact`: the checker follows cut dims; else what is cut is V,
-    and may be summed.
+    """Rank 0 of tp 2 x cp 2 x dp 2.
+
+    With `exact`, the checker follows sharded dimensions; otherwise sharded values are V and may be
+    summed.
     """
 
     def __init__(self, exact: bool) -> None:
         self.exact, self.grid = exact, build_grid(GridShape(tp=2, cp=2, dp=2), 0)
         self.mesh = init_device_mesh(
             "cpu", (2, 2, 2), mesh_dim_names=AXES
-        )  # ranks by torch's arithmetic, not ours
+        )  # ranks computed by torch, not by megacp
         self.axes = {name: spmd.normalize_axis(self.mesh.get_group(name)) for name in AXES}
 
     def made(
@@ -88,7 +90,7 @@ class Witness:
         return spmd.assert_type(values, types, cut).requires_grad_(dtype.is_floating_point)
 
     def tokens(self, *shape: int, tp: Any, dtype: Any = torch.float64) -> Tensor:
-        """`[t, ...]` of tokens that dp and cp cut; over tp of the type given."""
+        """Return `[t, ...]` of tokens sharded over dp and cp, with the given type over tp."""
         cut = [
             tuple(self.axes[name] for name in AXES if name != "tp" or tp == S(0)),
             *[None] * (len(shape) - 1),
@@ -104,7 +106,7 @@ class Witness:
         )
 
     def typed(self, module: Any) -> Any:
-        """The module, its parameters of the types that follow from their specs."""
+        """Give the parameters of a module the types that follow from their specs."""
         for parameter in module.parameters():
             spec = spec_of(parameter)
             here, whole = spec.pieces[0].shape, spec.pieces[0].global_shape
@@ -116,7 +118,7 @@ class Witness:
         return module
 
     def types(self, x: Tensor) -> dict[str, Any]:
-        """By axis; `S(d)` where the cut dim is known."""
+        """Return the type over each axis; `S(d)` if the sharded dimension is known."""
         held, cut = spmd.get_local_type(x), spmd.get_partition_spec(x)
         known = {
             name: partition_spec_get_shard(cut, axis) if cut else None
@@ -148,8 +150,8 @@ class Witness:
         )
 
     def walked(self, function: Any, *inputs: Any) -> Tensor:
-        """The result of an autograd function, of the type that its forward and its backward agree
-        on.
+        """Return the result of an autograd function, with the type on which its forward and
+        backward agree.
         """
         agreed, reasons = {}, []
         for equal in itertools.product((I, R), repeat=len(AXES)):
@@ -195,7 +197,7 @@ def witness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             yield found
 
 
-WITNESS: Any = {"indirect": ["witness"]}  # the fixture takes these parameters
+WITNESS: Any = {"indirect": ["witness"]}  # the fixture uses these parameters
 parallel = pytest.mark.parametrize(
     "sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"]
 )
@@ -244,8 +246,10 @@ LAYERS: dict[
     "RMSNorm_of_heads": (False, lambda o: RMSNorm(HEADS, True, o), (2, 4), True, True),
     "ColumnNorm": (False, lambda o: linear.ColumnNorm(COLUMNS, 1e-6, o), (WIDE // 2,), True, True),
 }
-"""`exact`, the layer, shape of a token; whether input and output are cut by columns, else they are
-residual streams.
+"""For each layer: `exact`, its factory, the shape of a token, and whether input and output are
+column-sharded.
+
+Otherwise they are residual streams.
 """
 
 
@@ -272,9 +276,7 @@ def test_layers_and_their_gradients_hold_what_specs_say(
 
 @pytest.fixture
 def table_parts(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the code of a table knows of its values and the checker cannot: looked up rows and
-    products are partial.
-    """
+    """Declare properties that the checker cannot derive: looked-up rows and products are partial."""
 
     def cut(shape: tuple[int, ...], like: Tensor, dtype: Any = None) -> Tensor:
         return witness.made(shape, dict.fromkeys(witness.axes.values(), V), None).detach()
@@ -327,7 +329,7 @@ DUALS = {
 def test_a_differentiable_collective_has_the_types_of_its_row(
     witness: Witness, name: str, axis: str
 ) -> None:
-    """The table in `differentiable.py`; other axes keep what they have."""
+    """Check the table in `differentiable.py`; types over other axes stay the same."""
     before, after = DUALS[name]
     types = {place: before if other == axis else I for other, place in witness.axes.items()}
     x = witness.made((TOKENS, WIDTH), types, None)
@@ -336,14 +338,14 @@ def test_a_differentiable_collective_has_the_types_of_its_row(
 
 
 def over_another_axis(witness: Witness) -> None:
-    """Findings 4 to 7: the layer's weight is cut over tp, its messages go over cp."""
+    """Findings 4 to 7: the layer's weight is sharded over tp, but its messages use cp."""
     module = witness.typed(linear.ColumnParallelLinear(COLUMN, options(witness.grid.tp, False)))
     module.options = options(witness.grid.cp, False)
     module(witness.tokens(TOKENS, WIDTH, tp=I))
 
 
 def norm_without_its_sum(witness: Witness) -> None:
-    """Finding 11: each rank norms other heads, and nobody adds up their gradients."""
+    """Finding 11: each rank normalises different heads, but their gradients are not summed."""
     module = RMSNorm(HEADS, False, options(witness.grid.tp, False))
     witness.typed(module)(witness.tokens(TOKENS, 2, 4, tp=S(1)))
 
@@ -370,7 +372,7 @@ def test_a_mistake_is_refused(
 
 
 def test_what_is_reduced_keeps_its_own_values() -> None:
-    """Finding 10: a count that was reduced in place was taken for this rank's."""
+    """Finding 10: a count that was reduced in place was mistaken for this rank's count."""
     with fake_world(0, 2):
         tp = build_grid(GridShape(tp=2), 0).tp
         for reduce in (collectives.all_reduce, collectives.reduce_scatter):
@@ -381,7 +383,7 @@ def test_what_is_reduced_keeps_its_own_values() -> None:
 
 @pytest.mark.parametrize("values", MODELS.values(), ids=["tied", "untied", "dropout"])
 def test_the_norm_counts_every_element_of_a_model_once(values: Values) -> None:
-    """Finding 8: of parameters cut by heads the norm saw those of tp rank 0."""
+    """Finding 8: for parameters sharded by heads, the norm included only those on tp rank 0."""
     shape, seen = {"tp": 2, "pp": 2, "cp": 2}, {}
     for rank in range(8):
         with fake_world(rank, 8):

@@ -1,4 +1,4 @@
-"""The vocabulary table, as embedding and as head with its loss in chunks, against one dense table
+"""The vocabulary table, as embedding and as head with a chunked loss, compared with a dense table
 on one process.
 """
 
@@ -30,7 +30,9 @@ from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 
 TOKENS, WIDTH, DENOMINATOR = 12, 6, 3.5
 CHUNKS = [0, 1, 5, 6, 12, 100]
-"""All tokens at once; one; a number that does not divide them; one that does; all of them; more."""
+"""Chunk sizes: all tokens; one; a number that does not divide them; one that does; all; more than
+all.
+"""
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # float64, sums of a few dozen terms
 ALONE = single_axis("tp")
 
@@ -40,8 +42,10 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 def problem(vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, table, labels and float32 weights: both ends of the vocabulary, label 0 with
-    weight 0, image tokens with ids beyond the table and weight 0.
+    """Return hidden states, table, labels and float32 weights.
+
+    Labels include both ends of the vocabulary, label 0 with weight 0, and image tokens with ids
+    beyond the table and weight 0.
     """
     g = torch.Generator().manual_seed(vocab)
     labels, weights = (
@@ -71,7 +75,7 @@ def made(
 def tied(
     rank: int, world_size: int, vocab: int, multiple: int, parallel: bool
 ) -> tuple[Tensor, dict[int, tuple[Tensor, Pieces]], int]:
-    """Logits seen by this rank, for each chunk size the loss and -2.5 times its gradient, and its
+    """Return this rank's logits, for each chunk size the loss and -2.5 times its gradient, and the
     true rows.
     """
     table = made(vocab, multiple, grid(tp=world_size).tp, parallel)
@@ -153,7 +157,7 @@ def test_a_frozen_table_passes_the_gradient_and_a_frozen_input_none(chunk: int) 
 
 
 def held(table: VocabularyTable, tokens: int, chunk: int) -> int:
-    """Most bytes of a loss and its backward, beside what goes in."""
+    """Return the peak memory in bytes of a loss and its backward, without the inputs."""
     vocab, width = table.weight.shape
     torch.nn.init.normal_(table.weight, std=0.02)
     x = torch.zeros(tokens, width, dtype=table.weight.dtype).requires_grad_()
@@ -180,8 +184,9 @@ def test_what_nobody_asks_for_is_never_made() -> None:
 
 
 def test_gradients_of_halves_are_summed_over_chunks_in_float32() -> None:
-    """A sum of equal parts in bfloat16 ends at 256 of them: the next one rounds away. Here are
-    512.
+    """A sum of equal parts in bfloat16 stops at 256 of them, because the next one is rounded away.
+
+    This test has 512.
     """
     table, x = (
         made(8, dtype=torch.bfloat16, width=4),
@@ -197,8 +202,8 @@ def test_gradients_of_halves_are_summed_over_chunks_in_float32() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 40])
 def test_halves_narrowed_in_place_are_those_of_a_copy(chunk: int) -> None:
-    """More elements than are narrowed at once; chunks round less than a product in bfloat16
-    does.
+    """There are more elements than one block narrows; chunks add less rounding than a bfloat16
+    product.
     """
     table, g = made(1100, dtype=torch.bfloat16, width=4096), torch.Generator().manual_seed(1)
     torch.nn.init.normal_(table.weight, std=0.02, generator=g)
@@ -216,8 +221,9 @@ def test_halves_narrowed_in_place_are_those_of_a_copy(chunk: int) -> None:
 def extreme_losses(
     rank: int, world_size: int, dtype: torch.dtype, compiled: bool
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of logits whose exponentials overflow, columns split over tp; by CUDA's
-    passes, uncompiled.
+    """Return loss and gradient of logits whose exponentials overflow, with columns sharded over tp.
+
+    `compiled` uses CUDA's passes, but uncompiled.
     """
     tp = grid(tp=world_size).tp
     mine = (randn(8, 16, seed=3) * 300).to(dtype).chunk(world_size, 1)[rank].contiguous()
@@ -237,8 +243,8 @@ def test_large_logits_do_not_overflow_and_half_precision_is_computed_in_fp32(
     expected = torch.nn.functional.cross_entropy(logits, torch.arange(8) * 2, reduction="none")
     expected.sum().backward()
     assert logits.grad is not None
-    # The rounded logits are the input here: losses carry fp32's 2^-24 of values near 600, gradients
-    # their own rounding.
+    # The rounded logits are the input here: losses have fp32's 2^-24 of values near 600, and
+    # gradients their own rounding error.
     loss_tolerance = 1e-12 if dtype == torch.float64 else 2e-4
     gradient_tolerance = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}[dtype]
     for losses, gradient in run_ranks(extreme_losses, 2, dtype, compiled):

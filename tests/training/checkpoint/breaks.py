@@ -6,11 +6,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         "tests/training/checkpoint/test_storage.py tests/training/checkpoint/test_commit.py",
     ): [
         (
-            "last = -(-low // row), high //",
-            "last = low // row, high //",
+            "first = -(-low // row)",
+            "first = low // row",
             "a partial first row is taken for whole",
         ),
-        ("if counts(part.spec))", "if True)", "copies are saved twice"),
+        ("if counts(part.spec):", "if True:", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
         (
             "high - last * row)\n\n",
