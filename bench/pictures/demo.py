@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -135,7 +136,8 @@ def draw_demo(demo: Path) -> Figure:
     curves = read_curves(demo / "checkpoints" / "log.jsonl")
     figure = plt.figure(figsize=(13.6, 7), layout="constrained")
     style.heading(figure, "make demo: 8 CPU ranks learn to read handwritten digits")
-    left, right = figure.subfigures(1, 2, width_ratios=(2, 3), wspace=0.04)
+    parts: Any = figure.subfigures(1, 2, width_ratios=(2, 3), wspace=0.04)
+    left, right = parts
 
     loss, shares = left.subplots(2, 1)
     _draw_loss(loss, curves)

@@ -68,7 +68,7 @@ def draw_ranks(axes: Axes, row: DealtRow) -> None:
     axes.yaxis.tick_right()
     for label, color in zip(axes.get_yticklabels(), style.RANK_COLORS, strict=True):
         label.set_color(color)
-        label.set_weight("bold")
+        label.set_fontweight("bold")
 
 
 def draw_flow() -> Figure:

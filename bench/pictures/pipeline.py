@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,7 +22,7 @@ CHARTS = (  # title, schedule, chunks per stage
 )
 STAGE_TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
 """Time that a whole stage takes for one microbatch."""
-COLORS = {
+COLORS: dict[tuple[Kind, int], Any] = {
     (Kind.FORWARD, 0): style.SKY,
     (Kind.FORWARD, 1): style.BLUE,
     (Kind.BACKWARD, 0): style.lighter(style.ORANGE, 0.35),

@@ -112,11 +112,13 @@ def _heading(config: RunConfig, world_size: int) -> str:
         lines += parts_without_pairs(config)
     if config.parallel.chooses_transport or config.parallel.chooses_layout:
         lines.append(
-            "Note: auto chooses --cp-comm-type or --cp-layout at the start of a run, on its machine and rows."
+            "Note: auto chooses --cp-comm-type or --cp-layout when a run starts, on its machine "
+            "and rows."
         )
     if m.vocab_size == 0:
         lines.append(
-            "Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count as 0 below."
+            "Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count "
+            "as 0 below."
         )
     return "\n".join(lines)
 

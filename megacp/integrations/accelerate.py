@@ -324,7 +324,7 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
         @contextlib.contextmanager
         def both() -> Iterator[None]:
             with cut as context:
-                images = contextlib.nullcontext()
+                images: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
                 if find_towers(bare):
                     images = cut_multimodal(bare, context)
                 with images:

@@ -235,7 +235,7 @@ def words(config: RunConfig, world_size: int) -> str:
     if p.defers_weight_gradients:
         found.append(p.pipeline_schedule.replace("_", " "))
     if p.context_parallel_size > 1:
-        transport = p.cp_comm_type
+        transport: str = p.cp_comm_type
         sizes = p.hierarchical_context_parallel_sizes
         if sizes:
             transport += f" {sizes[0]} x {sizes[1]}"

@@ -91,9 +91,9 @@ def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
 def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]]:
     """Return two panels, of seconds and of GiB: title, a bar per layout, value of a full bar."""
     slowest = max(one.layout.time.total for one in answer.best)
-    times = [large(vars(one.layout.time)) for one in answer.best]
+    times: list[Mapping[str, float]] = [large(vars(one.layout.time)) for one in answer.best]
     most = max(answer.hardware.memory, *(one.layout.gib for one in answer.best))
-    memory = [large(one.gib) for one in answer.best]
+    memory: list[Mapping[str, float]] = [large(one.gib) for one in answer.best]
     title = f"Memory, of {answer.hardware.memory:g} GiB"
     return [("A step, s", times, slowest), (title, memory, most)]
 

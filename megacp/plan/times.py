@@ -34,7 +34,7 @@ from megacp.dry_run.messages import (
     swap_bytes,
 )
 from megacp.dry_run.packs import PackSample, one_row
-from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.engine.config.training import KEEP_ALL
 from megacp.engine.layers.attention import transport_of
 from megacp.engine.layers.moe import expert_rows, planned_load
@@ -236,7 +236,7 @@ def _kept(config: RunConfig, layer: int, granularity: str) -> int:
     Elementwise passes go over these bytes. They do not change with tiles of the MLP, or with ranks
     that share a row.
     """
-    changes = {"mlp_chunk_tokens": 0, "recompute_granularity": granularity}
+    changes: dict[str, Value] = {"mlp_chunk_tokens": 0, "recompute_granularity": granularity}
     whole = with_values(as_one_rank(config), changes)
     return block_memory(whole, layer).kept
 

@@ -43,7 +43,10 @@ def _count(text: str) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    about = "Train a layout on random packs and compare it with one process; also takes all flags of megacp.train."
+    about = (
+        "Train a layout on random packs and compare it with one process; also takes all flags of "
+        "megacp.train."
+    )
     parser = OneLineParser(description=about, allow_abbrev=False)
     parser.add_argument(
         "--nproc", type=_count, metavar="N", help="ranks to start here (default: tp x pp x cp)"

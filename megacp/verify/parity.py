@@ -169,8 +169,8 @@ def prepare(
     if (left := run_parameters(config)) > MAX_PARAMETERS:
         raise ValueError(
             f"the flags keep {left / 1e6:.1f} M parameters, one process takes at most "
-            f"{MAX_PARAMETERS / 1e6:.1f} M: "
-            "--model tiny_llm, or smaller --num-layers, --hidden-size, --ffn-hidden-size and --vocab-size"
+            f"{MAX_PARAMETERS / 1e6:.1f} M: use --model tiny_llm, or smaller --num-layers, "
+            "--hidden-size, --ffn-hidden-size and --vocab-size"
         )
     p, t = config.parallel, config.training
     step = 2 * p.context_parallel_size * p.tensor_model_parallel_size

@@ -150,9 +150,9 @@ class BuildSummary:
         if no_end:
             lines.append(
                 f"{counted(no_end, 'answer')} {'is' if no_end == 1 else 'are'} learned without an "
-                "end, so a model may "
-                "not stop after them: let the chat template write a special token after each answer (inside its "
-                "generation block, if it has blocks), such as the tokenizer's eos_token"
+                "end, so a model may not stop after them: let the chat template write a special "
+                "token after each answer (inside its generation block, if it has blocks), such as "
+                "the tokenizer's eos_token"
             )
         return lines
 

@@ -201,8 +201,8 @@ def _decisive(
     """All that decides the bytes of the dataset, by the names of the flags; of images that lie in
     files, their root.
     """
-    same = "ignore_keys context_roles roles columns tokenizer_engine seq_length oversize pad_multiple append_eod seed"
-    same += " text_key max_record_bytes window_tokens cp_degrees valid_share is_valid prefix_tree"
+    same = "ignore_keys context_roles roles columns tokenizer_engine seq_length oversize"
+    same += " pad_multiple append_eod seed text_key max_record_bytes window_tokens cp_degrees valid_share is_valid prefix_tree"
     images: tuple[str, ...] = ()
     if settings.image_rules is not None:
         images = ("image_root", "max_crops_per_pack", "max_image_bytes", "max_video_bytes")
