@@ -202,7 +202,8 @@ def _decisive(
     files, their root.
     """
     same = "ignore_keys context_roles roles columns tokenizer_engine seq_length oversize"
-    same += " pad_multiple append_eod seed text_key max_record_bytes window_tokens cp_degrees valid_share is_valid prefix_tree"
+    same += " pad_multiple append_eod seed text_key max_record_bytes window_tokens"
+    same += " cp_degrees valid_share is_valid prefix_tree"
     images: tuple[str, ...] = ()
     if settings.image_rules is not None:
         images = ("image_root", "max_crops_per_pack", "max_image_bytes", "max_video_bytes")
