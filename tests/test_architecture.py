@@ -9,11 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +20,15 @@ import pytest
 
 from megacp.engine.config.run import fields
 from tools import structure
+from tools.style import (
+    DOCUMENTS,
+    HIDDEN_CONDITIONS,
+    PROSE_OF_CODE,
+    Style,
+    count_code,
+    dense_idioms,
+    measure,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PARAMETERS = 8
@@ -687,44 +694,77 @@ def folder_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     return found
 
 
-def pace(text: str) -> tuple[int, int, int]:
-    """Lines of code, which hold more than comment and docstring; parallel assignments, those of one
-    written tuple to another (`a, b = x, y`); and comments, each line of one counted, without those
-    that speak to tools.
-    """
-    nodes = list(ast.walk(ast.parse(text)))
-    strings = [n for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
-    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    code = {
-        line
-        for t in tokens
-        if t.string.strip()
-        for line in range(t.start[0], t.end[0] + 1)
-        if t.string[0] != "#"
-    }
-    code -= {line for n in strings for line in range(n.lineno, (n.end_lineno or 0) + 1)}
-    tuples = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Tuple)]
-    comments = [
-        t for t in tokens if t.string[:1] == "#" and not t.string.startswith(("# type:", "# noqa"))
-    ]
-    return len(code), sum(isinstance(n.targets[0], ast.Tuple) for n in tuples), len(comments)
+MOST_PHRASES = 3.0
+"""Unnatural phrases (tools/phrases.txt) per 1,000 words of the whole repository."""
+LEAST_COMMENTS = 8.0
+"""Comments per 100 lines of code in each package."""
+MOST_TOKENS = 9.5
+"""Tokens per line of code, on average."""
+MOST_NODES = 25
+"""Nodes of a statement that is larger than 90 % of all statements."""
+MOST_NESTED = 30
+"""Comprehensions inside another one, or with two loops."""
 
 
-@pytest.mark.parametrize("room", ["megacp/attention", "megacp/training/data"])
-def test_hard_rooms_have_pace(room: str) -> None:
-    assert pace('"""A text."""\na, b = x, y  # why\n# and\nc, d = f(x)  # type: ignore\n') == (
-        2,
-        1,
-        2,
-    )
-    code, parallel, comments = map(
-        sum, zip(*(pace((ROOT / path).read_text()) for path in sources(room)), strict=True)
-    )
-    print(
-        f"{1_000 * parallel / code:.1f} parallel assignments a thousand lines, "
-        f"{comments / code:.1%} comments"
-    )
-    assert 1_000 * parallel <= 15 * code and 100 * comments >= 8 * code
+@functools.cache
+def style_of_package(name: str) -> Style:
+    """Measure one package of megacp, or all of it for ""."""
+    return measure([ROOT / "megacp" / name])
+
+
+def test_prose_reads_as_natural_english() -> None:
+    prose = measure([ROOT / name for name in (*PROSE_OF_CODE, *DOCUMENTS)])
+    assert prose.phrases_per_1000 <= MOST_PHRASES, "\n".join(prose.phrases)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_explains_its_hard_blocks(package: str) -> None:
+    assert style_of_package(package).comments_per_100 >= LEAST_COMMENTS
+
+
+def test_code_hides_no_condition_in_an_expression() -> None:
+    style = style_of_package("")
+    for idiom in HIDDEN_CONDITIONS:
+        assert style.idiom(idiom) == []
+    nested = style.idiom("nested comprehension")
+    assert len(nested) <= MOST_NESTED, nested
+
+
+def test_statements_and_lines_are_short() -> None:
+    style = style_of_package("")
+    assert style.tokens_per_line <= MOST_TOKENS
+    assert style.large_statement <= MOST_NODES
+
+
+@pytest.mark.parametrize(
+    ("source", "idiom"),
+    [
+        ("x = y * (a > b)", "product with a condition"),
+        ("x = y * (not b)", "product with a condition"),
+        ("for x in (a if b else ()): pass", "loop over a conditional expression"),
+        ("x = {**({'a': 1} if b else {})}", "splat of a conditional dict"),
+        ("x = [y for z in a for y in z]", "nested comprehension"),
+        ("x = [[y for y in z] for z in a]", "nested comprehension"),
+    ],
+)
+def test_a_dense_idiom_is_found(source: str, idiom: str) -> None:
+    assert [name for _, name in dense_idioms(ast.parse(source))] == [idiom]
+
+
+def test_plain_code_has_no_dense_idiom() -> None:
+    plain = "x = a * b\nfor y in a: pass\nz = {**a, 'b': 1}\nw = [y for y in a if y]"
+    assert list(dense_idioms(ast.parse(plain))) == []
+
+
+def test_style_counts_words_comments_tokens_and_nodes() -> None:
+    style = Style()
+    source = '"""Nobody goes on."""\n\nx = 1  # said\n# why\ny = x\n'
+    count_code(style, "file.py", source)
+    # Nobody, goes on and said are unnatural; the words are these four and `why`.
+    assert (style.words, len(style.phrases)) == (5, 3)
+    # x = 1 and y = x have three tokens and four and five nodes (names have a context).
+    assert (style.code_lines, style.comments, style.tokens) == (2, 2, 6)
+    assert max(style.nodes) == 5
 
 
 def test_folders_have_one_direction() -> None:

@@ -21,6 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROSE_OF_CODE = ("megacp", "tools", "examples", "bench", "tests")
 DOCUMENTS = ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "AGENTS.md")
+HIDDEN_CONDITIONS = (
+    "product with a condition",
+    "loop over a conditional expression",
+    "splat of a conditional dict",
+)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 LAYOUT_TOKENS = {
@@ -122,9 +127,8 @@ def count_prose(style: Style, place: str, line: int, text: str) -> None:
     """Add the words and the unnatural phrases of a text."""
     style.words += len(re.findall(r"\b[A-Za-z']+\b", text))
     for pattern, replacement in read_phrases():
-        for found in pattern.findall(text):
-            shown = found if isinstance(found, str) and found else pattern.pattern
-            style.phrases.append(f"{place}:{line}: {shown!r}: write {replacement}")
+        for found in pattern.finditer(text):
+            style.phrases.append(f"{place}:{line}: {found[0]!r}: write {replacement}")
 
 
 def count_code(style: Style, place: str, source: str) -> None:
