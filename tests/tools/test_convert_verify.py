@@ -23,12 +23,16 @@ pytest.importorskip("safetensors", reason="safetensors is not installed (extra: 
 
 
 FLIPPED = {
-    "llama 2": ("embed_tokens.weight", 96, "embedding.weight has other bits"),
-    "qwen3": ("2.self_attn.q_norm.weight", 3, "layers.2.attention.q_norm.weight has other bits"),
+    "llama 2": ("embed_tokens.weight", 96, "embedding.weight has different values"),
+    "qwen3": (
+        "2.self_attn.q_norm.weight",
+        3,
+        "layers.2.attention.q_norm.weight has different values",
+    ),
     "molmo2 native": (
         "positional_embedding",
         15,
-        "vision.position_embedding.weight has other bits",
+        "vision.position_embedding.weight has different values",
     ),
 }
 

@@ -18,7 +18,7 @@ _LINES_OF_AN_ERROR = 50
 def flags_of(values: Mapping[str, Any]) -> list[str]:
     """Return the command-line flags for values by field name.
 
-    A list is written after its flag, and False becomes the `--no-` form.
+    A list is written after its flag, and False becomes the negated flag.
     """
     words: list[str] = []
     for name, value in values.items():

@@ -76,7 +76,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     said = capsys.readouterr().out
     assert (
         "chat template: from the training data" in said
-        and "without a thought: ask with enable_thinking=False\n" in said
+        and "without a thought: prompt with enable_thinking=False\n" in said
     )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.chat_template == TEMPLATES["qwen_3"]
