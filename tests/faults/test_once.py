@@ -127,9 +127,8 @@ def test_packs_are_told_by_their_tokens() -> None:
         digits = name_of(pack)
         assert all(BASE <= digit < 2 * BASE for digit in digits)
         tokens[place * SEQ_LENGTH : place * SEQ_LENGTH + len(digits)] = digits
-    leave = np.repeat(
-        [SEQ_LENGTH, 2 * SEQ_LENGTH, 0], SEQ_LENGTH
-    )  # the third stands in the place of a pack
+    # the third part is padding that replaces a pack
+    leave = np.repeat([SEQ_LENGTH, 2 * SEQ_LENGTH, 0], SEQ_LENGTH)
     batch = type(
         "Batch", (), {"tokens": tokens, "leave": leave, "__len__": lambda self: len(tokens)}
     )()
