@@ -150,9 +150,8 @@ AXES = (
 
 @pytest.mark.slow
 def test_drawn_grids_are_many_and_of_all_axes() -> None:
-    training = {
-        name: value for name, value in TRAINING.items() if name != "train_epochs"
-    }  # which needs data
+    # train_epochs would need data
+    training = {name: value for name, value in TRAINING.items() if name != "train_epochs"}
     base = parse(flags_of({**MODELS["Mamba-2"], **training, "save": "none"}))
     moments = random.Random(1)
     drawn = [drawn_grid(moments, base) for _ in range(60)]

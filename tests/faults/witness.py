@@ -264,7 +264,7 @@ class Forked:
 
 
 def _start_of_ranks(witness: Witness) -> Callable[..., Any]:
-    """Return a replacement for the launcher's `subprocess.Popen`; it adds a witness to each rank."""
+    """Return a replacement for the launcher's `subprocess.Popen` that adds witnesses to ranks."""
     real = subprocess.Popen
 
     def start(command: Sequence[str], env: Mapping[str, str], **others: Any) -> Any:

@@ -476,7 +476,7 @@ def test_an_axis_is_one_dimension_of_a_mesh_and_shards_of_torch_are_summed_over_
 
 
 class Layers(torch.nn.Module):
-    """Two attention layers with a skip connection; `checkpoint` recomputes each layer in training."""
+    """Two attention layers with a skip connection; `checkpoint` recomputes each of them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -280,7 +280,7 @@ FEATURES = {"Qwen2_5_VL": 32, "Qwen3_5": 32, "Qwen3VL": 32 * 3, "Gemma3": 32, "G
 def test_models_that_see_train_on_ranks_as_on_one_and_send_features_of_a_ranks_own_images(
     name: str, ranks: int, layout: str, transport: str, vision: str, recomputed: bool
 ) -> None:
-    """The images have 16, 32 and 16 patches (or there are three images of Gemma).
+    """The three images have 16, 32 and 16 patches, but equal sizes for Gemma.
 
     The fourth rank has no image. It encodes the smallest one and ignores the result.
     """

@@ -1,6 +1,6 @@
 """Stock models of transformers train in a block as on one process, or all ranks refuse them.
 
-Their attention is the library's module.
+The models keep the attention modules of the library.
 """
 
 from __future__ import annotations
@@ -480,7 +480,7 @@ def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
 
 
 def test_spans_past_a_window_are_refused() -> None:
-    """In PaliGemma 2, the whole prefix sees itself; in Gemma 3, windows also apply within images."""
+    """In PaliGemma 2 the whole prefix sees itself; in Gemma 3 windows also apply inside images."""
     sliding = build("Mistral", "megacp", sliding_window=16)
     ids, positions, _ = (x[:1].clone() for x in tokens_of("one"))
     rule = Metadata.of_documents(np.zeros(TOKENS, int), span=np.arange(TOKENS) < 20)

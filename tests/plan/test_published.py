@@ -64,7 +64,7 @@ def test_megatron_holds_between_steps_what_we_count() -> None:
 
 @pytest.mark.parametrize("every", SOME)
 def test_nanotron_fills_as_much_memory_as_is_planned(every: int) -> None:
-    """Runs with equal model and microbatch size have the same order by memory.
+    """For each model and microbatch size, planned and measured memory have the same order.
 
     Large models have two modes: the host is ahead of the device, or it is not.
     """

@@ -168,7 +168,7 @@ def test_modes_that_repeat_equally_much_are_all_tried(monkeypatch: pytest.Monkey
 
 
 def test_what_acts_on_nothing_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single stage needs no schedule, and sufficient memory needs no way to save it."""
+    """With one stage the schedule does not matter; with enough memory, ways to save it do not."""
     chosen = [
         one for _, one in layouts(with_values(RunConfig(), {**SMALL, PP: 1}), 4, {*SMALL, PP})
     ]

@@ -1,7 +1,7 @@
 """Reference math for Transformer Engine's cuDNN calls and its CUDA functions for packed sequences.
 
-Each function loops over the sequences and computes what the CUDA code computes. Rows without a
-token are NaN, because the real kernels guarantee nothing about them. 16-bit values are computed in
+Each function loops over the sequences and gives the results of the CUDA code. Rows without a token
+are NaN, because the real kernels guarantee nothing about them. 16-bit values are computed in
 float64 and rounded where the real code writes them; log-sum-exps are float32.
 
 The assertions check the requirements and assumptions of the C++ code for its arguments:

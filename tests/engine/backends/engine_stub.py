@@ -104,7 +104,7 @@ class Extension(types.ModuleType):
 
 @contextmanager
 def _stand_ins(files: Path) -> Iterator[None]:
-    """Provide placeholders for the missing compilers, and disable the search for shared libraries."""
+    """Provide placeholders for missing compilers, and disable the search for shared libraries."""
     import torch._dynamo  # import torch's compiler before it can find the placeholder of triton
     import torch._inductor.runtime.hints  # noqa: F401
 

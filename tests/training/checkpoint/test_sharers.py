@@ -25,7 +25,7 @@ def stated(files: list[Place], monkeypatch: pytest.MonkeyPatch) -> object:
 def test_a_file_that_only_one_rank_sees_in_a_shared_folder_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container can mount another file over a file of the folder; the inode of the folder stays."""
+    """A container can mount another file over one in the folder, whose inode stays the same."""
     files: list[Place] = [tmp_path / "a", tmp_path / "b"]
     for path in files:
         Path(str(path)).write_text("same")
