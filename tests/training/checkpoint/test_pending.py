@@ -149,7 +149,7 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_by_the_commit(tmp_pat
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Return a real file system of 4 MiB."""
+    """Yield the folder of a real file system of 4 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     try:
