@@ -105,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def packed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte packs of 64 tokens of real text, vocabulary 257, built by the tool."""
+    """Return byte packs of 64 tokens of real text, vocabulary 257, built by the tool."""
     from megacp.prepare import command as preprocess
 
     folder = tmp_path_factory.mktemp("packed")

@@ -1,10 +1,10 @@
-"""List the CUDA-only lines that are executed on a CPU: `python tests/cuda_lines.py` (make
-cuda-lines).
+"""List the CUDA-only lines that are executed on a CPU: `python tests/cuda_lines.py`.
 
-A line counts if its file is only for CUDA (`WHOLE`), or if it is in a branch for CUDA, NCCL or
-streams. Fake steps and the tests of stand-ins run with these lines marked. Each marked line reports
-itself, in any thread or process; backward runs in a thread that Python's tracers do not see.
-Functions compiled by Dynamo are not marked, and count if they are called.
+The command is also `make cuda-lines`. A line counts if its file is only for CUDA (`WHOLE`), or if
+it is in a branch for CUDA, NCCL or streams. Fake steps and tests with simulated devices run with
+these lines marked. Each marked line reports itself, in any thread or process; backward runs in a
+thread that Python's tracers do not see. Functions compiled by Dynamo are not marked, and count if
+they are called.
 """
 
 from __future__ import annotations

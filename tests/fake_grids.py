@@ -30,7 +30,7 @@ RANK = re.compile(
 
 
 def grids() -> Iterator[tuple[str, list[str]]]:
-    """The name of a grid, and the flags of its run."""
+    """Yield the name of each grid and the flags of its run."""
     from tests.examples.test_launch_files import RECIPES, SCRIPTS, dry_run_flags, estimates, gpus_of
 
     with tempfile.TemporaryDirectory() as folder:

@@ -74,7 +74,7 @@ def check_reductions(rank: int, world_size: int) -> None:
 
 
 def as_on_nccl(axis: Axis, patch: pytest.MonkeyPatch) -> Axis:
-    """An axis that takes the code path of NCCL; a gloo group has no reduce-scatter."""
+    """Return an axis that takes the code path of NCCL; a gloo group has no reduce-scatter."""
 
     def scatter(
         out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, async_op: bool

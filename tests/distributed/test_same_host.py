@@ -245,7 +245,7 @@ def is_answered(process: int) -> bool:
 
 
 def _ends_before_it_is_connected(rank: int, world_size: int, lost: int) -> None:
-    """All ranks can read each other, but one ends before it connects to the others."""
+    """End one rank before it connects to the other ranks; all ranks can read each other."""
     gathered = list[Any]()
 
     def gather_and_end(value: object) -> list[object]:

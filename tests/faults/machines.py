@@ -44,7 +44,7 @@ class Machines:
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, machine: int) -> None:
-        """Start an agent; `output` returns what it writes."""
+        """Start an agent; `output` returns its log."""
         endpoint = f"127.0.0.1:{self.port}"
         launcher = [
             "torch.distributed.run",
@@ -54,10 +54,11 @@ class Machines:
             "c10d",
         ]
         launcher += ["--rdzv-endpoint", endpoint, "--rdzv-id", "run"]
+        # all agents have the same address, so `is_host` selects the host
         launcher += [
             "--rdzv-conf",
             f"{RENDEZVOUS},is_host={machine == 0}",
-        ]  # on one machine all have its address
+        ]
         launcher += ["--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
         command = [sys.executable, "-m", *launcher, "-m", "megacp.train", *self.flags]
         environment = {key: text for key, text in os.environ.items() if "TORCHELASTIC" not in key}

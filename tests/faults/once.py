@@ -470,7 +470,8 @@ class Run:
 
     def _drawn_step(self, moment: str, begun: int, grid: dict[str, Value]) -> int:
         """Draw the step in which a life that resumes after step `begun` dies or saves."""
-        if begun == 0:  # it leaves a checkpoint, so that the next life goes on from something
+        # leave a checkpoint, so that the next life can resume
+        if begun == 0:
             grid.update(save_interval=1, async_save=False)
             return 3
         if moment == "step":
@@ -547,7 +548,7 @@ class Run:
         allowed = {*kind.statuses}
         if life.world == 1:
             allowed.add(KILLED)
-        if life.plan.moment == "start":  # ranks that met nobody refuse to run
+        if life.plan.moment == "start":  # ranks refuse to run if no other rank appears
             allowed.add(2)
         where = f"{life.folder}: {life.plan.fault}, {life.words}, rank {life.plan.rank}"
         assert life.struck is not None, (
@@ -605,7 +606,7 @@ class Run:
             flush=True,
         )
 
-    # -- what is left of them --------------------------------------------------------------------------------------
+    # -- the comparison --------------------------------------------------------------------------------------------
 
     def audit(self) -> list[str]:
         """Print a summary of the lives, and return the differences from the undisturbed run."""
@@ -808,12 +809,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     given = parser.parse_args(arguments)
     logging.disable()  # checkpoints that this process passes over
-    signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # nohup ignores it, and a terminal that hangs up is a kind of death
-    for (
-        module
-    ) in preloaded():  # ranks are forked: what is imported here costs none of them a second
+    # nohup ignores the signal, but a hangup of the terminal is one way to die
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # ranks are forked, so modules imported here cost them no time
+    for module in preloaded():
         importlib.import_module(module)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     folder = given.keep or Path(tempfile.mkdtemp(prefix="megacp_once_"))

@@ -108,9 +108,8 @@ def test_a_build_killed_at_any_moment_goes_on_to_the_same_bytes(
         process.kill()
         process.wait(timeout=60)
     deadline = time.monotonic() + 60
-    while (
-        last := tool(*build)
-    ).returncode != 0 and time.monotonic() < deadline:  # workers of the killed still end
+    # workers of killed processes are still ending
+    while (last := tool(*build)).returncode != 0 and time.monotonic() < deadline:
         assert "another build is writing" in last.stderr, last.stderr
         time.sleep(0.2)
     print(f"{kills} kills")

@@ -203,7 +203,7 @@ def test_a_run_that_lost_a_machine_ends_as_an_undisturbed_one(
     first = max(int(step) for step in re.findall(r"resumed from .* after step (\d+)", said()))
     loading = (
         ["--load", str(out / f"step_{first:07d}")] if least < count else []
-    )  # from there on the grid is another
+    )  # the grid differs from here on
     runs = run_all([[*FLAGS, *loading, "--save", str(clean)]] * least)
     assert [ended.status for ended in runs] == [0] * least
     same = losses(clean)

@@ -61,7 +61,7 @@ def test_a_loss_that_stays_nan_ends_the_run_and_costs_no_checkpoint(tmp_path: Pa
         2,
         4,
         6,
-    ]  # step 6 holds the update of step 5; 8 would hold the same weights
+    ]  # step 6 has the update of step 5; step 8 would have the same weights
     assert finite(tmp_path / "step_0000006")
     step, text = notes(tmp_path)[-1]
     assert step == 15 and text.startswith("no update in 10 steps in a row, 6 to 15")

@@ -127,9 +127,8 @@ def test_packs_are_told_by_their_tokens() -> None:
         digits = name_of(pack)
         assert all(BASE <= digit < 2 * BASE for digit in digits)
         tokens[place * SEQ_LENGTH : place * SEQ_LENGTH + len(digits)] = digits
-    leave = np.repeat(
-        [SEQ_LENGTH, 2 * SEQ_LENGTH, 0], SEQ_LENGTH
-    )  # the third stands in the place of a pack
+    # the third part is padding that replaces a pack
+    leave = np.repeat([SEQ_LENGTH, 2 * SEQ_LENGTH, 0], SEQ_LENGTH)
     batch = type(
         "Batch", (), {"tokens": tokens, "leave": leave, "__len__": lambda self: len(tokens)}
     )()
@@ -151,9 +150,8 @@ AXES = (
 
 @pytest.mark.slow
 def test_drawn_grids_are_many_and_of_all_axes() -> None:
-    training = {
-        name: value for name, value in TRAINING.items() if name != "train_epochs"
-    }  # which needs data
+    # train_epochs would need data
+    training = {name: value for name, value in TRAINING.items() if name != "train_epochs"}
     base = parse(flags_of({**MODELS["Mamba-2"], **training, "save": "none"}))
     moments = random.Random(1)
     drawn = [drawn_grid(moments, base) for _ in range(60)]

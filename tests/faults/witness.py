@@ -232,15 +232,13 @@ class Forked:
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os.closerange(
-                3, 4096
-            )  # as `subprocess` does: the launcher's store is not of this process
+            # `subprocess` does the same; the launcher's store does not belong to this process
+            os.closerange(3, 4096)
             os.environ.clear()
             os.environ.update(environment)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-                if callable(
-                    signal.getsignal(number)
-                ):  # a new program has no handler; what is ignored stays so
+                # a new program has no handlers, and ignored signals stay ignored
+                if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_DFL)
             if before is not None:
                 before()
@@ -248,7 +246,7 @@ class Forked:
             main()
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while it runs."""
+        """Return the exit status, or None while the process runs."""
         if self._status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -256,17 +254,17 @@ class Forked:
         return self._status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.send_signal(signal.SIGKILL)
 
 
 def _start_of_ranks(witness: Witness) -> Callable[..., Any]:
-    """Return a stand-in for the launcher's `subprocess.Popen`, which adds a witness to the ranks."""
+    """Return a replacement for the launcher's `subprocess.Popen` that adds witnesses to ranks."""
     real = subprocess.Popen
 
     def start(command: Sequence[str], env: Mapping[str, str], **others: Any) -> Any:
@@ -281,9 +279,8 @@ def _start_of_ranks(witness: Witness) -> Callable[..., Any]:
 
 def main() -> NoReturn:
     """Run a launcher or a rank, by the environment and `sys.argv`, and exit with its status."""
-    torch.set_num_threads(
-        1
-    )  # threads of OpenMP would spin while others compute, and no fork has those of its parent
+    # OpenMP threads would spin while other ranks compute, and a fork does not inherit threads
+    torch.set_num_threads(1)
     plan = Plan(**json.loads(Path(os.environ[PLAN]).read_text()))
     rank = os.environ.get("RANK")
     if rank is None and "--nproc" in sys.argv:

@@ -50,9 +50,7 @@ def inputs_of(tokens: int, values: int) -> list[torch.Tensor]:
 
 
 def near(kernel: Any, exact: Any, leaves: Sequence[torch.Tensor]) -> None:
-    """Compare results and gradients of `kernel(*leaves)` on the device with those of `exact` on the
-    CPU.
-    """
+    """Compare results and gradients of `kernel(*leaves)` on the device with `exact` on the CPU."""
     here = [x.double().requires_grad_() for x in leaves]
     there = [x.cuda().requires_grad_() for x in leaves]
     want, got = exact(*here), kernel(*there)
@@ -61,9 +59,8 @@ def near(kernel: Any, exact: Any, leaves: Sequence[torch.Tensor]) -> None:
     ]
     want += torch.autograd.grad(want, here, wanted)
     got += torch.autograd.grad(got, there, [d.to(x) for d, x in zip(wanted, got, strict=True)])
-    for place, (x, y) in enumerate(
-        zip(got, want, strict=True)
-    ):  # inputs and products are rounded to 2^-9
+    # inputs and products are rounded to 2^-9
+    for place, (x, y) in enumerate(zip(got, want, strict=True)):
         assert (x.cpu().double() - y).abs().max() <= 4e-2 * y.abs().max(), place
 
 

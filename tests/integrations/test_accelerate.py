@@ -1,5 +1,6 @@
-"""Trainer, SFTTrainer and loops of Accelerate on several ranks give the weights of one process:
-packed, with images.
+"""Trainer, SFTTrainer and Accelerate loops on several ranks compute the weights of one process.
+
+Rows are packed, and some have images.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from tests.integrations.test_transformers_models import VOCAB, build
 from tests.ranks import run_ranks
 from tests.reference.precision import float32_is_float64
 
+# import them here, so that the ranks find them already imported
 for library in (
     "accelerate",
     "peft",
     "transformers.trainer",
     "trl",
-):  # ranks then find them imported
+):
     pytest.importorskip(library, reason=f"{library} is not installed (extra: test)")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TOKENS = 61  # no multiple of the ranks: rows are filled up
+TOKENS = 61  # not a multiple of the number of ranks, so rows are padded
 STEPS: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
@@ -61,8 +63,9 @@ STEPS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def launched(rank: int, world_size: int, exact: bool = True) -> Iterator[None]:
-    """The environment of torchrun, and nothing that Accelerate remembers of an earlier world;
-    `exact`: in float64.
+    """Set torchrun's environment variables and reset Accelerate's state from earlier worlds.
+
+    With `exact`, models compute in float64.
     """
     from accelerate.state import AcceleratorState
 
@@ -97,13 +100,14 @@ STATEFUL = {
     for row in test_matrix.MODELS
     if row.found == test_matrix.STATES and "moe" not in row.name
 }
-"""The library's own states and convolutions go on from one packed document to the next: it gets
-them one by one.
+"""Models whose states and convolutions continue across packed documents in the library.
+
+The reference therefore passes them one document at a time.
 """
 
 
 def model_of(kind: str) -> Any:
-    """Windows of trees follow their paths."""
+    """Build the model of a kind; `trees` uses Mistral, whose window follows each path of a tree."""
     if kind in MODELS:
         return build_with_images(kind, "sdpa")
     row = {**WINDOWED, **STATEFUL}.get("mistral" if kind == "trees" else kind)
@@ -114,12 +118,13 @@ def model_of(kind: str) -> Any:
 
 
 def masks_of_documents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the stock gpt-oss leaves out: its masks know no positions, so packed documents see each
-    other.
+    """Add the masks that the stock gpt-oss lacks.
+
+    The library builds its masks without positions, so packed documents would see each other.
     """
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    if module.config._attn_implementation == "megacp":  # which reads them itself
+    if module.config._attn_implementation == "megacp":  # megacp reads the positions itself
         return None
     given = {"config": module.config, "inputs_embeds": module.embed_tokens(kwargs["input_ids"])}
     given |= {
@@ -133,8 +138,10 @@ def masks_of_documents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
-    """`packed`: rows of three documents; `trees`: of three rollouts; `padded`: of one; models with
-    images: those.
+    """Return `count` rows of token ids and labels.
+
+    `packed` rows and rows for models with windows or states have three documents, `trees` have
+    three rollouts, and other rows have one document. Models with images also get images.
     """
     generator = torch.Generator().manual_seed(1)
     found, packed = [], kind in ("packed", "trees", *WINDOWED, *STATEFUL)
@@ -158,7 +165,7 @@ def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
             row["attention_mask"] = torch.ones_like(ids)
         if kind in MODELS:
             sizes = [(1, 4, 4)] * (number % 3)
-            image = (positions < 6 * len(sizes)) & (positions % 6 < 4)  # of 4 tokens each
+            image = (positions < 6 * len(sizes)) & (positions % 6 < 4)  # four tokens per image
             shape = {"Gemma3": (len(sizes), 3, 16, 16), "Gemma4": (len(sizes), 16, 48)}.get(
                 kind, (16 * len(sizes), 96)
             )
@@ -179,7 +186,10 @@ def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
 
 
 def apart(batch: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The rollouts of trees as rows of their own; a label counts in the first that has it."""
+    """Return each rollout of the trees as a separate row.
+
+    The label of a shared token counts only in the first rollout that contains it.
+    """
     found = []
     for row in batch:
         paths = rollouts(row["position_ids"].tolist())
@@ -192,7 +202,7 @@ def apart(batch: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 
 
 def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Text filled up to TOKENS; images end to end, left out where there are none."""
+    """Pad text to TOKENS and concatenate images; leave images out if there are none."""
     found = {}
     for name in batch[0]:
         values = [row[name] for row in batch]
@@ -206,7 +216,7 @@ def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 Found = tuple[dict[str, Tensor], list[float], float]
-"""Weights, the norm of the gradients of each step, the loss of evaluation."""
+"""Weights, gradient norm of each step, and evaluation loss."""
 
 
 def of_trainer(trainer: Any) -> Found:
@@ -248,7 +258,7 @@ def same(found: Found, want: Found, evaluated: bool = True) -> None:
     weights, norms, loss = found
     assert weights.keys() == want[0].keys() and len(norms) == 3
     for name, value in weights.items():
-        # a bias of keys begins at 0 and has no gradient but rounding
+        # a bias of keys starts at 0, and its gradient is only rounding
         assert (value - want[0][name]).abs().max() <= 1e-12 * want[0][name].abs().max() + 1e-15, (
             name
         )
@@ -272,7 +282,7 @@ RECOMPUTED = {
 def test_the_stock_trainer_on_two_ranks_trains_as_one_process_does(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    """Two of the models with images divide their loss by a batch's tokens."""
+    """Two of the vision-language models divide their loss by the number of tokens in a batch."""
     options = {**options, "gradient_accumulation_steps": 2}
     (want,) = run_ranks(with_trainer, 1, kind, str(tmp_path), None, options, timeout=120)
     for found in run_ranks(with_trainer, 2, kind, str(tmp_path), 2, options, timeout=120):
@@ -283,7 +293,9 @@ def test_the_stock_trainer_on_two_ranks_trains_as_one_process_does(
 def test_rows_are_shared_by_neighbours_and_batches_are_not(
     tmp_path: Path, kind: str, alone: int, batch: int
 ) -> None:
-    """dp 2 x cp 2 is one process with the batches of both, or two that take the mean of theirs."""
+    """A dp 2 x cp 2 run equals one process with both batches, or two processes that average the
+    results of their batches.
+    """
     options = {"per_device_train_batch_size": batch}
     want = run_ranks(with_trainer, alone, kind, str(tmp_path), None, options, timeout=120)[0]
     for found in run_ranks(with_trainer, 4, kind, str(tmp_path), 2, {}, timeout=120):
@@ -293,8 +305,9 @@ def test_rows_are_shared_by_neighbours_and_batches_are_not(
 def with_trl(
     rank: int, world_size: int, kind: str, folder: str, cp_size: int | None
 ) -> tuple[Found, int]:
-    """SFTTrainer that packs, with recomputed layers and for `packed` LoRA. Also the tokens it
-    counts.
+    """Train with SFTTrainer on packed rows, with recomputed layers and, for `packed`, LoRA.
+
+    Return the results and the number of tokens that the trainer counted.
     """
     from datasets import Dataset
     from peft import LoraConfig
@@ -341,14 +354,15 @@ def with_trl(
 def test_packing_of_trl_on_two_ranks_trains_and_evaluates_as_one_process_does(
     tmp_path: Path, kind: str
 ) -> None:
-    """TRL refuses packing under context parallelism of its own, and fails for Llama 4; PEFT reads
-    the adapters.
+    """TRL refuses packing with its own context parallelism, and it fails for Llama 4.
+
+    PEFT can load the saved adapters.
     """
     from peft import PeftModel
 
     ((want, tokens),) = run_ranks(with_trl, 1, kind, str(tmp_path / "one"), None, timeout=120)
     for found, counted in run_ranks(with_trl, 2, kind, str(tmp_path / "two"), 2, timeout=120):
-        assert counted == tokens  # those that a layout fills up are none
+        assert counted == tokens  # a layout's padding is not counted
         same(found, want)
     if kind != "packed":
         return
@@ -360,7 +374,7 @@ def test_packing_of_trl_on_two_ranks_trains_and_evaluates_as_one_process_does(
 
 @pytest.mark.long
 def test_states_cross_four_ranks_in_the_stock_trainer_and_in_trl(tmp_path: Path) -> None:
-    """TRL packs itself: four ranks beside two."""
+    """TRL packs the rows itself, so four ranks are compared with two ranks."""
     (want,) = run_ranks(with_trainer, 1, "qwen3_5_text", str(tmp_path), None, {}, timeout=120)
     for found in run_ranks(with_trainer, 4, "qwen3_5_text", str(tmp_path), 4, {}, timeout=120):
         same(found, want)
@@ -372,8 +386,9 @@ def test_states_cross_four_ranks_in_the_stock_trainer_and_in_trl(tmp_path: Path)
 def with_accelerate(
     rank: int, world_size: int, kind: str, sharded: bool
 ) -> tuple[dict[str, Tensor], float]:
-    """A loop of one's own; `sharded`: weights over FSDP2, which Accelerate itself has on GPUs
-    alone.
+    """Train in a custom loop.
+
+    With `sharded`, FSDP2 shards the weights. Accelerate itself supports this only on GPUs.
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
@@ -394,7 +409,7 @@ def with_accelerate(
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         for step in range(3):
-            # rows without padding: a loop of one's own has no values for it
+            # rows without padding, because a custom loop has no padding values
             batch = rows(kind, 8)[2 * step : 2 * step + 2]
             batch = collate(apart(batch) if (kind, world_size) == ("trees", 1) else batch)
             ids, labels, positions = (x[:, :60].clone() for x in batch.values())
@@ -431,7 +446,9 @@ def test_a_loop_of_accelerate_on_two_ranks_trains_as_one_process_does(
 
 
 def refused(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
-    """What must be said to Trainers and loops that cannot be exact, and what is."""
+    """Return the expected pattern and the actual message for Trainers and loops that cannot be
+    exact.
+    """
     from accelerate import Accelerator
 
     said = []
@@ -506,7 +523,10 @@ def test_what_would_see_one_ranks_tokens_alone_is_refused(tmp_path: Path) -> Non
 
 
 def beside(rank: int, world_size: int) -> list[list[list[int]]]:
-    """What this rank gets from Accelerators that have nothing to do with one that is sharded."""
+    """Return this rank's batches from two Accelerators that do not shard sequences.
+
+    One was created before another Accelerator shards its sequences, and one after.
+    """
     from accelerate import Accelerator
 
     found = []
@@ -522,13 +542,13 @@ def beside(rank: int, world_size: int) -> list[list[list[int]]]:
 
 
 def test_other_accelerators_of_the_process_stay_as_they_are() -> None:
-    """They share Accelerate's state, and would all get the same rows."""
+    """Accelerators share their state, so without precautions all ranks would get the same rows."""
     first, second = run_ranks(beside, 2, timeout=120)
     assert first == [[[0, 1], [4, 5]]] * 2 and second == [[[2, 3], [6, 7]]] * 2
 
 
 def examples(rank: int, world_size: int, folder: str) -> list[str]:
-    """What the examples print on a rank."""
+    """Run the examples on a rank and return their output."""
     said = []
     sizes = ["--cp-size", str(world_size), "--steps", "1", "--output", folder]
     for name in ("hf_trainer", "trl_sft_packed", "hf_vlm"):

@@ -1,4 +1,4 @@
-"""Other people's models: an attention call over a sharded sequence equals dense attention, or is
+"""Attention calls of other libraries' models over a sharded sequence equal dense attention, or are
 refused.
 """
 
@@ -38,36 +38,37 @@ from tests.reference.packs import random_batch
 BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 8
 CPU = torch.device("cpu")
 TWO = Axis("cp", 2, 1, (0, 1), group=object())  # type: ignore[arg-type]
-"""An axis to refuse things on: no message is sent."""
+"""An axis for refusals, on which no message is sent."""
 
 
 def no_attention() -> Any:
-    """Around a block in which nothing attends, which is refused when it ends."""
+    """Expect the error of a block in which no attention was called."""
     return pytest.raises(ValueError, match="no attention was called")
 
 
 def axis_of(size: int) -> Axis:
-    """In a world of four: the axis over four or two ranks."""
+    """Return the axis over `size` (2 or 4) ranks in a world of four."""
     return grid(cp=size, dp=4 // size).cp
 
 
 @functools.cache
 def transport_on(name: str, axis: Axis) -> Any:
-    """What is given as transport: a name, or an object for the transport that makes groups."""
+    """Return the name of a transport, or a built transport if it needs process groups."""
     if name != "a2a+p2p":
         return name
     return select_transport(name, "auto", axis, CPU, (2, axis.size // 2))
 
 
 def row_metadata(mask: str, tokens: int) -> list[Metadata]:
-    """The mask of each batch row, drawn at random."""
+    """Return a mask for each batch row, drawn at random."""
     kinds: dict[str, dict[str, Any]] = {
         "one document": {"documents": 1},
         "documents": {"documents": 3, "padding": True},
         "documents, all rows alike": {"documents": 3},
         "branches and spans": {"documents": 2, "branches": True, "images": True, "padding": True},
     }
-    if mask == "video":  # frames that see each other across text: their plan sorts tokens by type
+    # frames see each other across text, so the plan sorts tokens by type
+    if mask == "video":
         span = np.where(np.arange(tokens) % 5 < 3, 1, 0)
         return [Metadata.of_documents(np.zeros(tokens, int), span=span)] * BATCH
     alike = mask in ("one document", "documents, all rows alike")
@@ -78,8 +79,9 @@ def row_metadata(mask: str, tokens: int) -> list[Metadata]:
 
 
 def as_argument(mask: str, rows: list[Metadata]) -> Tensor | Metadata | None:
-    """The same as a caller would say it; numbers of documents, branches and spans are large and
-    fall along the row.
+    """Return the mask in the form in which a caller passes it.
+
+    The numbers of documents, branches and spans are large and decrease along the row.
     """
     if mask == "one document":
         return None
@@ -108,7 +110,7 @@ def as_argument(mask: str, rows: list[Metadata]) -> Tensor | Metadata | None:
 
 
 def tensors(tokens: int) -> list[Tensor]:
-    """q, k, v and the gradient of the output, `[B, H, S, D]`."""
+    """Return q, k, v and the gradient of the output, `[B, H, S, D]`."""
     g = torch.Generator().manual_seed(tokens)
     return [
         torch.randn(BATCH, heads, tokens, DIM, generator=g, dtype=torch.float64)
@@ -118,12 +120,12 @@ def tensors(tokens: int) -> list[Tensor]:
 
 @functools.cache
 def dense(mask: str, tokens: int, causal: bool) -> list[Tensor]:
-    """out, dq, dk, dv by autograd through the rule written pair by pair."""
+    """Return out, dq, dk and dv, computed by autograd with a mask of all pairs."""
     *inputs, dout = tensors(tokens)
     leaves = [x.requires_grad_() for x in inputs]
     outs = []
     for number, row in enumerate(row_metadata(mask, tokens)):
-        if not causal:  # the rule without its clause on the order
+        if not causal:  # drop the causal order from the mask
             row = Metadata.of_row(row.leave, row.leave)
         seen = visible(row, row)
         q, k, v = (x[number].transpose(0, 1) for x in leaves)  # [H, S, D] -> [S, H, D]
@@ -133,7 +135,7 @@ def dense(mask: str, tokens: int, causal: bool) -> list[Tensor]:
 
 
 Case = tuple[int, str, str, str, int, bool]
-"""Ranks, transport, layout, mask, tokens, causal."""
+"""Number of ranks, transport, layout, mask, number of tokens, and whether the mask is causal."""
 
 
 def attend_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
@@ -167,18 +169,17 @@ def all_cases() -> list[Case]:
     ]
     cases: list[Case] = []
     for size in (2, 4):
-        names = itertools.cycle(
-            name for name in TRANSPORTS if size == 4 or name != "a2a+p2p"
-        )  # 2 rows by 2 columns
+        # a2a+p2p needs 2 x 2 ranks
+        names = itertools.cycle(name for name in TRANSPORTS if size == 4 or name != "a2a+p2p")
         for number, (layout, mask) in enumerate(itertools.product(LAYOUTS, masks)):
-            tokens = 24 - number % 2  # 23 must be filled up
+            tokens = 24 - number % 2  # 23 tokens need padding
             cases.append((size, next(names), layout, mask, tokens, number % 3 > 0))
     return cases
 
 
 @pytest.mark.slow
 def test_attention_in_a_block_is_dense_attention_for_every_layout_transport_and_mask() -> None:
-    """float64, sums of at most 24 terms."""
+    """The tolerance is for float64 sums of up to 24 terms."""
     cases = all_cases()
     results = run_ranks(attend_on_ranks, 4, cases)
     for number, case in enumerate(cases):
@@ -194,13 +195,13 @@ def test_attention_in_a_block_is_dense_attention_for_every_layout_transport_and_
                 case,
                 position,
             )
-            if position == 0:  # places past the end are padding: they see nothing
+            if position == 0:  # positions past the end are padding and see nothing
                 assert torch.nan_to_num(found[:, :, tokens:]).abs().max() == 0, case
 
 
 @pytest.mark.parametrize("error", [False, True])
 def test_buffers_are_cut_in_place_and_come_back_as_the_same_memory(error: bool) -> None:
-    """Also views that share memory, and after an exception."""
+    """Also check views that share memory, and a block that raises an exception."""
     rows = torch.arange(2 * 11).view(2, 11)
     tokens, labels = rows[:, :-1], rows[:, 1:]
     positions, mask = torch.arange(10), torch.ones(1, 3, 10, dtype=torch.bool)
@@ -312,7 +313,7 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
 
 
 def test_on_cuda_a_float64_model_gets_the_kernel_that_adds_up_in_float64() -> None:
-    """FlexAttention adds up in float32."""
+    """FlexAttention accumulates in float32."""
     cuda = torch.device("cuda")
     with (
         no_attention(),
@@ -335,7 +336,7 @@ def test_one_rank_needs_no_process_group_and_follows_autocast() -> None:
         out = context.attend(q, q, q, True)
         with torch.autocast("cpu", torch.bfloat16):
             half = context.attend(q, q.bfloat16(), q, True)
-    # sums of at most 13 terms in fp32; one rounding of inputs and output to 2^-9
+    # float32 sums of up to 13 terms; inputs and output are rounded once to 2^-9
     torch.testing.assert_close(
         out, F.scaled_dot_product_attention(q, q, q, is_causal=True), rtol=1e-5, atol=1e-5
     )
@@ -360,7 +361,8 @@ def sum_on_ranks(rank: int, world_size: int) -> list[Tensor | None]:
         for dtype in (torch.float32, torch.float64) * 3
     ]
     for number, p in enumerate(parameters[:4]):
-        if number == 0 or rank == number:  # one gradient everywhere, the others on one rank each
+        # all ranks have one gradient; each of the remaining gradients is on one rank
+        if number == 0 or rank == number:
             p.grad = torch.full((3,), 1.0 + rank, dtype=p.dtype)
     parameters[4].requires_grad_(False)
     with mock.patch("megacp.integrations.loop._AT_ONCE", 4):
@@ -375,7 +377,7 @@ def test_gradients_are_summed_also_where_some_ranks_have_none() -> None:
 
 
 def test_documents_are_read_from_positions_and_masks() -> None:
-    """Positions of a row need not begin at 0, and padding on the left opens no document."""
+    """Positions of a row may start above 0, and padding on the left does not start a document."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [4, 5, 6, 7, 0, 1]])
     assert documents_of(positions).tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 1, 1]]
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
@@ -395,8 +397,9 @@ def test_documents_are_read_from_positions_and_masks() -> None:
 
 
 def rollouts(positions: list[int]) -> list[list[int]]:
-    """Places of each path to a leaf: a token continues the last one before it that stands one
-    position lower.
+    """Return the token indices of each path to a leaf.
+
+    A token continues the last earlier token whose position is one lower.
     """
     path, found = list[int](), []
     for place, position in enumerate(positions):
@@ -407,7 +410,7 @@ def rollouts(positions: list[int]) -> list[list[int]]:
 
 
 def test_trees_are_read_from_positions_that_go_back() -> None:
-    """Padding may lie on both sides."""
+    """Padding may be on both sides of a row."""
     rng, want = np.random.default_rng(0), np.zeros((20, 24, 20, 24), bool)
     positions, mask = torch.zeros(2, 20, 24, dtype=torch.int64)
     for number, (row, real) in enumerate(zip(positions, mask, strict=True)):
@@ -444,13 +447,12 @@ def test_position_ids_count_through_documents_or_rows_and_never_go_back_beside_i
     ):
         assert (mask.misplaced(positions[None], text) == "") == right
     longer = batch_mask(None, 16)
-    assert "do not count up" in longer.misplaced(
-        np.stack([text] * 3), text + 8
-    )  # made up on the second rank
+    # the second rank has positions of padding
+    assert "do not count up" in longer.misplaced(np.stack([text] * 3), text + 8)
 
 
 def summed_shards(rank: int, world_size: int) -> tuple[tuple[int, ...], float]:
-    """On a mesh of dp 2 x cp 2: the axis, and the gradient of a weight that torch shards over
+    """Return the cp axis of a dp 2 x cp 2 mesh, and the gradient of a weight that torch shards over
     dp.
     """
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -474,9 +476,7 @@ def test_an_axis_is_one_dimension_of_a_mesh_and_shards_of_torch_are_summed_over_
 
 
 class Layers(torch.nn.Module):
-    """Two layers of attention with a skip, each recomputed where it is trained with
-    `checkpoint`.
-    """
+    """Two attention layers with a skip connection; `checkpoint` recomputes each of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -500,8 +500,8 @@ class Layers(torch.nn.Module):
 
 
 def compiled_on_ranks(rank: int, world_size: int) -> tuple[list[list[Tensor]], int]:
-    """Gradients of a model in a block, plain and compiled, and the functions that the compiler took
-    up.
+    """Return the gradients of a plain and a compiled model in a block, and the number of compiled
+    functions.
     """
     whole, model = tensors(24)[0], Layers()
     found = []
@@ -518,11 +518,10 @@ def compiled_on_ranks(rank: int, world_size: int) -> tuple[list[list[Tensor]], i
 
 @pytest.mark.slow
 def test_a_compiled_model_trains_in_a_block_as_a_plain_one_does() -> None:
-    """A compiler that traces plans and messages ends in an error, or takes a hundred functions."""
+    """A compiler that traces plans and messages fails, or compiles a hundred functions."""
     for (plain, compiled), functions in run_ranks(compiled_on_ranks, 2):
-        torch.testing.assert_close(
-            compiled, plain, rtol=1e-12, atol=1e-12
-        )  # float64, the same operations
+        # both run the same float64 operations
+        torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-12)
         assert functions < 20, functions
 
 

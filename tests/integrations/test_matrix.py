@@ -1,9 +1,8 @@
-"""Every causal model of transformers in this table is exact over two ranks or refused by both: none
-silently wrong.
+"""Each causal model of transformers in this table is exact over two ranks, or both ranks refuse it.
 
-Exact for a row of one document and for a packed one: as the library alone does each document by
-itself. This test finds the table of docs/trl_and_accelerate.md. `python -m
-tests.integrations.test_matrix` prints it.
+No model is wrong without an error. A model is exact if a row of one document and a packed row give
+the results of the library for each separate document. This test produces the table in
+docs/trl_and_accelerate.md, and `python -m tests.integrations.test_matrix` prints it.
 """
 
 from __future__ import annotations
@@ -83,11 +82,11 @@ class Model(NamedTuple):
     """A row of the table."""
 
     name: str
-    """`model_type`."""
+    """`model_type` in the config."""
     found: str
-    """EXACT, WINDOW, STATES, or a part of the reason that all ranks give."""
+    """EXACT, WINDOW, STATES, or a part of the refusal that all ranks raise."""
     changes: dict[str, Any] = {}
-    """Of the config, beside SMALL; None leaves the library's default."""
+    """Config fields in addition to SMALL; None keeps the library's default."""
 
 
 MODELS = [
@@ -143,8 +142,9 @@ MODELS = [
 
 
 def build(row: Model, attention: str) -> Any:
-    """A random model in float64, the same in every process; eager where the library has no sdpa for
-    it.
+    """Return a random float64 model, equal in every process.
+
+    Attention is eager if the library has no SDPA for the model.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -157,7 +157,7 @@ def build(row: Model, attention: str) -> Any:
     given = {name: value for name, value in wanted.items() if value is not None and name in names}
     torch.manual_seed(1)
     config = model_class.config_class(**given)
-    config._experts_implementation = "eager"  # the library's fast one has no float64
+    config._experts_implementation = "eager"  # the fast implementation does not support float64
     chosen = "eager" if attention == "sdpa" and not model_class._supports_sdpa else attention
     return model_class._from_config(config, attn_implementation=chosen).double().eval()
 
@@ -165,7 +165,10 @@ def build(row: Model, attention: str) -> Any:
 def loss_of(
     model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """A sum over tokens, of logits that the model is asked for as its signature allows."""
+    """Return the cross-entropy, summed over tokens.
+
+    The model gets position ids only if its signature accepts them.
+    """
     takes = "position_ids" in inspect.signature(model.forward).parameters
     logits = model(
         input_ids=ids, use_cache=False, **({"position_ids": positions} if takes else {})
@@ -174,8 +177,9 @@ def loss_of(
 
 
 def batch() -> tuple[torch.Tensor, ...]:
-    """Token ids, position ids, shifted labels and document ids `[2, 48]`: packed documents, and one
-    document.
+    """Return token ids, position ids, shifted labels and document ids, each `[2, 48]`.
+
+    The first row has packed documents, and the second row is one document.
     """
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     lengths = [[7, 24, 17], [TOKENS]]
@@ -187,8 +191,9 @@ def batch() -> tuple[torch.Tensor, ...]:
 
 
 def trained(row: Model, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the ranks of `axis`, or of one process with the library's own
-    attention.
+    """Return loss and gradients over the ranks of `axis`.
+
+    Without an axis, train in one process with the library's own attention.
     """
     with pytest.MonkeyPatch.context() as patch, float32_is_float64(patch):
         model = build(row, "sdpa" if axis is None else register_with_transformers())
@@ -214,19 +219,19 @@ def trained(row: Model, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch
 
 
 def compared(rank: int, world_size: int) -> list[str]:
-    """What each model does; all ranks must agree."""
+    """Return the result for each model; all ranks must agree."""
     return [found(row, world_size) for row in MODELS]
 
 
 def found(row: Model, world_size: int) -> str:
-    """EXACT, a refusal, or how wrong it is."""
+    """Return EXACT, a refusal, or the size of the error."""
     try:
         loss, gradients = trained(row, grid(cp=world_size).cp)
     except Exception as error:
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     want_loss, want = trained(row)
     largest = max(x.abs().max() for x in want.values())
-    # of the largest gradient of the model: that of a bias of keys is 0 but for rounding
+    # relative to the model's largest gradient, because that of a key bias is 0 up to rounding
     error = max((gradients[name] - x).abs().max() / largest for name, x in want.items())
     right = (
         gradients.keys() == want.keys()
@@ -237,7 +242,7 @@ def found(row: Model, world_size: int) -> str:
 
 
 def table(results: list[str]) -> str:
-    """Rows of the page: what is found, and the models of which it is."""
+    """Return the rows of the documented table: a result and its models."""
     groups: dict[str, list[str]] = {}
     for row, said in zip(MODELS, results, strict=True):
         found = f"refused: {row.found}" if row.found in said else said

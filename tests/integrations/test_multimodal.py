@@ -1,4 +1,4 @@
-"""Stock models of text and images train over a sharded sequence as they do on one process."""
+"""Stock vision-language models train over a sharded sequence as they do on one process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LOCAL: dict[str, Any] = {
     "sliding_window": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-"""Shorter than an image."""
+"""Settings with a window that is shorter than an image."""
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen2_5_VL": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
@@ -128,11 +128,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 in_float64 = float32_is_float64(pytest.MonkeyPatch())
-"""A decorator: Gemma's norms are computed in float32 otherwise."""
+"""A decorator for float64; Gemma would otherwise compute its norms in float32."""
 
 
 def build(name: str, attention: str) -> Any:
-    """A random model in float64; the same in every process."""
+    """Return a random float64 model, equal in every process."""
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed (extra: test)"
     )
@@ -141,15 +141,17 @@ def build(name: str, attention: str) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     model.set_attn_implementation(attention)
-    if name == "Gemma3":  # the library begins with zeros, which hide the images
+    # the library initialises this weight with zeros, which would hide errors in the images
+    if name == "Gemma3":
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
     return model.double().train()
 
 
 @functools.cache
 def images(name: str) -> Tensor:
-    """`[2, S]`: 1 at tokens of images; two in the first row, of different sizes where the model has
-    such.
+    """Return `[2, S]` with 1 at image tokens.
+
+    The first row has two images. Their sizes differ if the model supports this.
     """
     found = torch.zeros(2, TOKENS, dtype=torch.long)
     for row, first, last in ((0, 5, 9), (0, 20, 24 if "Gemma" in name else 28), (1, 30, 34)):
@@ -158,7 +160,7 @@ def images(name: str) -> Tensor:
 
 
 def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """What a processor gives to the model, and shifted labels."""
+    """Return the model's inputs, as a processor prepares them, and shifted labels."""
     generator = torch.Generator().manual_seed(3)
     kinds = images(name).clone()
     ids = torch.randint(0, 64, (2, TOKENS), generator=generator).masked_fill(kinds == 1, IMAGE)
@@ -182,7 +184,7 @@ def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def rule_of(name: str) -> Metadata | None:
-    """Tokens of an image of Gemma 3 and 4 see each other."""
+    """Return the mask for Gemma 3 and 4, in which the tokens of an image see each other."""
     if "Gemma" not in name:
         return None
     flat = images(name).flatten().numpy()
@@ -193,7 +195,7 @@ def rule_of(name: str) -> Metadata | None:
 @functools.cache
 @in_float64
 def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the stock model with its own attention on one process."""
+    """Return loss and gradients of the stock model with its own attention on one process."""
     model, (batch, labels) = build(name, "sdpa"), batch_of(name)
     logits = model(**batch, use_cache=False).logits
     loss = (
@@ -205,14 +207,14 @@ def reference(name: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 class Found(NamedTuple):
-    """What a rank has after backward."""
+    """Results of a rank after backward."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
     seen: list[int]
-    """Patches (images of Gemma) that its tower was given."""
+    """Number of patches (images for Gemma) that its vision tower encodes."""
     sent: list[int]
-    """Bytes of features sent in the forward, and of their gradients in backward."""
+    """Bytes of features sent in forward, and bytes of gradients sent in backward."""
 
 
 @in_float64
@@ -225,7 +227,7 @@ def on_ranks(
     vision: str,
     recomputed: bool,
 ) -> Found:
-    """Loss and summed gradients in a block."""
+    """Return loss and summed gradients from a context-parallel block."""
     axis, model, (batch, labels) = grid(cp=world_size).cp, build(name, "megacp"), batch_of(name)
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -252,7 +254,7 @@ def on_ranks(
 
 
 def same(found: Found, name: str) -> None:
-    """As on one process."""
+    """Require the results of one process."""
     want_loss, want = reference(name)
     assert abs(found.loss - want_loss) <= 1e-12 * want_loss
     assert found.gradients.keys() == want.keys()
@@ -261,7 +263,7 @@ def same(found: Found, name: str) -> None:
 
 
 FEATURES = {"Qwen2_5_VL": 32, "Qwen3_5": 32, "Qwen3VL": 32 * 3, "Gemma3": 32, "Gemma4": 32}
-"""Numbers of a token of an image: its embedding, and those that Qwen3-VL adds to two layers."""
+"""Numbers per image token: its embedding, and for Qwen3-VL the features added to two layers."""
 
 
 @pytest.mark.slow
@@ -278,11 +280,12 @@ FEATURES = {"Qwen2_5_VL": 32, "Qwen3_5": 32, "Qwen3VL": 32 * 3, "Gemma3": 32, "G
 def test_models_that_see_train_on_ranks_as_on_one_and_send_features_of_a_ranks_own_images(
     name: str, ranks: int, layout: str, transport: str, vision: str, recomputed: bool
 ) -> None:
-    """Images of 16, 32 and 16 patches (one each of Gemma); the fourth rank runs the smallest one
-    for nothing.
+    """The three images have 16, 32 and 16 patches, but equal sizes for Gemma.
+
+    The fourth rank has no image. It encodes the smallest one and ignores the result.
     """
     sizes, per_token = ([1, 1, 1], 0.25) if "Gemma" in name else ([16, 32, 16], 4)
-    # the best cut of 16, 32, 16 into two ranges is either
+    # two divisions of 16, 32, 16 into two ranges are equally good
     shares = {
         2: [[0], [1, 2]] if image_shares(sizes, 2)[0] == range(1) else [[0, 1], [2]],
         4: [[0], [1], [2], []],
@@ -292,21 +295,22 @@ def test_models_that_see_train_on_ranks_as_on_one_and_send_features_of_a_ranks_o
     ):
         same(found, name)
         mine = sum(sizes[i] for i in shares[ranks][rank])
-        # bytes of tokens sent to each other rank; in backward all others' come home
+        # forward sends own features to each other rank; backward returns gradients to their owners
         sent = [mine / per_token * (ranks - 1), (sum(sizes) - mine) / per_token]
-        if vision == "replicated" or name == "Gemma4":  # whose images cannot be told apart
+        # images of Gemma 4 cannot be separated
+        if vision == "replicated" or name == "Gemma4":
             mine, sent = sum(sizes), [0, 0]
         assert found.seen[0] == (mine or min(sizes))
-        if (
-            transport == "p2p" and name != "Qwen3_5"
-        ):  # attention itself sends no all-to-all, a convolution does
+        # attention over p2p sends no all-to-all, but a convolution does
+        if transport == "p2p" and name != "Qwen3_5":
             assert found.sent == [numbers * FEATURES[name] * 8 for numbers in sent]
 
 
 @in_float64
 def fully_sharded(rank: int, world_size: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights in shards of torch over the ranks that share a row, which average: the loss is times
-    their number.
+    """Train with weights that torch shards over the ranks of a row.
+
+    Torch averages the gradients, so the loss is multiplied by the number of ranks.
     """
     mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
     axis, model, (batch, labels) = axis_of_mesh(mesh["cp"]), build(name, "megacp"), batch_of(name)
@@ -326,8 +330,9 @@ def fully_sharded(rank: int, world_size: int, name: str) -> tuple[Tensor, dict[s
 
 @pytest.mark.slow
 def test_ranks_that_share_weights_meet_in_every_layer_of_the_tower() -> None:
-    """Three images on four ranks: one without images must not leave the others waiting for its
-    shards.
+    """Four ranks share three images.
+
+    The rank without an image must not keep the other ranks waiting for its weight shards.
     """
     for loss, gradients in run_ranks(fully_sharded, 4, "Qwen3VL"):
         same(Found(loss, gradients, [], []), "Qwen3VL")

@@ -1,5 +1,6 @@
-"""Stock models of transformers, attention included, train in a block as on one process, or are
-refused by all ranks.
+"""Stock models of transformers train in a block as on one process, or all ranks refuse them.
+
+The models keep the attention modules of the library.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ STRETCHES = {
         [(0, 13), (8, 10), (8, 9), (14, 6), (8, 10)],
     ],
 }
-"""First positions and lengths of the stretches of each of two batch rows."""
+"""First position and length of each stretch in each of two batch rows."""
 
 
 def build(model: str, attention: str, **changes: Any) -> Any:
-    """A random model in float64; the same in every process."""
+    """Return a random float64 model, equal in every process."""
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed (extra: test)"
     )
@@ -90,8 +91,9 @@ def build(model: str, attention: str, **changes: Any) -> Any:
 
 @functools.cache
 def tokens_of(documents: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, position ids and numbers of stretches `[2, 48]`; what continues one token begins
-    with the same.
+    """Return token ids, position ids and numbers of stretches, each `[2, 48]`.
+
+    Stretches that continue the same token start with the same token id.
     """
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
     rows = STRETCHES[documents]
@@ -112,7 +114,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 class Case(NamedTuple):
-    """One way to train."""
+    """A training configuration."""
 
     model: str
     ranks: int
@@ -120,7 +122,7 @@ class Case(NamedTuple):
     layout: str
     documents: str = "packed"
     tokens: int = TOKENS
-    """Of each row; the rest of 48 is cut off."""
+    """Number of tokens of each row; the remaining ones of 48 are cut off."""
     option: str = ""
 
 
@@ -141,10 +143,10 @@ CASES = [
 @functools.cache
 @float32_is_float64(pytest.MonkeyPatch())
 def reference(model: str, documents: str, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the model with its own attention, one document or rollout at a time,
-    labels shifted inside.
+    """Return loss and gradients of the model with its own attention.
 
-    Shared tokens of rollouts count in each one.
+    It gets one document or rollout at a time and shifts the labels itself. A token that several
+    rollouts share counts in each of them.
     """
     net, (ids, positions, _) = build(model, "sdpa", head_dim=8), tokens_of(documents)
     losses, counted = [], 0
@@ -160,7 +162,7 @@ def reference(model: str, documents: str, tokens: int) -> tuple[Tensor, dict[str
 
 @float32_is_float64(pytest.MonkeyPatch())
 def train_on_ranks(rank: int, world_size: int) -> list[Any]:
-    """For each case the loss, and on rank 0 the gradients."""
+    """Return the loss of each case and, on rank 0, the gradients."""
     found = []
     for case in CASES:
         axis, net = axis_of(case.ranks), build(case.model, "megacp", head_dim=8)
@@ -170,9 +172,8 @@ def train_on_ranks(rank: int, world_size: int) -> list[Any]:
         labels, times = shift_labels(ids, documents), torch.zeros(2, case.tokens)
         for row, places in zip(times, positions.tolist(), strict=True):
             for path in rollouts(places):
-                row[path[:-1]] += (
-                    1  # a token's label counts once for each rollout in which it has one
-                )
+                # a label counts once for each rollout in which the token has it
+                row[path[:-1]] += 1
         counted = times.sum()
         with context_parallel(
             axis,
@@ -206,8 +207,9 @@ def test_stock_models_train_on_several_ranks_as_on_one() -> None:
 
 
 class Use(NamedTuple):
-    """A stock model, how it is used, and what all ranks must say; nothing where the gradients must
-    be exact.
+    """A stock model, its use, and the message that all ranks must raise.
+
+    The message is empty if the gradients must be exact.
     """
 
     model: str
@@ -215,8 +217,8 @@ class Use(NamedTuple):
     changes: dict[str, Any] = {}
     layout: str = "zigzag"
     use: str = ""
-    """Of: no positions, packed, axes, behind, reentrant, twice, filled up, labels; or another
-    attention.
+    """A combination of no positions, packed, axes, behind, reentrant, twice, filled up, labels; or
+    the name of another attention.
     """
 
 
@@ -306,7 +308,7 @@ def loss_of(net: Any, ids: Tensor, labels: Tensor, positions: Tensor | None) -> 
 
 
 def batch_of(case: Use) -> list[Tensor]:
-    """Token ids, shifted labels and position ids; `packed`: documents of 20 tokens."""
+    """Return token ids, shifted labels and position ids; `packed` has documents of 20 tokens."""
     length = TOKENS - 1 if case.use == "filled up" else TOKENS
     ids = tokens_of("one")[0][:, :length].clone()
     positions = torch.arange(length).repeat(2, 1) % (20 if "packed" in case.use else TOKENS)
@@ -318,8 +320,9 @@ def batch_of(case: Use) -> list[Tensor]:
 
 
 def error_in_a_block(case: Use, axis: Any) -> float:
-    """How far gradients of all ranks are from those of one process with the library's own
-    attention.
+    """Return the largest error of the gradients of all ranks.
+
+    It is relative to one process with the library's own attention.
     """
     net = build(
         case.model, case.use if case.use in ("eager", "sdpa") else "megacp", **case.changes
@@ -359,7 +362,7 @@ def error_in_a_block(case: Use, axis: Any) -> float:
 
 
 def use_on_ranks(rank: int, world_size: int) -> list[str | float]:
-    """For each use the refusal of this rank, or its error."""
+    """Return this rank's refusal or error for each use."""
     found: list[str | float] = []
     for case in USES:
         try:
@@ -380,15 +383,14 @@ def test_uses_that_would_be_wrong_are_refused_by_all_ranks_and_right_ones_are_ex
 
 
 def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
-    """What a rank says to values of which only one rank can see that they are wrong, and then to
-    right ones.
+    """Return a rank's messages for wrong values that only one rank can detect, and then for correct
+    values.
     """
     from transformers.masking_utils import create_causal_mask
 
     net = build("Llama", "megacp")
-    packed, positions, documents = (
-        x[1:] for x in tokens_of("packed")
-    )  # 30 and 18 tokens, cut at 24
+    # documents of 30 and 18 tokens; the second rank begins at token 24
+    packed, positions, documents = (x[1:] for x in tokens_of("packed"))
     arguments = {"config": net.config, "past_key_values": None, "attention_mask": None}
     said = []
     for name in ("packed", "padding", "overlay", "right"):
@@ -407,7 +409,7 @@ def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
         )
         try:
             with block, torch.no_grad():
-                if name == "padding":  # found in a later call than the first
+                if name == "padding":  # found after the first call
                     net(buffers[0], position_ids=buffers[1])
                 if name == "overlay":  # the first two tokens see each other
                     together = torch.where(
@@ -427,7 +429,7 @@ def seen_on_one_rank(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.slow
 def test_what_one_rank_alone_can_see_is_refused_by_all_ranks_alike() -> None:
-    """And none waits for the others' keys until it times out."""
+    """No rank waits for another rank's keys until a timeout."""
     patterns = [
         "rank 1: position_ids do not count up by one.* give document_ids",
         r"rank 1: attention_mask \(1, 24\) has 3 zeros that do not match this rank's padding",
@@ -478,9 +480,7 @@ def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
 
 
 def test_spans_past_a_window_are_refused() -> None:
-    """As in PaliGemma 2, whose prefix sees itself all over; in Gemma 3 windows hold inside images
-    too.
-    """
+    """In PaliGemma 2 the whole prefix sees itself; in Gemma 3 windows also apply inside images."""
     sliding = build("Mistral", "megacp", sliding_window=16)
     ids, positions, _ = (x[:1].clone() for x in tokens_of("one"))
     rule = Metadata.of_documents(np.zeros(TOKENS, int), span=np.arange(TOKENS) < 20)
@@ -548,7 +548,7 @@ def test_outside_of_a_block_the_registered_attention_is_the_stock_one() -> None:
 
 
 def example(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """Losses of the example's steps, over the ranks and on one process."""
+    """Return the losses of the example's steps, over the ranks and on one process."""
     path = str(ROOT / "examples" / "hf_context_parallel.py")
     options = argparse.Namespace(steps=1, seq_length=250, transport="p2p", layout="balanced")
     return runpy.run_path(path)["train"](grid(cp=world_size).cp, torch.device("cpu"), options)
@@ -562,7 +562,7 @@ def test_the_example_has_the_losses_of_one_process() -> None:
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 def test_states_take_the_dtypes_of_autocast_and_backward_behind_it(weights: torch.dtype) -> None:
-    """As the Trainer calls it under bf16."""
+    """The Trainer calls models in this way with bf16."""
     row = next(row for row in test_matrix.MODELS if row.name == "qwen3_5_text")
     model = test_matrix.build(row, register_with_transformers()).to(weights)
     ids, positions, _, documents = (x.clone() for x in test_matrix.batch())
@@ -577,7 +577,7 @@ def test_states_take_the_dtypes_of_autocast_and_backward_behind_it(weights: torc
 def test_states_of_the_library_take_the_kernel_of_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Packed, in float64 by a stand-in."""
+    """Check packed documents in float64, with a reference in place of the kernel."""
     row, kernels = next(row for row in test_matrix.MODELS if row.name == "qwen3_5_text"), []
     model = test_matrix.build(row, register_with_transformers()).double()
 

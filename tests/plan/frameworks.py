@@ -1,8 +1,8 @@
-"""What other frameworks keep, wait for and hide, as terms beside our arithmetic, so that their
-published runs test it.
+"""Memory, waiting times and overlap of other frameworks, as terms that are added to our formulas.
 
-Grids, parameters, schedules, products and messages are the package's own. Megatron needs no term:
-it holds between steps what our `optim` holds.
+With these terms, published runs of other frameworks test the formulas. Grids, parameters,
+schedules, products and messages come from the package. Megatron needs no term, because it stores
+the same state between steps as our `optim`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware, hardware
 from megacp.plan.search import fullest
 from megacp.plan.times import stage_parts, step_time
 
-# nanotron, of each token: inputs and outputs of both norms, q, k and v in one and apart, what
-# attention gave, its product's input; gate, up, the activation and its product. A logit is there in
-# bfloat16, in float32, as a probability and as a gradient. Gathered inputs of both halves of a
-# block stay while the host is ahead of the device.
+# Numbers that nanotron keeps per token: inputs and outputs of both norms, q, k and v (joined and
+# separate), the output of attention, and the input of its projection; in the MLP gate, up, the
+# activation and its product with up. A logit is stored in bfloat16, in float32, as a probability
+# and as a gradient. The gathered inputs of both halves of a block remain while the host is ahead of
+# the device.
 KEPT_HIDDEN, KEPT_MLP, KEPT_LOGIT, KEPT_GATHERED = 12, 4, 12, 2
 NARROW_GRADIENT = 2
-"""Bytes of each parameter's gradient beside its wide sum."""
+"""Bytes of each parameter's gradient in addition to its float32 sum."""
 BUCKET, WIDE, LOSS_PASSES = 12.5e6, 4, 5
-"""Elements that nanotron sums at once, their bytes, and how often its loss passes over logits as
-wide.
+"""Number of elements that nanotron reduces at once, the bytes of each, and the number of times that
+its loss reads logits of this width.
 """
-# Seconds that no code explains, read from runs with one row a microbatch: the host starts a block's
-# kernels, forward and backward; the same by tp when stages stand on several machines; a message of
-# tensor parallelism waits for each machine beyond the first. Each half of the rows gives the same
-# for the host, to 5 %.
+# Times in seconds that the code does not explain, read from runs with one row per microbatch.
+# BLOCK: the host launches the kernels of a block, forward and backward. BLOCK_APART: the same by
+# tp, if the stages are on several machines. WAIT: a tensor-parallel message waits for each machine
+# after the first. Each half of the rows gives the same host times to within 5 %.
 BLOCK, WAIT = 4.4e-3, 0.65e-3
 BLOCK_APART = {1: 4.4e-3, 2: 8e-3, 4: 12e-3, 8: 20e-3, 16: 46e-3, 32: 114e-3}
 FLASH_2 = 0.35
-"""Share of an H100 that FlashAttention-2 reaches (FlashAttention-3, Shah et al. 2024): torchtitan's
-attention.
+"""Fraction of an H100's peak that FlashAttention-2 reaches (FlashAttention-3, Shah et al. 2024).
+
+torchtitan uses it.
 """
 
 SIZES = (
@@ -73,8 +75,9 @@ ONE = PackSample()
 
 @dataclass(frozen=True)
 class Row:
-    """A published run; a number that is not published is 0. `gib` of `golden` is held between
-    steps, else the peak.
+    """A published run; a number that was not published is 0.
+
+    `gib` is the peak, except for `golden` models, for which it is the memory between steps.
     """
 
     framework: str
@@ -97,18 +100,19 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Time of a step."""
         return self.gbs * self.seq / self.gpus / self.tok_s_gpu
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """As ours would be told to train so."""
+        """megacp's config for the same training."""
         values: dict[str, Any] = dict(zip(SIZES, SHAPES[self.model], strict=True))
         golden, wide = "golden" in self.model, values["ffn_hidden_size"] > 10_000
         if golden and "swiglu" not in self.note:
-            values["ffn_hidden_size"] = values["ffn_hidden_size"] * 2 // 3  # two matrices of three
+            # its MLP has two matrices, and ours has three
+            values["ffn_hidden_size"] = values["ffn_hidden_size"] * 2 // 3
         values |= {"seq_length": self.seq, "global_batch_size": self.gbs, "dtype": "bfloat16"}
-        # torchtitan cuts what it calls a batch into rows for its pipeline
+        # torchtitan splits its batch into rows for the pipeline
         values |= {
             "micro_batch_size": 1 if self.framework == "torchtitan" and self.pp > 1 else self.mbs
         }
@@ -127,17 +131,18 @@ class Row:
             if self.shard == "FSDP"
             else "optim"
         }
+        # number of optimizer instances that share no state
         copies = {
             "ZeRO-0": self.dp * self.cp,
             "ZeRO-1 over half": 2,
-        }  # instances that share nothing
+        }
         return with_values(
             RunConfig(), values | {"num_distributed_optimizer_instances": copies.get(self.shard, 1)}
         )
 
 
 def published(framework: str) -> list[Row]:
-    """The rows of a framework, of published.csv."""
+    """Return the rows of a framework from published.csv."""
     lines = Path(__file__).with_name("published.csv").read_text(encoding="utf-8").splitlines()
     kinds = {
         field.name: {"int": int, "float": float, "str": str}[str(field.type)]
@@ -151,8 +156,10 @@ def published(framework: str) -> list[Row]:
 
 
 def cut(config: RunConfig) -> list[range]:
-    """Layers of each stage as nanotron cuts them: one is full when all so far cost more than its
-    part of all. The last ones may be left the head, or nothing.
+    """Return the layers of each stage as nanotron divides them.
+
+    A stage is full when the layers so far cost more than its share of the total. The last stages
+    may have only the head, or nothing.
     """
     model, stages = config.model, config.parallel.pipeline_model_parallel_size
     layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size
@@ -162,13 +169,14 @@ def cut(config: RunConfig) -> list[range]:
 
 
 def block_seconds(row: Row) -> float:
-    """In which nanotron's host starts the kernels of a block, forward and backward."""
+    """Return the seconds in which nanotron's host launches the kernels of a block, both ways."""
     return BLOCK_APART[row.tp] if row.pp > 1 and row.gpus > GPUS_OF_A_MACHINE else BLOCK
 
 
 def peak(row: Row, here: Hardware) -> float:
-    """GiB of nanotron's fullest rank: on the first stage with most microbatches, or the last with
-    its logits.
+    """Return the GiB of nanotron's fullest rank.
+
+    It is on the first stage, which has the most microbatches, or on the last, which has logits.
     """
     config, stages, found = row.config, cut(row.config), []
     model, tokens, size = config.model, row.mbs * row.seq, config.training.element_bytes
@@ -199,10 +207,10 @@ def peak(row: Row, here: Hardware) -> float:
 
 
 def step(row: Row, here: Hardware) -> float:
-    """Seconds of nanotron's step."""
+    """Return the seconds of a step of nanotron."""
     config, stages = row.config, cut(row.config)
     tokens, model, size = row.mbs * row.seq, config.model, config.training.element_bytes
-    wait = 4 * WAIT * max(0, row.tp // GPUS_OF_A_MACHINE - 1)  # a block's messages, one way
+    wait = 4 * WAIT * max(0, row.tp // GPUS_OF_A_MACHINE - 1)  # a block's messages, one direction
     send = (
         tokens * model.hidden_size * size / row.tp / here.link(row.pp, row.dp * row.tp)
         if row.pp > 1
@@ -211,8 +219,8 @@ def step(row: Row, here: Hardware) -> float:
     parts, *_ = stage_parts(
         config, row.gpus, here, ONE, [[layers or range(1)] for layers in stages]
     )
-    # no message of tensor parallelism hides in backward, stages wait for `send`; the loss passes
-    # over wide logits too
+    # Backward hides no message of tensor parallelism, and stages wait for `send`. The loss also
+    # reads the float32 logits.
     both_ways = [
         (forward, dataclasses.replace(backward, tp=forward.tp)) for forward, backward in parts
     ]
@@ -220,9 +228,8 @@ def step(row: Row, here: Hardware) -> float:
     seconds[-1][0] += LOSS_PASSES * WIDE * tokens * model.vocab_size / row.tp / here.bandwidth
     times = []
     for layers, own in zip(stages, seconds, strict=True):
-        block = [
-            0.0 if layers else both / len(stages[0]) for both in seconds[0]
-        ]  # of an empty stage, which had one
+        # an empty stage was computed with one block, which is subtracted here
+        block = [0.0 if layers else both / len(stages[0]) for both in seconds[0]]
         started = [block_seconds(row) * len(layers) * share for share in (1 / 3, 2 / 3)]
         there, back = (
             max(both - one + wait * len(layers), least) + send
@@ -231,8 +238,8 @@ def step(row: Row, here: Hardware) -> float:
         times.append({Kind.FORWARD: there, Kind.BACKWARD: back, Kind.WEIGHTS: 0.0})
     end = max(spans[-1].stop for spans in timeline(orders(config, row.gpus), 1, times))
     parameters = max(stage_parameters(config, [layers]) for layers in stages if layers)
-    # wide sums to all ranks, under the last backward; or a part to each, and narrow parameters from
-    # each
+    # ZeRO-0 sends float32 sums to all ranks during the last backward. Otherwise each rank gets a
+    # part of the sums, and parameters return in bfloat16.
     alone = row.shard == "ZeRO-0"
     away = (row.dp - 1) * (WIDE / row.dp / here.ring(row.dp, row.tp) + here.latency / 4 / BUCKET)
     sums = (2 if alone else 1.5) * parameters * away - alone * times[0][Kind.BACKWARD]
@@ -245,8 +252,10 @@ def step(row: Row, here: Hardware) -> float:
 
 @functools.cache
 def nominal(row: Row) -> tuple[float, float]:
-    """Seconds of a step of torchtitan or Megatron-Bridge, and GiB of the fullest rank; nothing is
-    fitted to them.
+    """Return the seconds of a step of torchtitan or Megatron-Bridge, and the GiB of the fullest
+    rank.
+
+    Nothing is fitted to their runs.
     """
     config, here = row.config, hardware("h200" if "h200" in row.note else "h100", "infiniband")
     if "fp8" in row.note:
@@ -258,10 +267,10 @@ def nominal(row: Row) -> tuple[float, float]:
         here = dataclasses.replace(
             here, attention=dict.fromkeys(here.attention, (flash, flash)), bandwidth=memory
         )
-        if row.recompute == "full":  # attention too, which ours keeps
+        if row.recompute == "full":  # recomputes attention too, while ours keeps it
             area = row.gbs * config.model.num_layers * costs.causal_area(row.seq)
             attention = 4 * area * config.model.hidden_size / row.gpus / flash
     seconds = step_time(config, row.gpus, here, ONE).total + attention
-    # ours has a logit in place of its gradient, in two bytes
+    # ours overwrites a logit with its gradient, in two bytes
     logits = tokens_per_rank(config) * config.model.vocab_size / row.tp * (KEPT_LOGIT - 2)
     return seconds, (fullest(config, row.gpus).total + logits) / 2**30

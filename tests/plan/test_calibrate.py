@@ -1,5 +1,5 @@
-"""A measured machine: its sheet as `--gpu` takes it, and what its host, cores and dtype are in a
-plan, by hand.
+"""A measured machine: `--gpu` accepts its sheet, and its host, cores and dtype change a plan as
+computed by hand.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def seconds(here: Hardware, world: int = 1, **values: object) -> float:
 
 
 def test_the_hosts_calls_count_where_no_compute_hides_them() -> None:
-    """4 packs, 4 blocks, a millisecond forward and two backward; and one more where blocks are
-    computed again.
+    """Each of 4 packs takes 1 ms forward and 2 ms backward in each of 4 blocks.
+
+    Recomputation adds 1 ms.
     """
     alone = replace(FREE, calls=1e-3, overlap=0.0)
     assert seconds(alone) == pytest.approx(4 * 4 * 3e-3)
@@ -67,8 +68,8 @@ def test_ranks_beyond_the_cores_take_turns_and_idle_stages_leave_them_theirs() -
     )
     assert bubble.pipeline > 0 and bubble.total - bubble.pipeline == pytest.approx(seconds(one) / 2)
     assert seconds(one, 2, **{PP: 2}) == pytest.approx(seconds(one))
-    # by hand: of three microbatches through four stages, 18 ms, three stages compute at once for 6
-    # ms
+    # by hand: three microbatches take 18 ms through four stages; for 6 ms, three stages compute at
+    # the same time
     assert seconds(replace(one, cores=2.0), 4, **{PP: 4, "global_batch_size": 3}) == pytest.approx(
         21e-3
     )
@@ -83,8 +84,9 @@ def test_ranks_slow_those_beside_them() -> None:
 
 
 def test_products_of_experts_are_slower() -> None:
-    """By hand: 4 packs, 4 blocks, 1,024 tokens, forward and twice that; two experts of three
-    matrices, and a router.
+    """Computed by hand for 4 packs, 4 blocks and 1,024 tokens; backward costs twice the forward.
+
+    A token uses two experts of three matrices, and a router.
     """
     two = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "hidden_size": 256}
     full = replace(FREE, products=1e9)
@@ -101,8 +103,8 @@ def test_messages_under_computes_count_where_a_rank_does_both() -> None:
         step_time(ring, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0)
     )
     assert hidden.cp == hidden.dp == 0 < min(shown.cp, shown.dp)
-    # the first of two stages receives gradients of 1,024 tokens of 256 numbers, of four
-    # microbatches; the last states
+    # The first of two stages receives gradients of four microbatches, 256 numbers for each of 1,024
+    # tokens. The last stage receives states.
     piped = with_values(RunConfig(), {**SMALL, PP: 2})
     hidden, shown = (
         step_time(piped, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0)
@@ -112,8 +114,9 @@ def test_messages_under_computes_count_where_a_rank_does_both() -> None:
 
 @pytest.mark.parametrize(("chunks", "near"), [(1, 1e-9), (2, 0.05)])
 def test_a_stage_gathers_chunks_as_often_as_its_list_says(chunks: int, near: float) -> None:
-    """Two replicas of two stages: half of the last stage arrives, and half of the sums of each
-    microbatch goes.
+    """In two replicas of two stages, a rank receives half of the last stage's parameters.
+
+    It sends half of each microbatch's gradient sums.
     """
     values = {
         **SMALL,
@@ -123,7 +126,7 @@ def test_a_stage_gathers_chunks_as_often_as_its_list_says(chunks: int, near: flo
         SHARDED: "optim_grads_params",
     }
     config = with_values(RunConfig(), values)
-    here = replace(FREE, products=1e9, inside=1e8, overlap=0.0)  # the last stage has most to do
+    here = replace(FREE, products=1e9, inside=1e8, overlap=0.0)  # the last stage has the most work
     actions = with_parameters(with_messages(one_f_one_b(1, 2, 16, chunks), 1, 2, chunks))
     gathered = sum(action.kind is Kind.UNSHARD for action in actions) / chunks
     one = stage_parameters(config, stage_layers(config, 4)[1]) * 4 / 2 / 1e8
@@ -143,7 +146,7 @@ def test_a_sheet_comes_near_to_what_was_measured_and_a_plan_takes_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The machine is one with half of the products and twice the calls of what is known before."""
+    """The machine has half the product rate and twice the call time of the values known before."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *of: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *of: (0, 140 * 2**30))
     monkeypatch.setattr(calibrate, "FIT_ROUNDS", 4)

@@ -1,5 +1,6 @@
-"""A choice is a row of a table: checks, memory, seconds and the model ask the row, and a name
-without a row fails.
+"""Each choice is a row of a table; checks, memory, time and the model use the row.
+
+A name without a row is an error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Ask = Callable[[RunConfig], Any]
 
 
 def of_transport(name: str, **values: Any) -> RunConfig:
-    """A config with a word that the flag does not know."""
+    """Return a config with a transport that the flag does not accept."""
     config = with_values(RunConfig(), {**TINY, "context_parallel_size": CP, **values})
     return dataclasses.replace(
         config, parallel=dataclasses.replace(config.parallel, cp_comm_type=name)
@@ -83,7 +84,7 @@ def train(config: RunConfig) -> Any:
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements of rows that exist only here are neither remembered nor taken from others."""
+    """Neither store nor reuse measurements of rows that exist only in these tests."""
     kept: dict[str, PartMemory] = {}
     monkeypatch.setattr(measured, "_remembered", lambda: kept)
     monkeypatch.setattr(measured, "_remember", lambda key, memory: None)
@@ -109,7 +110,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], tuple[Ask, ...]]] = {
     "norm_position": ({}, (has_input_norms, memory_of, seconds_of, train)),
     "linear_attention_rule": ({"linear_attention_freq": "2"}, (memory_of, seconds_of, train)),
 }
-"""Flags with values under which their words matter, and what needs the row of the word."""
+"""For each flag, other flags that make it matter, and the functions that need its row."""
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -151,7 +152,7 @@ def build(axis: Axis, kernel: Kernel, sizes: tuple[int, ...]) -> None:
 
 @pytest.fixture
 def courier(monkeypatch: pytest.MonkeyPatch) -> TransportRow:
-    """A dummy transport: like `a2a` it splits heads over all ranks."""
+    """Return a dummy transport, which splits heads over all ranks like `a2a`."""
     like = TRANSPORTS["a2a"]
     row = dataclasses.replace(like, name="courier", engine=None)
     monkeypatch.setitem(TRANSPORTS, "courier", row)
@@ -210,7 +211,7 @@ def test_the_model_builds_its_transport_by_the_row(
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> RecomputeMode:
-    """A dummy mode that repeats what `full` does."""
+    """Return a dummy mode that recomputes the same operations as `full`."""
     row = RecomputeMode(repeats_block=True)
     monkeypatch.setitem(RECOMPUTE_MODES, "again", row)
     return row
@@ -232,7 +233,7 @@ def test_the_search_asks_the_rows_how_much_is_repeated(
 ) -> None:
     config = with_values(RunConfig(), {**TINY, "global_batch_size": 4})
     assert "recompute_granularity" in fields_chosen(config)
-    # nothing fits, so every way to save memory is tried, and the smallest is first
+    # nothing fits, so the search tries every way to save memory and puts the smallest layout first
     small = dataclasses.replace(H100, memory=1e-6)
     monkeypatch.setitem(RECOMPUTE_MODES, "none", again)
     monkeypatch.delitem(RECOMPUTE_MODES, "again")

@@ -1,5 +1,6 @@
-"""Parameters, FLOPs and activations, of text and vision, against hand-counted numbers and
-transformers' own model.
+"""Parameters, FLOPs and activations of text and vision models.
+
+They are compared with numbers counted by hand and with transformers' own model.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LLAMA_3_8B, QWEN3_0_6B, OLMO2_7B = (
         untie_embeddings_and_output_weights=True,
     ),
 )
-"""Layers, hidden size, MLP, heads, groups, width of a head."""
+"""The positional values are layers, hidden size, MLP size, heads, groups and head width."""
 PUBLISHED = [(LLAMA_3_8B, 8_030_261_248), (QWEN3_0_6B, 596_049_920), (OLMO2_7B, 7_298_617_344)]
 
 
@@ -54,7 +55,11 @@ def test_known_models_have_their_published_number_of_parameters() -> None:
 
 
 def test_a_rank_holds_its_part_of_a_layer_and_norms_whole() -> None:
-    """Biases of columns are cut by tp, those of rows are not; tables are padded on each rank."""
+    """Biases of column-parallel linears are sharded over tp, but biases of row-parallel ones are
+    not.
+
+    Tables are padded on each rank.
+    """
     for model, replicated in ((QWEN3_0_6B, 2 * 1024 + 2 * 128), (OLMO2_7B, 2 * 4096)):
         assert (
             8 * (costs.layer_parameters(model, 8) - replicated)
@@ -107,7 +112,7 @@ def test_the_pipeline_is_cut_by_training_flops() -> None:
 def test_low_rank_pairs_of_llama_3_have_the_number_that_peft_prints(
     rank: int, targets: str | None, published: int
 ) -> None:
-    """Pairs are cut over tp on one side; frozen weights cost no gradients of their own."""
+    """Pairs are sharded over tp on one side, and frozen weights need no weight gradients."""
     model = dataclasses.replace(LLAMA_3_8B, lora_rank=rank, lora_targets=targets)
     config = RunConfig(model=model)
     assert costs.trained_parameters(config) == published
@@ -154,7 +159,7 @@ def test_molmo2_has_the_parameters_that_transformers_builds() -> None:
 
 
 def test_a_rank_holds_as_many_parameters_as_are_planned() -> None:
-    """Two ranks hold twice what is replicated."""
+    """The sum over two ranks counts replicated parameters twice."""
     one, two = (config_of(TINY, {"tp": tp}) for tp in (1, 2))
     (chunk,) = build_chunks(one, grid())
     assert (
@@ -181,8 +186,9 @@ def test_flops_of_a_tiny_tower_equal_the_count_by_hand() -> None:
 
 
 def test_frozen_towers_cost_what_is_left_of_their_work() -> None:
-    """Gradients pass through a frozen connector to a trained tower, and stop where all before it is
-    frozen.
+    """Gradients pass through a frozen connector to a trained tower.
+
+    They stop if everything before the connector is frozen.
     """
     tower, pooled = costs.crop_flops(config()), costs.pooled_flops(config())
     for names, expected in {
@@ -194,7 +200,7 @@ def test_frozen_towers_cost_what_is_left_of_their_work() -> None:
 
 
 def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
-    """A frozen tower weighs less than a trained one."""
+    """A frozen tower costs less than a trained one."""
     sizes = {
         "num_layers": 36,
         "num_attention_heads": 32,
@@ -218,7 +224,7 @@ def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
 
 
 def seen(run: RunConfig, world_size: int) -> int:
-    """Bytes that the images of a microbatch keep on a rank of the first stage."""
+    """Return the bytes that the images of a microbatch keep on a rank of the first stage."""
     blind = with_values(run, {"vision_num_layers": 0})
     chunks = stage_layers(run, world_size)[0]
     return (
@@ -228,7 +234,9 @@ def seen(run: RunConfig, world_size: int) -> int:
 
 
 def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None:
-    """Each rank encodes the images of dp packs whole; dealt ones are divided by cp."""
+    """If images are replicated, each rank encodes all images of dp packs; sharding divides them by
+    cp.
+    """
     dynamic = {
         "dynamic_context_parallel": True,
         "cp_comm_type": "kv_exchange",
@@ -253,10 +261,10 @@ def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["molmo2", "qwen3_5"])
 def test_tower_and_connector_keep_what_is_planned(granularity: str, family: str) -> None:
-    """Every storage that autograd holds from the forward of images to their backward, and nothing
-    else.
+    """The plan is compared with all storages that autograd keeps between the images' forward and
+    backward.
     """
-    # kernels of a GPU fill up narrow heads, and log-sum-exps of fewer than 32 patches
+    # GPU kernels pad narrow heads, and log-sum-exps of fewer than 32 patches
     sizes = {"vision_hidden_size": 64, "vision_num_attention_heads": 4, "vision_image_size": 32}
     values = {
         **TINY,
@@ -280,8 +288,9 @@ def test_tower_and_connector_keep_what_is_planned(granularity: str, family: str)
     beyond = vision_memory(run, crops, pooled).kept - sum(
         storage.nbytes() for storage in found.values()
     )
-    # a GPU's attention keeps 8 bytes of its dropout, which is 0, twice a block; embedding_bag keeps
-    # some integers of four taps of each patch, which differ from device to device
+    # Attention on a GPU keeps 8 bytes of dropout state twice per block, although dropout is 0.
+    # embedding_bag keeps some integers for the four taps of each patch; their number depends on the
+    # device.
     assert 0 <= beyond <= (3 * 8 * 4 * crops if family == "qwen3_5" else 3 * 2 * 8)
 
 
@@ -346,8 +355,10 @@ def test_eight_ranks_are_shown_in_full() -> None:
 
 
 def test_the_busiest_rank_of_experts_is_planned_for() -> None:
-    """Of 128 tokens with two experts each: 1.25 times as many rows, 4 at the worst; stages are cut
-    by that load.
+    """Each of 128 tokens has two experts.
+
+    The plan uses 1.25 times the mean number of rows (at worst 4 times) and divides stages by this
+    load.
     """
     asked = {
         "num_experts": 8,
@@ -375,16 +386,19 @@ def test_the_busiest_rank_of_experts_is_planned_for() -> None:
 
 
 def test_the_bubble_is_that_of_the_schedule_where_groups_are_short() -> None:
-    """One microbatch through 2 stages of 2 chunks: one chunk runs at a time, so a stage idles as
-    long as it works.
+    """One microbatch passes through 2 stages of 2 chunks.
+
+    Only one chunk runs at a time, so a stage is idle for as long as it works.
     """
     one = small(num_virtual_stages_per_pipeline_rank=2, global_batch_size=1)
     assert re.search(r"pipeline bubble +100.0% of the ideal time", describe(one, 8))
 
 
 def test_columns_stand_where_a_run_asks_for_them() -> None:
-    """Host memory behind the total; what is gathered under full sharding; the total is the largest
-    phase's.
+    """The column of host memory follows the total, and gathered parameters appear with full
+    sharding.
+
+    The total is that of the largest phase.
     """
     plain, moved = (describe(small(activation_offload=asked), 8) for asked in (0.0, 0.5))
     shared = describe(

@@ -1,4 +1,4 @@
-"""A plan for the run that is about to start, on this machine or from a checkpoint."""
+"""A plan for a run that is about to start, on this machine or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DEVICE = "megacp.training.start.launch.device_at_hand"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of TINY after two steps of one rank."""
+    """Return the folder of a TINY run after two steps on one rank."""
     folder = tmp_path_factory.mktemp("base") / "out"
     run(1, [*TINY, "--lr-decay-iters", "4", "--train-iters", "2", "--save", str(folder)])
     return folder
 
 
 def planned(folder: Path, flags: list[str], ranks: int, gpu: str = "here") -> RunConfig:
-    """What a run with these flags and the file of the plan has; its checks have nothing to say."""
+    """Return the config of a run with these flags and the plan's file; its checks must pass."""
     best = str(folder / "best.yaml")
     assert (
         command.main(
@@ -110,7 +110,7 @@ def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
     three = [*flags, "--global-batch-size", "3"]
     assert planned(tmp_path, three, 1).training.micro_batch_size == 1
     assert "contradicts the flags: --global-batch-size 3" in capsys.readouterr().out
-    # a device that one row fills more than half has no place for two
+    # if one row fills more than half of the device, two rows do not fit
     model = with_values(from_yaml(stored), {"micro_batch_size": 1})
     most = fullest(model, 1).total * 1.2 / 2**30
     monkeypatch.setattr(DEVICE, lambda world: ("CPU", most))

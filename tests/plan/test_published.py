@@ -1,7 +1,6 @@
-"""Our arithmetic beside published runs of other frameworks: memory, seconds, and which layout is
-the fastest.
+"""Our formulas compared with published runs of other frameworks: memory, time, fastest layout.
 
-`pytest -s` prints what is missed.
+`pytest -s` prints the errors.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from tests.plan.frameworks import Row, nominal, peak, published, step
 
 H100 = hardware("h100", "infiniband")
 REACHED, OUTSIDE = 0.48, 16e9
-"""Share of FLOP/s and bytes/s of an adapter: the two constants of nanotron's machines, fitted to
-every second row.
+"""Fraction of peak FLOP/s, and bytes/s of a network adapter.
+
+These two constants of nanotron's machines are fitted to every second row.
 """
 FITTED = replace(H100, products=REACHED * H100.peak, outside=OUTSIDE)
 NANOTRON = published("nanotron")
@@ -35,12 +35,12 @@ SOME = [pytest.param(6, id="a sixth"), pytest.param(1, marks=pytest.mark.slow, i
 
 @functools.cache
 def planned(row: Row) -> tuple[float, float]:
-    """GiB and seconds of nanotron's."""
+    """Return the planned GiB and seconds of a nanotron run."""
     return peak(row, FITTED), step(row, FITTED)
 
 
 def missed(ratios: Iterable[float]) -> float:
-    """The median error."""
+    """Return the median relative error."""
     return statistics.median(abs(ratio - 1) for ratio in ratios)
 
 
@@ -50,9 +50,7 @@ def spearman(pairs: list[tuple[float, float]]) -> float:
 
 
 def test_megatron_holds_between_steps_what_we_count() -> None:
-    """MiB of the first rank beyond parameters, sums and optimizer: its context and its kernels'
-    scratch space.
-    """
+    """The first rank uses some more MiB, for its context and its kernels' scratch space."""
     beyond = {}
     for row in published("megatron"):
         config = row.config
@@ -66,8 +64,9 @@ def test_megatron_holds_between_steps_what_we_count() -> None:
 
 @pytest.mark.parametrize("every", SOME)
 def test_nanotron_fills_as_much_memory_as_is_planned(every: int) -> None:
-    """By model and micro batch in the same order. Large ones have two modes: the host ahead of the
-    device, or not.
+    """For each model and microbatch size, planned and measured memory have the same order.
+
+    Large models have two modes: the host is ahead of the device, or it is not.
     """
     alike = defaultdict(list)
     for row in NANOTRON[::every]:
@@ -86,14 +85,15 @@ def test_nanotron_fills_as_much_memory_as_is_planned(every: int) -> None:
 
 @pytest.mark.parametrize("every", SOME)
 def test_nanotron_takes_as_long_as_two_constants_of_its_machines_say(every: int) -> None:
-    """On the half of the rows to which nothing is fitted."""
+    """Nothing is fitted to this half of the rows."""
     assert missed(planned(row)[1] / row.seconds for row in OTHER[::every]) < 0.12
 
 
 @pytest.mark.slow
 def test_two_constants_fit_the_other_half() -> None:
-    """None of their neighbours has a smaller mean error there; one beyond 30 % counts as 30 %: some
-    runs were slow.
+    """No neighbouring constants have a smaller mean error on these rows.
+
+    Errors above 30 % count as 30 %, because some runs were slow.
     """
 
     def cost(reached: float, outside: float) -> float:
@@ -106,8 +106,9 @@ def test_two_constants_fit_the_other_half() -> None:
 
 
 def places(rows: Iterable[Row]) -> dict[tuple[str, int], int]:
-    """Place among the measured of a plan's first choice, what fits well and then the fastest, by
-    model and GPUs.
+    """Return the place of a plan's first choice among the measured layouts, by model and GPUs.
+
+    The first choice is the fastest layout that fits well, by its planned time.
     """
     alike: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
@@ -130,8 +131,9 @@ def places(rows: Iterable[Row]) -> dict[tuple[str, int], int]:
 
 @pytest.mark.slow
 def test_the_first_choice_is_among_the_best_three() -> None:
-    """Where layouts that ran twice, with and without ZeRO, took about as long; others took up to 14
-    times as long.
+    """The layouts ran twice, with and without ZeRO, in about the same time.
+
+    Other layouts took up to 14 times longer in one of the two runs.
     """
     twins = defaultdict(list)
     for row in NANOTRON:
@@ -145,8 +147,8 @@ def test_the_first_choice_is_among_the_best_three() -> None:
     ]
     assert len(calm) > 0.8 * 2 * len(pairs)
     assert statistics.mean(place <= 3 for place in places(calm).values()) >= 0.8
-    # of all, on 64 machines every send of a pipeline waited a quarter of a second, which no layout
-    # explains
+    # Over all rows: on 64 machines every pipeline send waited a quarter of a second, which no
+    # layout explains
     assert statistics.mean(place <= 3 for place in places(NANOTRON).values()) >= 6 / 9
 
 
@@ -158,9 +160,8 @@ def test_nominal_plans_are_near_runs_of(framework: str, most: float, gib: float)
     times: dict[Row, float] = {}
     sizes: dict[Row, float] = {}
     for row in published(framework):
-        seconds, memory = nominal(
-            replace(row, tok_s_gpu=1.0, gib=1.0, where="")
-        )  # releases of one layout: once
+        # equal arguments for all releases of a layout, which is thus computed once
+        seconds, memory = nominal(replace(row, tok_s_gpu=1.0, gib=1.0, where=""))
         times[row] = seconds / row.seconds
         if row.gib:
             sizes[row] = memory / row.gib
@@ -178,8 +179,10 @@ def test_nominal_plans_are_near_runs_of(framework: str, most: float, gib: float)
 
 
 def test_a_ring_over_machines_takes_all_their_adapters() -> None:
-    """By hand: sums and parameters of 16 replicas; eight messages of 16 tp ranks, three quarters of
-    them waited for.
+    """Computed by hand for the sums and parameters of 16 replicas, and eight messages of 16 tp
+    ranks.
+
+    Three quarters of these messages are waited for.
     """
     attention = dict.fromkeys(("fused", "flex"), (1e30, 1e30))
     here = replace(
@@ -212,9 +215,8 @@ def test_a_ring_over_machines_takes_all_their_adapters() -> None:
         step_time(replicas, 16, replace(here, latency=seconds), PackSample()).dp
         for seconds in (0.0, 4e-3)
     ]
-    assert alike == pytest.approx(
-        [moved / 8e9, moved / 8e9 + 2 * 15 * 1e-3]
-    )  # one bucket, 15 hops each way
+    # one bucket, 15 hops in each direction
+    assert alike == pytest.approx([moved / 8e9, moved / 8e9 + 2 * 15 * 1e-3])
     sharers = with_values(
         RunConfig(), {**sizes, "global_batch_size": 1, "tensor_model_parallel_size": 16}
     )

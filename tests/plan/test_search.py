@@ -1,5 +1,6 @@
-"""Layouts that a plan finds: legal, in order, as flags that a run takes; times by hand and beside
-published ones.
+"""Layouts from a plan are valid, sorted, and given as flags that a run accepts.
+
+Their times agree with values computed by hand and with published ones.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def test_modes_that_repeat_equally_much_are_all_tried(monkeypatch: pytest.Monkey
 
 
 def test_what_acts_on_nothing_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule of one stage, and what saves memory where there is enough."""
+    """With one stage the schedule does not matter; with enough memory, ways to save it do not."""
     chosen = [
         one for _, one in layouts(with_values(RunConfig(), {**SMALL, PP: 1}), 4, {*SMALL, PP})
     ]
@@ -179,7 +180,7 @@ def test_what_acts_on_nothing_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_more_memory_never_makes_fewer_layouts_fit_or_the_best_slower() -> None:
-    """And what saves memory is taken where there is little of it."""
+    """If memory is small, the plan chooses options that save it."""
     fitting, seconds, savings = [], [], []
     for memory in (0.02, 0.03, 0.04, 1.0):
         here = Hardware(**{**vars(H100), "memory": memory})
@@ -196,9 +197,7 @@ def test_more_memory_never_makes_fewer_layouts_fit_or_the_best_slower() -> None:
 
 
 def test_a_flag_that_alone_forbids_what_fits_is_named() -> None:
-    """Two ranks of which each holds all parameters: nothing that saves activations is enough, tp 2
-    is.
-    """
+    """Each of two ranks has all parameters, and saving activations is not enough, but tp 2 is."""
     given = {
         PP: 1,
         CP: 1,
@@ -238,8 +237,9 @@ def test_a_longest_row_fits_and_one_an_eighth_longer_does_not(gib: float) -> Non
 
 
 def test_a_step_of_one_rank_is_its_products_attention_and_passes() -> None:
-    """By hand: 1e12 FLOP/s for products, 5e11 and 2e11 for attention, half of it for heads of 32,
-    memory in no time.
+    """Computed by hand with 1e12 FLOP/s for products, and 5e11 and 2e11 for attention.
+
+    Heads of 32 halve the rates of attention, and memory accesses take no time.
     """
     here = Hardware(
         1.0, 1e12, dict.fromkeys(("fused", "flex"), (5e11, 2e11)), 1e30, 1, 1, 1, 0, 1e12, ""
@@ -261,15 +261,15 @@ def test_a_step_of_one_rank_is_its_products_attention_and_passes() -> None:
     )
     half = step_time(config, 1, here, PackSample(areas=(0.5,)))
     assert time.total - half.total == pytest.approx((pairs / 5e11 + 2.5 * pairs / 2e11) / 2)
-    tiles = step_time(
-        with_values(config, {"mlp_chunk_tokens": 256}), 1, here, PackSample()
-    )  # gate and up again
+    # gate and up are computed again
+    tiles = step_time(with_values(config, {"mlp_chunk_tokens": 256}), 1, here, PackSample())
     assert tiles.again == pytest.approx(2 * tokens * 4 * 2 * 256 * model.ffn_hidden_size / 1e12)
 
 
 def test_messages_count_where_nothing_hides_them() -> None:
-    """Two ranks: K and V of 512 tokens, 2 heads of 32, to the other and back with gradients;
-    parameters and sums.
+    """Two ranks exchange K and V of 512 tokens, with 2 heads of 32, and their gradients.
+
+    They also exchange parameters and gradient sums.
     """
     here = Hardware(
         1.0, 1e30, dict.fromkeys(("fused", "flex"), (1e30, 1e30)), 1e30, 1e9, 1e8, 1, 0, 1e12, ""
@@ -279,8 +279,8 @@ def test_messages_count_where_nothing_hides_them() -> None:
     )
     one = 4 * 2 * 512 * 2 * 32 * 4 / 1e9  # layers, K and V, tokens, heads and their width, bytes
     ring = step_time(config, 2, here, PackSample())
-    # q of 8 heads, k and v there, the output back, of half the heads; in backward the same the
-    # other way
+    # For half of the heads, a rank sends q of 8 heads, k and v, and gets the output back. Backward
+    # sends the same amount in the opposite directions.
     swapped = 4 * (2 * 2 + 2 * 8) * 512 * 32 * 4 / 2 / 1e9
     heads = with_values(config, {"cp_comm_type": "a2a", "cp_layout": "contiguous"})
     assert step_time(heads, 2, here, PackSample()).cp == pytest.approx(2 * swapped, rel=1e-6)
@@ -291,9 +291,8 @@ def test_messages_count_where_nothing_hides_them() -> None:
     assert sent == pytest.approx(2 * swapped / 2 + 3 * one / 2, rel=1e-6)
     assert ring.cp == pytest.approx(3 * one, rel=1e-6)
     exchanged = with_values(config, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"})
-    assert step_time(exchanged, 2, here, PackSample()).cp == pytest.approx(
-        3 * one, rel=1e-6
-    )  # one rank needs all
+    # one rank needs all keys
+    assert step_time(exchanged, 2, here, PackSample()).cp == pytest.approx(3 * one, rel=1e-6)
     apart = sample_of(config, [Metadata.of_documents(np.repeat([0, 1, 2, 3], 256))])
     assert step_time(exchanged, 2, here, apart).cp == 0
     gathered = costs.model_parameters(config.model) * 4 / 2 / 1e9
@@ -308,8 +307,8 @@ def test_messages_count_where_nothing_hides_them() -> None:
         > 0
         == step_time(config, 2, H100, PackSample()).pipeline
     )
-    # four arrive at the last stage one after another, which then waits for the last one's gradient
-    # at the first
+    # Four microbatches arrive at the last stage in sequence. It then waits until the last gradient
+    # arrives at the first stage.
     passed, sent = step_time(apart, 2, here, PackSample()), 1024 * 256 * 4 / 1e9
     assert (passed.pp, passed.pipeline) == pytest.approx((4 * sent, sent), rel=1e-6)
 
@@ -317,9 +316,8 @@ def test_messages_count_where_nothing_hides_them() -> None:
 def test_uneven_packs_make_ranks_wait() -> None:
     uneven = PackSample(areas=(0.2, 1.0))
     assert PackSample().largest(8, 1) == 1.0 < uneven.largest(8, 16) < uneven.largest(8, 1)
-    assert uneven.largest(64, 1) == pytest.approx(
-        1.0 / 0.6, rel=0.05
-    )  # one of 64 has the largest pack
+    # one of 64 ranks has the largest pack
+    assert uneven.largest(64, 1) == pytest.approx(1.0 / 0.6, rel=0.05)
 
 
 def test_packs_tell_their_areas(tmp_path: Path) -> None:
@@ -330,9 +328,8 @@ def test_packs_tell_their_areas(tmp_path: Path) -> None:
     for area, row in zip(rows.areas, rows.rows, strict=True):
         longest = np.bincount(row.document[row.leave > 0]).max()
         assert costs.causal_area(int(longest)) <= area * costs.causal_area(64) + 1
-    stated = sample_packs(
-        with_values(config, {"data_path": None}), [24]
-    )  # two of 24 tokens and one of 16 that is cut
+    # two documents of 24 tokens, and one that is truncated to 16
+    stated = sample_packs(with_values(config, {"data_path": None}), [24])
     assert stated.area == pytest.approx((2 * 300 + 136) / 2080) and len(stated.rows) == 64
 
 
@@ -361,13 +358,15 @@ FLAGPERF = {
 """Tokens/s of each of eight A100 by (tp, pp): Megatron-Core 0.6 trains Llama 3.1 8B,
 FlagOpen/FlagPerf, training/nvidia/llama3_8B-megatron/README.md, 2024."""
 TRL = {8: 364.0, 16: 696.0, 32: 1346.0}
-"""Seconds of a step of Qwen3-8B on a row of 131,072 tokens a GPU over so many H100:
-huggingface/trl, pull request 6845, 2026-08."""
+"""Seconds per step of Qwen3-8B with a row of 131,072 tokens per GPU, by number of H100s:
+huggingface/trl, pull request 6845, 2026-08.
+"""
 
 
 def test_nominal_times_are_near_published_ones() -> None:
-    """Nothing is fitted to these rows: within 15 % in the median, the fastest of them first. To the
-    H200's all is.
+    """The median error is within 15 %, and the fastest layouts come first.
+
+    Constants are fitted only to the H200 rows.
     """
     for tokens, granularity, seconds in (
         (8192, "none", 0.147),
@@ -408,7 +407,7 @@ def test_nominal_times_are_near_published_ones() -> None:
             "cp_layout": "zigzag_document",
         }
         config = with_values(RunConfig(), {**qwen, **flags})
-        # it computes attention again, which we keep
+        # TRL recomputes attention, which we keep
         again = (
             36 * 4 * costs.causal_area(ranks * 131_072) * 4096 / ranks / H100.attention["fused"][0]
         )
@@ -424,7 +423,7 @@ def test_the_sheet_has_a_source_for_every_gpu() -> None:
 
 
 class _Page(HTMLParser):
-    """What of a page could load something, and how many bars and areas it has."""
+    """Counts the elements of a page that could load something, and its bars and areas."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -516,7 +515,7 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     )
 
 
-@pytest.mark.slow  # transformers is imported
+@pytest.mark.slow  # imports transformers
 def test_a_folder_of_a_model_and_packs_become_flags_in_one_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,4 @@
-"""Sheets of hardware that somebody wrote are read, or refused in one message with every place that
-is wrong.
-"""
+"""Hand-written hardware sheets are read, or refused in one message that lists every error."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ SIZES = [
 
 
 def whole() -> dict[str, Any]:
-    """A sheet as `calibrate` writes it, of a GPU with so little memory that the longest row is soon
-    found.
+    """Return a sheet as `calibrate` writes it.
+
+    Its GPU has little memory, so the search for the longest row ends soon.
     """
     sheet = nominal_sheet()
     terms = {"dtype": "float32", "calls": 3e-4, "overlap": 0.0, "cores": 2.0, "beside": 1.0}
@@ -39,8 +38,9 @@ def whole() -> dict[str, Any]:
 
 
 def planned(folder: Path, content: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Status, output and message of a plan on a sheet; `content` is text, bytes or what YAML can
-    write.
+    """Return exit status, output and error message of a plan with a sheet.
+
+    `content` is text, bytes, or a value for YAML.
     """
     path = folder / "here.yaml"
     if isinstance(content, bytes):
@@ -55,7 +55,7 @@ def planned(folder: Path, content: Any, capsys: pytest.CaptureFixture[str]) -> t
 
 
 def places(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The keys that lead to each field, those of parts and lists too."""
+    """Return the keys that lead to each field, including fields of sections and lists."""
     keys = (
         value.keys()
         if isinstance(value, dict)
@@ -266,7 +266,7 @@ def test_only_a_regular_file_is_read(
 
 
 def test_numbers_without_a_dot_and_endless_cores_are_read(tmp_path: Path) -> None:
-    """`3e12` is a number, as in every other file of flags."""
+    """`3e12` is read as a number, as in other files of flags."""
     sheet = changed(whole(), ("terms", "cores"), math.inf)
     text = yaml.safe_dump(sheet).replace("989400000000000.0", "3e12")
     (tmp_path / "here.yaml").write_text(text)

@@ -1,6 +1,4 @@
-"""Seconds of a step by hand: who shares what, what frozen parts leave out, which kernel and which
-link there is.
-"""
+"""Step times computed by hand: shared work, savings of frozen parts, kernels and links."""
 
 from __future__ import annotations
 
@@ -44,8 +42,9 @@ def timed(
 
 @pytest.mark.parametrize("ep", [1, 2, 8])
 def test_experts_are_summed_and_stepped_by_the_ranks_that_hold_the_same(ep: int) -> None:
-    """On eight ranks each expert is stepped by eight in all; where a rank alone holds it nothing of
-    it is sent.
+    """The ranks with the same experts share their optimizer step.
+
+    If only one rank has an expert, nothing is sent for it.
     """
     config = with_values(RunConfig(), {**SMALL, **EXPERTS, "expert_model_parallel_size": ep})
     (others, _, ranks, _), (experts, _, alike, _) = shared_parts(config, [range(4)], 8)
@@ -80,7 +79,7 @@ def test_a_tower_that_is_frozen_runs_forward_once(frozen: str | None, again: boo
     config = with_values(RunConfig(), {**SMALL, **values})
     with_tower, without = timed(here, **values), timed(here, recompute_granularity="full")
     seen = 8 * costs.vision_flops(config, *costs.planned_images(config)) / 1e12
-    # rows of the table for image tokens are no row of the head
+    # rows of the table for image tokens do not belong to the head
     assert with_tower.compute - without.compute == pytest.approx(seen)
     assert (with_tower.again > 1.001 * without.again) == again
 
@@ -112,7 +111,7 @@ def test_rows_with_spans_or_branches_take_the_kernel_of_any_mask() -> None:
 
 
 def test_blocks_on_the_host_are_those_of_their_kinds() -> None:
-    """A dense one and three with experts."""
+    """There is one dense block, and three have experts."""
     slow = replace(FREE, host=1e9, overlap=0.0)
     dense, mixed, alike = (
         timed(slow, activation_offload=0.99, **values).offload
@@ -130,8 +129,7 @@ def test_what_goes_to_all_others_leaves_a_machine_by_each_adapter() -> None:
         for name in ("all_gather", "kv_exchange")
     }
     config = with_values(RunConfig(), SMALL)
-    keys = (
-        2 * 64 * config.model.query_groups * config.model.head_dim * 2 * 15
-    )  # of 64 tokens of each other rank
+    # keys and values of 64 tokens from each other rank
+    keys = 2 * 64 * config.model.query_groups * config.model.head_dim * 2 * 15
     assert rows["all_gather"] == pytest.approx(3 * 8 * 4 * keys / 8e8)
     assert rows["kv_exchange"] == pytest.approx(3 * 8 * 4 * keys / (1e8 * 15 / 8))

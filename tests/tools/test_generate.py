@@ -36,7 +36,7 @@ def question(file: str, answer: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints with a tower (`seeing`) and without one (`reading`)."""
+    """Return a folder of checkpoints with a tower (`seeing`) and without one (`reading`)."""
     folder = tmp_path_factory.mktemp("generate_tool")
     for name in ("a", "b"):
         (folder / f"{name}.png").write_bytes(encoded(noise(16, 16, ord(name))))

@@ -25,17 +25,18 @@ SIZES = {
     "hidden_dropout": 0.1,
 }
 
+# warnings of compilers and optional dependencies are not errors
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"
     ),
-    pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
+    pytest.mark.filterwarnings("default"),
 ]
 
 
 def train(device: str, **settings: object) -> tuple[list[float], list[np.ndarray]]:
-    """Losses and parameters of two steps on mixed masks."""
+    """Return losses and parameters of two steps on mixed masks."""
     model = ParallelModel(
         with_values(RunConfig(), {**SIZES, **settings}), build_grid(GridShape(), 0, device)
     )

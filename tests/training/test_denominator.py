@@ -129,7 +129,10 @@ def test_all_ranks_know_the_tokens_and_news_of_the_whole_step(shape: dict[str, i
 def test_every_rank_raises_when_peers_read_different_packs(
     shape: dict[str, int], wrong: int, pair: str
 ) -> None:
-    """One token of one pack differs on one rank; no rank may enter a collective alone."""
+    """One token of one pack differs on one rank.
+
+    Every rank must raise, so that no rank waits in a collective.
+    """
     messages = run_ranks(agreement, 4, shape, wrong, None)
     assert len(set(messages)) == 1
     assert f"ranks {pair} of replica {int('dp' in shape)} read different packs" in str(messages[0])
@@ -407,7 +410,8 @@ def test_the_ranks_of_every_collective_of_a_step_met_before_it(values: dict[str,
 
 
 MOST_FRAMES = 15
-"""One of them is who keeps what attention gave."""
+"""Largest depth of the package's calls; one frame belongs to the code that keeps attention outputs.
+"""
 
 
 def own_frames() -> list[str]:

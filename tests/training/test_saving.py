@@ -135,7 +135,7 @@ def test_what_ranks_tell_of_their_files_is_ordered() -> None:
 
 
 def _clock_of_one_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
-    """Train; the time of only rank 1 is over when it looks at the clock for the third time."""
+    """Train; only the time of rank 1 is over, at its third look at the clock."""
     looks = itertools.count(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -168,9 +168,8 @@ def test_a_damaged_image_ends_the_run_with_the_flag_that_leaves_its_document_out
     data = write_dataset(tmp_path)
     for path in data.glob("shard_*/images.bin"):
         stored = path.read_bytes()
-        for place in range(
-            len(stored)
-        ):  # the pixel data of every PNG: headers still say the right sizes
+        # change the pixel data of every PNG; the headers still have the right sizes
+        for place in range(len(stored)):
             if stored[place : place + 4] == b"IDAT":
                 damage(path, place + 6, b"\xff" * 8)
     with pytest.raises(

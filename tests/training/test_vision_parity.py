@@ -209,7 +209,7 @@ def test_the_rows_hold_what_the_comparison_is_about() -> None:
     gradients = assemble(one_process(setup)[0].gradients)
     largest = {name: np.abs(value).max() for name, value in gradients.items()}
     seen = [value for name, value in largest.items() if name.startswith(("vision", "connector"))]
-    floor = 1e-3 * max(largest.values())  # below it `compare` takes a gradient for rounding
+    floor = 1e-3 * max(largest.values())  # `compare` treats smaller gradients as rounding
     assert len(seen) > 20 and sum(value > floor for value in seen) > 0.9 * len(seen), largest
     rows = Rows(single_axis("cp"), DataRank(), 1)
     config = with_values(setup.config, {"global_batch_size": 40})

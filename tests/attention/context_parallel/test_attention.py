@@ -139,7 +139,7 @@ def attend(
 def transport_of(
     world_size: int, name: str, kernel: str, hierarchy: tuple[int, int], cap: float
 ) -> object:
-    """Cached on each rank, because a2a+p2p creates process groups."""
+    """Return the transport, cached on each rank, because a2a+p2p creates process groups."""
     return select_transport(
         name, kernel, grid(cp=world_size).cp, torch.device("cpu"), hierarchy, cap
     )
@@ -492,8 +492,8 @@ def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(
     assert pairs == sum(found[1] for found in results) * 4, (
         "each rank sees all pairs, for a fourth of the heads"
     )
-    # of 16 tokens: to each of 3 ranks two query heads, one key head and one value head; as much
-    # returns
+    # 16 tokens: two query heads, one key head and one value head go to each of 3 ranks, and two
+    # output heads return
     one_way = 16 * 3 * (2 + 1 + 1)
     back = 16 * 3 * 2
     again = one_way * (recompute == "full")

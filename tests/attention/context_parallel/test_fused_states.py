@@ -1,5 +1,6 @@
-"""The gated delta rule by a kernel for whole sequences equals ours; a stand-in has the package's
-parameters.
+"""A kernel for whole sequences gives the same results as our gated delta rule.
+
+A reference with the parameters of the package replaces the kernel.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ FIELDS = ("tokens", "labels", "loss_weights", "position_ids")
 
 
 def cp_axis(size: int, rank: int) -> Axis:
-    """An axis without communication."""
+    """Return an axis without communication."""
     return Axis("cp", size, rank, tuple(range(size)), group=None if size == 1 else object())  # type: ignore[arg-type]
 
 

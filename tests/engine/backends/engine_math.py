@@ -1,10 +1,10 @@
 """Reference math for Transformer Engine's cuDNN calls and its CUDA functions for packed sequences.
 
-Each stand-in is a loop over sequences that does the same as the CUDA code for one of them. Rows
-without a token are NaN, because the real kernels guarantee nothing about them. 16-bit values are
-computed in float64 and rounded where the real code writes them; log-sum-exps are float32.
+Each function loops over the sequences and gives the results of the CUDA code. Rows without a token
+are NaN, because the real kernels guarantee nothing about them. 16-bit values are computed in
+float64 and rounded where the real code writes them; log-sum-exps are float32.
 
-The assertions check what the C++ code requires or assumes of its arguments:
+The assertions check the requirements and assumptions of the C++ code for its arguments:
 `csrc/extensions/attention.cpp` and `common/fused_attn/context_parallel.cu` of Transformer Engine.
 """
 
@@ -134,7 +134,7 @@ Call = dict[str, Any]
 
 
 def named(function: Callable[..., Any], stand_in: Callable[[Call], Any]) -> Callable[..., Any]:
-    """Return a stand-in that accepts the arguments of `function` in any form."""
+    """Return a replacement that accepts the arguments of `function` in any form."""
     signature = inspect.signature(function)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -164,7 +164,7 @@ def _sequences(call: Call) -> list[tuple[slice, slice]]:
 
 
 def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
-    """Stand in for cuDNN's forward: return the output and `[log-sum-exp, state of dropout]`."""
+    """Replace cuDNN's forward: return the output and `[log-sum-exp, state of dropout]`."""
     mask, scale = (call["attn_mask_type"], call["window_size"][0]), call["attn_scale"]
     q, k, v = (call[name].double() for name in "qkv")
     for name in ("q", "kv"):
@@ -178,7 +178,7 @@ def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
 
 
 def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
-    """Stand in for cuDNN's backward.
+    """Replace cuDNN's backward.
 
     Keys without a query get 0, because the caller adds up the gradients of several steps.
     """
@@ -361,7 +361,7 @@ class Float64AsHalf:
 
 
 def cudnn_support(*asked: Any) -> Any:
-    """Stand in for `get_fused_attn_backend`: return a backend and the reason against it.
+    """Replace `get_fused_attn_backend`: return a backend, and the reason if it is refused.
 
     Up to 2.18 it returns only the backend, for 19 arguments.
     """

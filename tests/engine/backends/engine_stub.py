@@ -1,8 +1,9 @@
-"""Transformer Engine's Python files on CPU torch, with stand-ins for its extension and compilers.
+"""Transformer Engine's Python files on CPU torch, without its extension and compilers.
 
-Everything above the extension is the real package, in the release of the extra `gpu` or in an older
-release. Each wheel is in a separate folder (`guests` in the virtual environment, created by the
-Makefile), because megatron-core breaks if it can import only the wheel.
+The extension and the compilers are replaced. Everything above the extension is the real package, in
+the release of the extra `gpu` or in an older release. Each wheel is in a separate folder (`guests`
+in the virtual environment, created by the Makefile), because megatron-core breaks if it can import
+only the wheel.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ needs_engine = needs_release(NEWEST)
 
 
 class Anything:
-    """Stand-in for anything that a kernel's source uses at definition; decorators return the
-    function.
+    """Placeholder for any object that a kernel's source uses at definition.
+
+    Decorators return the function.
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -102,8 +104,8 @@ class Extension(types.ModuleType):
 
 @contextmanager
 def _stand_ins(files: Path) -> Iterator[None]:
-    """Provide stand-ins for the missing compilers, and disable the search for shared libraries."""
-    import torch._dynamo  # import torch's compiler first, before it can find the stand-in of triton
+    """Provide placeholders for missing compilers, and disable the search for shared libraries."""
+    import torch._dynamo  # import torch's compiler before it can find the placeholder of triton
     import torch._inductor.runtime.hints  # noqa: F401
 
     missing = [name for name in COMPILERS if name not in sys.modules]

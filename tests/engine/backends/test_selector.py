@@ -1,7 +1,7 @@
 """Decisions about Transformer Engine: by its release, and by its selector of attention kernels.
 
-The selector is the package's. Below it, a stand-in for cuDNN (`engine_math.cudnn_support`) accepts
-or rejects a call, for a Hopper GPU.
+The selector is the package's. Below it, a replacement for cuDNN (`engine_math.cudnn_support`)
+accepts or rejects a call, for a Hopper GPU.
 """
 
 from __future__ import annotations

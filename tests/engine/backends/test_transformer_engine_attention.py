@@ -265,7 +265,7 @@ def test_an_odd_and_a_large_number_of_ranks_and_the_least_release_are_the_dense_
 
 @pytest.mark.slow
 def test_sums_of_halves_cost_the_ring_a_rounding_for_each_rank_and_ours_none() -> None:
-    """A ring of n ranks adds n results in bfloat16, each of which is rounded before.
+    """A ring of n ranks adds n results in bfloat16, and each result is rounded before.
 
     The error is at most n u times their sizes with u = 2^-8 (Higham, Accuracy and Stability of
     Numerical Algorithms, 4.4), here relative to the largest value. megacp's ring adds in float32.

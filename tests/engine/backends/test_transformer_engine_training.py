@@ -272,7 +272,7 @@ def from_the_export(rank: int, world: int) -> float:
 
 
 def test_gate_and_up_stand_where_the_package_itself_says_that_its_swiglu_reads_them() -> None:
-    """The kernel is megacp's stand-in, and the export for inference is the package's.
+    """The kernel is megacp's replacement, and the export for inference is the package's.
 
     The export computes norm and SwiGLU in float32: a few roundings of 2^-24, averaged by a product
     of 48 terms.

@@ -1,5 +1,5 @@
-"""Gradient buckets: sums equal those of one process, start during backward, and have one order on
-all ranks.
+"""Gradient buckets: sums equal the sums of one process, start during backward, and have the same
+order on all ranks.
 """
 
 from __future__ import annotations

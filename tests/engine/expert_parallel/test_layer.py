@@ -215,7 +215,7 @@ def sent_by_a_step(
 def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(
     ranks: int, recompute: str, tile: int
 ) -> None:
-    """There is no communication inside a tile, because the rank without tokens has fewer tiles."""
+    """Tiles do not communicate, because the rank without tokens has fewer tiles."""
     found = run_ranks(sent_by_a_step, ranks, recompute, tile)
     sent, by_formula, rows, received = zip(*found, strict=True)
     assert sent == by_formula and sum(rows) == sum(received)

@@ -59,7 +59,7 @@ SERVES = {R: (R, I), I: (R, I), P: (P,), V: (V,)}
 
 
 class Context:
-    """Stand-in for the context that autograd passes to forward and backward."""
+    """Replacement for the context that autograd passes to forward and backward."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.needs_input_grad = [isinstance(x, Tensor) and x.requires_grad for x in inputs]

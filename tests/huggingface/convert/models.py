@@ -98,10 +98,7 @@ NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
 def sizes_of(kind: str) -> dict[str, Any]:
-    """Return the library's sizes of a model, without the width of a dense MLP if it has none.
-    molmo2: Return a model with grouped queries in its text part and different widths nearly
-    everywhere. qwen3_5: Return a model whose vision tower has 12 x 12 positions.
-    """
+    """Return the library's sizes of a model, without the width of a dense MLP if it has none."""
     return {
         name: size
         for name, size in SIZES.items()
@@ -120,7 +117,7 @@ def made(name: str, **changes: Any) -> Any:
 
 
 def molmo2(**changes: Any) -> Any:
-    """Grouped queries in the text, nearly every width another number."""
+    """Return a model with grouped queries in its text part and nearly all widths different."""
     import transformers
 
     tower = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -166,7 +163,7 @@ def molmo2(**changes: Any) -> Any:
 
 
 def qwen3_5(kind: str = "Qwen3_5", **changes: Any) -> Any:
-    """A tower of 12 x 12 positions."""
+    """Return a model whose vision tower has 12 x 12 positions."""
     import transformers
 
     given = {

@@ -181,10 +181,11 @@ def test_loss_logits_and_gradients_are_those_of_the_library(
     summed = assemble([pieces for _, pieces, _ in results])
     assert summed.keys() == gradients.keys()
     floor = 1e-3 * max(float(expected.abs().max()) for expected in gradients.values())
+    # the gradient of a key bias without rotary embedding is only rounding
     for (
         key,
         expected,
-    ) in gradients.items():  # a bias of keys without rotary embedding has no gradient but rounding
+    ) in gradients.items():
         scale = max(float(expected.abs().max()), floor)
         assert np.abs(summed[key] - expected.numpy()).max() <= 1e-10 * scale, key
 

@@ -102,7 +102,7 @@ def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) 
 
 
 def test_experts_of_every_layer_are_as_wide_as_the_librarys_mlp() -> None:
-    """There is no dense MLP that could have another width."""
+    """The model has no dense MLP, so no other width is possible."""
     written = FAMILIES["olmoe"].config(values_of(OURS["olmoe"]))
     assert (written["intermediate_size"], written["num_experts"]) == (32, 4)
 

@@ -413,9 +413,7 @@ def started(path: Path, *flags: str) -> str:
 def test_a_folder_with_a_model_and_an_adapter_is_refused_where_it_is_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The library applies the adapter, so its logits differ from those of the weights without
-    it.
-    """
+    """The library applies the adapter, so its logits differ from the logits of the weights."""
     import transformers
 
     place, adapter = tmp_path / "model", tmp_path / "adapter"

@@ -707,8 +707,9 @@ def test_a_model_with_an_adapter_answers_as_with_peft(more: dict[str, Any], tmp_
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_more_than_pairs_is_refused_by_its_name(tmp_path: Path) -> None:
-    """The fields are those of the installed peft, so a new field requires a decision to read,
-    ignore or refuse it.
+    """The test lists the fields of the installed peft.
+
+    A new field requires a decision to read, ignore or refuse it.
     """
     base, _ = tuned(tmp_path)
     path = tmp_path / "adapter_config.json"

@@ -335,7 +335,8 @@ def test_random_headers_and_indexes_are_never_a_traceback(
         status = converted(folder, tmp_path / f"b{turn}")
         told = capsys.readouterr().err
         if status == 0:
-            # a bit of a number is another number, one of the metadata's text changes nothing
+            # a flipped bit in a number gives another number; in the metadata's text it changes
+            # nothing
             assert turn % 3 == 0
             continue
         assert status == 2 and told.startswith("error: ") and told.count("\n") == 1, (turn, told)

@@ -53,10 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder like `folder`, with a dense layer between two layers with experts.
-    test_the_decay_is_that_of_the_library_and_no_update_has_rate_0: The library's warmup has one
-    more update, whose rate is 0.
-    """
+    """Return a folder like `folder`, with a dense layer between two layers with experts."""
     path = tmp_path_factory.mktemp("experts") / "tiny"
     shutil.copytree(folder, path)
     torch.manual_seed(0)
@@ -326,7 +323,7 @@ def test_a_run_draws_no_weight_that_it_reads(
 def test_the_decay_is_that_of_the_library_and_no_update_has_rate_0(
     name: str, warmup: int, updates: int
 ) -> None:
-    """The library warms up by one update more, whose rate is 0."""
+    """The library's warmup has one more update, whose rate is 0."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.25)
     (theirs,) = get_scheduler(name, optimizer, warmup, updates).lr_lambdas
     style: Any = name
@@ -437,10 +434,7 @@ def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(
 
 @pytest.fixture(scope="module")
 def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a tiny Molmo2 in the library's layout, whose text model is narrower than the Qwen3.
-    test_a_text_model_takes_the_tower_of_a_molmo2: After a step with learning rate 0, each weight is
-    as read, or as its seed initialises it on any grid.
-    """
+    """Return a tiny Molmo2 in the library's layout, whose text model is narrower than the Qwen3."""
     path = tmp_path_factory.mktemp("tower") / "molmo2"
     save("molmo2 native", path)
     return path
@@ -461,8 +455,9 @@ VLM_GRIDS: dict[str, tuple[int, list[str]]] = {
 def test_a_text_model_takes_the_tower_of_a_molmo2(
     name: str, folder: Path, tower: Path, tmp_path: Path
 ) -> None:
-    """A step at learning rate 0 leaves each weight as it was read, or as its seed makes it on any
-    grid.
+    """A step with learning rate 0 leaves each weight as read, or as its seed initialises it.
+
+    This holds on any grid.
     """
     ranks, flags = VLM_GRIDS[name]
     flags = [

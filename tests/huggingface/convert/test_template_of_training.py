@@ -192,9 +192,7 @@ def test_validation_data_by_another_template_is_refused(
 def test_training_and_export_say_in_which_form_answers_were_learned(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`generate --prompt` uses the same format: the tokens before the answer are those of the
-    dataset.
-    """
+    """`generate --prompt` uses this format: the tokens before the answer equal the dataset's."""
     template = {"chat_template": TEMPLATES["qwen_25"]} if form == "chat_template" else {}
     path = write_tokenizer(tmp_path / "t", **template)
     record = {"instruction": ASK["content"], "output": TELL["content"]}

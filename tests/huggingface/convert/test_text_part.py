@@ -1,7 +1,6 @@
-"""The text model of a folder with an unsupported vision tower: the library's logits, and its export
-as a text folder. published_gemma3: Rewrite the config as first published: without fields at their
-default, and with rope_scaling for full layers. published_qwen2_5_vl: Rewrite the config with the
-text model's fields at the top.
+"""The text model of a folder with an unsupported vision tower.
+
+Its logits equal the library's, and it is exported as a text folder.
 """
 
 from __future__ import annotations
@@ -80,8 +79,9 @@ def test_the_text_part_has_the_logits_of_the_whole_model(
 
 
 def published_gemma3(content: dict[str, Any]) -> dict[str, Any]:
-    """As the first release wrote it: fields at their defaults are silent, and a stretch is for full
-    layers.
+    """Rewrite the config as first published.
+
+    Fields at their defaults are missing, and rope_scaling applies to full layers.
     """
     text = {name: content["text_config"][name] for name in GEMMA if name not in NO_IDS}
     del text["intermediate_size"]
@@ -102,7 +102,7 @@ def published_gemma3(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def published_qwen2_5_vl(content: dict[str, Any]) -> dict[str, Any]:
-    """With the text's fields at the top."""
+    """Rewrite the config with the text model's fields at the top."""
     text = {
         name: value
         for name, value in content["text_config"].items()

@@ -1,5 +1,6 @@
-"""Answers from a checkpoint equal those of the trained model, with images, branches and several
-prompts per row.
+"""Answers from a checkpoint equal the trained model's answers.
+
+The tests cover images, branches and several prompts per row.
 """
 
 from __future__ import annotations

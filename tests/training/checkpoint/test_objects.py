@@ -181,5 +181,5 @@ def test_an_unreached_store_is_no_reason_to_load_an_earlier_one(
             load_checkpoint(place, WORLD)
         with pytest.raises(UnreachableError):
             peek(place)
-        with pytest.raises(UnreachableError):  # the next serial follows from all that there are
+        with pytest.raises(UnreachableError):  # the next serial number follows all existing ones
             committed(place)

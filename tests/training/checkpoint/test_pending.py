@@ -149,7 +149,7 @@ def test_an_error_in_the_background_is_raised_on_all_ranks_by_the_commit(tmp_pat
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 4 MiB."""
+    """Yield the folder of a real file system of 4 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     try:
@@ -217,7 +217,7 @@ def test_a_pickle_with_a_matching_hash_runs_nothing(tmp_path: Path, name: str) -
     manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest.pop("checksum")
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": checksum_of(manifest)}))
-    loaded = load_checkpoint(tmp_path, WORLD)  # all hashes are right
+    loaded = load_checkpoint(tmp_path, WORLD)  # all hashes are correct
     told = f"{name} (is damaged: it is not an index|does not contain the tensors)"
     with pytest.raises(ValueError, match=f"rank 0: .*{told}"):
         loaded.read(boxes())
@@ -238,7 +238,7 @@ def _slow(
     background: bool,
     late: int,
 ) -> str:
-    """Save where rank `late` needs `seconds` for its file; the error, if any."""
+    """Save while rank `late` needs `seconds` for its file; return the error, if any."""
     timeout = datetime.timedelta(seconds=GROUP_SECONDS)
     waiting = datetime.timedelta(seconds=file_timeout)
     world = build_grid(GridShape(dp=world_size), rank, timeout=timeout, file_timeout=waiting).world

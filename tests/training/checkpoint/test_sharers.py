@@ -15,7 +15,7 @@ from megacp.training.checkpoint.outcome import sharers
 
 
 def stated(files: list[Place], monkeypatch: pytest.MonkeyPatch) -> object:
-    """Return what a rank reports about its files to the other ranks."""
+    """Return a rank's report about its files to the other ranks."""
     said: list[object] = []
     monkeypatch.setattr(outcome, "gather_objects", lambda own, world: said.append(own) or [own])
     assert sharers(files, single_axis("world")) == [0]
@@ -25,7 +25,7 @@ def stated(files: list[Place], monkeypatch: pytest.MonkeyPatch) -> object:
 def test_a_file_that_only_one_rank_sees_in_a_shared_folder_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container with another file mounted over one of the folder: the inode stays."""
+    """A container can mount another file over one in the folder, whose inode stays the same."""
     files: list[Place] = [tmp_path / "a", tmp_path / "b"]
     for path in files:
         Path(str(path)).write_text("same")

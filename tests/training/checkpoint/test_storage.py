@@ -31,7 +31,7 @@ FILE = "rank_00000.safetensors"
 
 
 def write_payload(folder: Path, boxes: Sequence[TensorBox]) -> None:
-    """The files of one rank that has all boxes."""
+    """Write the files of one rank that has all boxes."""
     (folder / INDEX_FILE).write_bytes(index_of([write_boxes(folder, 0, boxes)[1]]).to_json())
 
 

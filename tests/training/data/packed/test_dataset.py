@@ -158,7 +158,7 @@ def test_each_flipped_bit_is_told_at_open_or_when_its_pack_is_read(dataset_path:
                 )
             except ValueError:
                 same = False
-            if not same:  # a space for a tab between two fields says the same
+            if not same:  # a space in place of a tab has the same meaning
                 with pytest.raises(ValueError, match=path.name):
                     read_all(dataset_path)
             path.write_bytes(sound)
@@ -243,9 +243,8 @@ def test_a_table_of_other_columns_or_a_pickle_is_refused(tmp_path: Path) -> None
 
 def test_a_dataset_whose_branches_know_no_leave_says_to_build_it_again(tmp_path: Path) -> None:
     write_dataset(tmp_path, [[[Segment(np.arange(9), branch_starts=(3, 6))]]])
-    table = np.load(tmp_path / "shard_00000/branches.npy")[
-        ["start", "length"]
-    ]  # as written before there were trees
+    # the format before trees were supported
+    table = np.load(tmp_path / "shard_00000/branches.npy")[["start", "length"]]
     np.save(tmp_path / "shard_00000/branches.npy", rfn.repack_fields(table))
     sign(tmp_path)
     with pytest.raises(
