@@ -1,4 +1,4 @@
-"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+"""Breaks that the tests in this folder must notice; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/engine/expert_parallel/layer.py", "tests/dry_run/test_memory.py"): [
