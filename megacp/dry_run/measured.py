@@ -61,6 +61,7 @@ def _measured_as(config: RunConfig, defers: bool) -> RunConfig:
         # `auto` is measured with the best layout of the transport
         if config.parallel.chooses_layout:
             values["cp_layout"] = transport.best_layout or transport.layouts[0]
+    # only a schedule that defers weight gradients changes what a block saves
     if defers:
         values["pipeline_schedule"] = config.parallel.pipeline_schedule
     return with_values(RunConfig(model=config.model, vision=config.vision), values)
@@ -189,6 +190,7 @@ def _remember(key: str, memory: PartMemory) -> None:
     """
     text = json.dumps([key, *memory]).encode()
     try:
+        # concurrent processes append to the same file
         handle = os.open(_file(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
         return

@@ -141,6 +141,7 @@ def _others(row: Metadata, own: np.ndarray) -> float:
 
 def _row(packs: Sequence[Metadata]) -> Metadata:
     """Join several packs into one row."""
+    # `leave` counts from the start of a pack, so it moves by the pack's first token
     first = np.cumsum([0, *map(len, packs)])
     leave = [
         np.where(one.leave > 0, one.leave + start, 0)
@@ -187,6 +188,7 @@ def sample_packs(config: RunConfig, documents: Sequence[int] = ()) -> PackSample
     single causal document each if `documents` is empty. Raise ValueError if the dataset cannot be
     read.
     """
+    # at least 4 packs, even if they are longer than the token limit allows
     count = min(SAMPLE, max(4, SAMPLE_TOKENS // max(1, config.data.seq_length)))
     if config.data.data_path is not None:
         return sample_of(config, _stored(config, count))

@@ -203,6 +203,7 @@ def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
         dp=math.lcm(max(1, ep), ranks) // ranks,
         ep=ep,
     )
+    # a single rank needs no process groups
     if shape.world_size == 1:
         yield build_grid(shape, 0, DEVICE)
         return
@@ -246,6 +247,7 @@ def _plan_of(config: RunConfig) -> AttentionPlan:
 
 def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     sink: WeightGradients | None = None
+    # the choice of a run: defer weight gradients, add them to the sums, or leave them to autograd
     if config.parallel.defers_weight_gradients:
         sink = DeferredWeightGradients()
     elif config.training.gradient_accumulation_fusion and not config.parallel.sharding.parameters:
@@ -315,6 +317,7 @@ def _measure(follow: Follow, run: Run) -> PartMemory:
         torch.autograd.backward(result, torch.empty_like(result))
         # the result is not included: the next part has freed it before this part runs backward
         backward = follow.most - before - own
+    # release the graph and its inputs, so that only leftovers of backward remain
     del result, run
     if backward:
         left = follow.alive - before

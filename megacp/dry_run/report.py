@@ -54,6 +54,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
     The first `left` columns are left-aligned, the remaining columns right-aligned.
     """
+    # each column is as wide as its longest text
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -79,6 +80,7 @@ def _section(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
 def _heading(config: RunConfig, world_size: int) -> str:
     m = config.model
     shape = config.grid_shape(world_size)
+    # the axes in the order of ranks, from slowest to fastest
     product = " x ".join(f"{name} {getattr(shape, name)}" for name in reversed(AXES))
     parameters = human_count(costs.run_parameters(config))
     heads = f"{m.num_attention_heads} heads / {m.query_groups} query groups of {m.head_dim}"
@@ -146,6 +148,7 @@ def _expert_load(config: RunConfig) -> list[str]:
     """
     ep = config.parallel.expert_model_parallel_size
     loads = []
+    # the first routed layer represents all of them
     layer = next(i for i, layer in enumerate(layers_of(config.model)) if layer.is_routed)
     cases = (
         (1.0, "even"),
@@ -173,6 +176,7 @@ def _grid(config: RunConfig, world_size: int) -> str:
         groups |= zip(("ep", "edp"), shape.experts(0), strict=True)
     stride = 1
     for name, members in groups.items():
+        # a large group shows its first four ranks and its last rank
         shown = members if len(members) <= 8 else [*members[:4], "...", members[-1]]
         # ep and edp divide the same ranks a second time, starting at stride 1
         if name == "ep":
@@ -233,6 +237,7 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     rows = [["stage", *(name.replace("_", " ") for name in names)]]
     for stage, of_stage in enumerate(terms):
         rows.append([str(stage), *(human_bytes(getattr(of_stage, name)) for name in names)])
+    # the first of the stages with the highest peak
     fullest = max(range(len(terms)), key=lambda stage: terms[stage].total)
     full = terms[fullest]
     # a stage without a vision tower has no vision phase
@@ -260,6 +265,7 @@ def _messages(config: RunConfig, world_size: int, sample: PackSample) -> str:
         if _any_nonzero(found, field.name):
             axes.append(field.name)
     rows = [["stage", *axes, "total"]]
+    # one row per pipeline stage, with bytes for each axis and their sum
     for stage, of_stage in enumerate(found):
         sent = [getattr(of_stage, axis) for axis in axes]
         rows.append([str(stage), *map(human_bytes, [*sent, of_stage.total])])
@@ -312,6 +318,7 @@ def _step(config: RunConfig, world_size: int, sample: PackSample) -> str:
     packs = t.global_batch_size
     tokens = packs * length
     text, seeing = step_work(config, sample)
+    # forward FLOPs, separately for linear layers and attention
     flops = costs.model_flops(config.model, tokens, _mean_area(config, sample))
     # forward and backward of attention, as a share of all FLOPs of text
     share = flops.attention * (1 + PUBLISHED_BACKWARD) / text
