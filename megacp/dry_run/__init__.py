@@ -1,7 +1,7 @@
-"""Memory, messages, FLOPs and shape of a layout, computed without running it.
+"""Compute memory, messages, FLOPs and shape of a layout without running it.
 
-`describe(config, world_size)` is the report of `--dry-run`. The package imports megacp.training and
-the packages below it. Seconds are predicted by megacp.plan.
+`describe(config, world_size)` returns the report of `--dry-run`. The package may import
+megacp.training and lower packages. The package megacp.plan predicts times.
 """
 
 from megacp.public import exports

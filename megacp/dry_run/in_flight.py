@@ -1,7 +1,7 @@
-"""What a stage of a pipeline holds at each moment of a step: microbatches in flight and weight
-gradients that wait.
+"""Count a pipeline stage's microbatches in flight and deferred weight gradients during a step.
 
-It follows from the list of what the stage computes, which is the one that a run executes.
+The counts follow from the schedule's list of computations, which is also the list that a run
+executes.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 
 
 class Held(NamedTuple):
-    """Most that a stage holds at once in a step."""
+    """Maximum numbers that a stage holds at the same time in a step."""
 
     in_flight: int
-    """Activations of a chunk, from its forward to its backward."""
+    """Sets of chunk activations; a set exists from a chunk's forward to its backward."""
     rows: int
     """Microbatches between forward and backward of the stage's first chunk."""
     deferred: int | None
-    """Backwards whose weight gradients wait while another one runs; None where none ever do."""
+    """Earlier backwards with deferred weight gradients; None if the schedule defers none."""
 
 
 @functools.cache
 def most_held(config: RunConfig, stage: int, world_size: int) -> Held:
-    """By the list of what the stage computes."""
-    in_flight, rows, deferred = zip(
-        *(held for _, held in held_over(config, stage, world_size)), strict=True
-    )
-    return Held(max(in_flight), max(rows), None if deferred[0] is None else max(deferred))
+    """Return the maximum of each number over the computations of a step."""
+    moments = [held for _, held in held_over(config, stage, world_size)]
+    deferred = None
+    if moments[0].deferred is not None:
+        deferred = max(held.deferred or 0 for held in moments)
+    in_flight = max(held.in_flight for held in moments)
+    return Held(in_flight, max(held.rows for held in moments), deferred)
 
 
 def held_over(config: RunConfig, stage: int, world_size: int) -> list[tuple[Action, Held]]:
-    """What the stage computes in a step, and what it holds while it does."""
+    """Return the computations of a stage in a step, with the numbers held during each."""
     p = config.parallel
     sizes = (
         p.pipeline_model_parallel_size,
@@ -46,12 +48,19 @@ def held_over(config: RunConfig, stage: int, world_size: int) -> list[tuple[Acti
     in_flight = rows = deferred = 0
     found = []
     for compute in computes:
-        begins, ends = compute.kind is Kind.FORWARD, compute.kind is Kind.BACKWARD
-        in_flight += begins
-        rows += begins and compute.chunk == 0
-        deferred -= compute.kind is Kind.WEIGHTS
+        # a forward adds activations before it runs
+        if compute.kind is Kind.FORWARD:
+            in_flight += 1
+            if compute.chunk == 0:
+                rows += 1
+        # a computation of weight gradients counts as no longer deferred while it runs
+        elif compute.kind is Kind.WEIGHTS:
+            deferred -= 1
         found.append((compute, Held(in_flight, rows, deferred if defers else None)))
-        in_flight -= ends
-        rows -= ends and compute.chunk == 0
-        deferred += ends
+        # a backward frees activations only after it has run
+        if compute.kind is Kind.BACKWARD:
+            in_flight -= 1
+            deferred += 1
+            if compute.chunk == 0:
+                rows -= 1
     return found

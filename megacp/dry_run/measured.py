@@ -1,9 +1,9 @@
-"""What the parts of a model hold on one rank, measured once and then remembered.
+"""Measure the memory of model parts on one rank, and cache the results.
 
-A measurement runs the part on tensors without numbers (megacp/dry_run/parts.py), which takes some
-hundredths of a second and torch. Its results are kept in the user's cache under a hash of all it
-depends on: the settings that the part is built from and the source code that ran. A search over a
-thousand layouts needs about a hundred of them.
+A measurement runs the part on tensors without data (megacp/dry_run/parts.py). It needs torch and
+takes a few hundredths of a second. The user's cache stores the result under a hash of its inputs:
+the settings that the part is built from, and the source code. A search over a thousand layouts
+needs about a hundred measurements.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megacp.engine.layers.table import tokens_per_rank
 from megacp.storage import files
 from megacp.storage.cache import cache_folder
 
+# All settings, besides the model's, from which a part is built and on which its memory depends.
 _SETTINGS = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -43,33 +44,31 @@ _SETTINGS = (
     "moe_router_bias_update_rate",
     "seq_length",
 )
-"""Settings besides those of the model that the memory of a part depends on. A part is built from
-nothing else.
-"""
 
 
 @functools.lru_cache(2**14)
 def _measured_as(config: RunConfig, defers: bool) -> RunConfig:
-    """Return a configuration that differs from the default only in what a part depends on."""
+    """Return the default configuration, changed only in settings that a part depends on."""
     given = flatten(config)
     values = {name: given[name] for name in _SETTINGS}
+    # strategies that do not shard parameters differ only outside the parts
     if not config.parallel.sharding.parameters:
         del values["data_parallel_sharding_strategy"]
     if config.parallel.context_parallel_size > 1:
         transport = transport_of(config)
         values["cp_comm_type"] = transport.name
         values["cp_layout"] = config.parallel.cp_layout
+        # `auto` is measured with the best layout of the transport
         if config.parallel.chooses_layout:
             values["cp_layout"] = transport.best_layout or transport.layouts[0]
+    # only a schedule that defers weight gradients changes what a block saves
     if defers:
         values["pipeline_schedule"] = config.parallel.pipeline_schedule
     return with_values(RunConfig(model=config.model, vision=config.vision), values)
 
 
 def as_one_rank(config: RunConfig) -> RunConfig:
-    """Return the configuration of one rank that has the tokens of a context-parallel rank as a row
-    of its own.
-    """
+    """Return a configuration without context parallelism and with a cp rank's tokens as a row."""
     values: dict[str, Value] = {
         "context_parallel_size": 1,
         "hierarchical_context_parallel_sizes": None,
@@ -82,8 +81,9 @@ def as_one_rank(config: RunConfig) -> RunConfig:
 
 @functools.lru_cache(2**14)
 def _head_measured_as(config: RunConfig) -> RunConfig:
-    """Return a configuration that keeps only what the head depends on: how attention works is not
-    part of it.
+    """Return the default configuration, changed only in settings that the head depends on.
+
+    Settings of attention and of blocks have their defaults.
     """
     default = RunConfig().training
     values: dict[str, Value] = {
@@ -96,15 +96,17 @@ def _head_measured_as(config: RunConfig) -> RunConfig:
 
 
 def block_memory(config: RunConfig, layer: int, defers: bool = False) -> PartMemory:
-    """Return what a block of the decoder holds; `defers`: its weight gradients wait (zero
-    bubble).
+    """Return the memory of a decoder block.
+
+    `defers` means that the schedule defers its weight gradients (zero bubble).
     """
     return _found("block", _measured_as(config, defers), (layer,))
 
 
 def head_memory(config: RunConfig) -> PartMemory:
-    """Return what the final norm, the output head and the loss hold; nothing while the vocabulary
-    is unknown.
+    """Return the memory of the final norm, the output head and the loss.
+
+    The result is zero if the size of the vocabulary is unknown.
     """
     if config.model.vocab_size == 0:
         return NOTHING
@@ -112,7 +114,7 @@ def head_memory(config: RunConfig) -> PartMemory:
 
 
 def vision_memory(config: RunConfig, crops: int, pooled: int) -> PartMemory:
-    """Return what tower and connector hold for so many crops and pooled tokens."""
+    """Return the memory of tower and connector for numbers of crops and pooled tokens."""
     if crops == 0 or pooled == 0:
         return NOTHING
     return _found("vision", _vision_measured_as(config), (crops, pooled))
@@ -120,8 +122,9 @@ def vision_memory(config: RunConfig, crops: int, pooled: int) -> PartMemory:
 
 @functools.lru_cache(2**14)
 def _vision_measured_as(config: RunConfig) -> RunConfig:
-    """Return a configuration that keeps only what images depend on: each rank encodes its own,
-    whatever the row is.
+    """Return the default configuration, changed only in settings that images depend on.
+
+    Each rank encodes separate images, so the length of a row does not matter.
     """
     values: dict[str, Value] = {
         "seq_length": RunConfig().data.seq_length,
@@ -132,10 +135,11 @@ def _vision_measured_as(config: RunConfig) -> RunConfig:
 
 @functools.cache
 def _found(part: str, config: RunConfig, sizes: tuple[int, ...]) -> PartMemory:
-    key = _hash(json.dumps([part, sizes, flatten(config)], sort_keys=True, default=str).encode())
+    inputs = json.dumps([part, sizes, flatten(config)], sort_keys=True, default=str)
+    key = _hash(inputs.encode())
     known = _remembered()
     if key not in known:
-        # imports torch
+        # import torch only if a measurement is missing
         from megacp.dry_run import parts
 
         known[key] = getattr(parts, part)(config, *sizes)
@@ -149,15 +153,16 @@ def _hash(text: bytes) -> str:
 
 @functools.cache
 def _file() -> Path:
-    """Return the file of the measurements that this source code has made."""
+    """Return the cache file for this source code and version of torch."""
     ran = f"{files.source_digest()} {importlib.metadata.version('torch')}"
     return cache_folder("measured") / f"{_hash(ran.encode())}.jsonl"
 
 
 @functools.cache
 def _remembered() -> dict[str, PartMemory]:
-    """Return the measurements of the file. A line that was damaged or cut off is left out, and
-    measured again.
+    """Return the measurements in the cache file.
+
+    Lines that are damaged or truncated are skipped, and their parts are measured again.
     """
     found = {}
     try:
@@ -165,6 +170,7 @@ def _remembered() -> dict[str, PartMemory]:
     except OSError:
         lines = []
     for line in lines:
+        # a checksum comes first
         check, _, text = line.partition(b" ")
         if check != _check(text):
             continue
@@ -178,11 +184,13 @@ def _check(text: bytes) -> bytes:
 
 
 def _remember(key: str, memory: PartMemory) -> None:
-    """Add a line to the file, in one write, so that processes can add theirs at once; a full disk
-    loses it.
+    """Append a line to the cache file; errors such as a full disk are ignored.
+
+    A single write appends the line, because several processes may append at the same time.
     """
     text = json.dumps([key, *memory]).encode()
     try:
+        # concurrent processes append to the same file
         handle = os.open(_file(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
         return

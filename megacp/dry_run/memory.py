@@ -1,13 +1,13 @@
-"""Bytes on one rank, term by term, and the phase of a step in which most of them live at once.
+"""Predict the bytes of each memory term on one rank, and the phase of a step with the highest peak.
 
-Every term knows the axis that shrinks it. Weights fall with tp and pp, and under full sharding with
-dp x cp like the optimizer's state; gradients as `--data-parallel-sharding-strategy` says;
-activations with cp and tp (dry_run/activations.py; without sequence parallelism only those inside
-attention and MLP fall with tp).
+Each term shrinks along certain axes. Weights shrink with tp and pp, and under full sharding also
+with dp x cp, as optimizer state does. Gradients follow `--data-parallel-sharding-strategy`.
+Activations shrink with cp and tp (measured by dry_run/parts.py); without sequence parallelism, only
+activations inside attention and MLP shrink with tp.
 
-The estimate leaves out the framework itself, kernels' scratch space, fragmentation, and
-collectives' copies. It counts sums of gradients from the first microbatch on, and one block's work
-on top of all that is kept.
+The estimate leaves out the framework itself, scratch memory of kernels, fragmentation, and copies
+made by collectives. It counts gradient sums from the first microbatch on, and adds the work of one
+block to everything that is kept.
 """
 
 from __future__ import annotations
@@ -44,62 +44,79 @@ class GatheredPart:
     """Parameters on one tp rank that are gathered together."""
 
     role: str
-    """`embedding`, `vision`, `block`, `head`, or `chunk` for those that are in no other part of
-    their chunk.
-    """
+    """`embedding`, `vision`, `block`, `head`, or `chunk` for a chunk's other parameters."""
     parameters: int
     trained: int
 
 
 @functools.lru_cache(2**12)
 def chunk_parts(config: RunConfig, layers: range) -> Sequence[GatheredPart]:
-    """The parts of the model chunk that holds `layers`, in the order of the forward pass.
+    """Return the parts of the model chunk with these `layers`, in the order of the forward pass.
 
-    A table that is embedding and head of one chunk belongs to the chunk, with the final norm.
+    If embedding and head of a chunk are tied, their table is in the `chunk` part, with the final
+    norm.
     """
-    model, v, tp = config.model, config.vision, config.parallel.tensor_model_parallel_size
-    first, last = layers.start == 0, layers.stop == model.num_layers
+    model, v = config.model, config.vision
+    tp = config.parallel.tensor_model_parallel_size
+    ep = config.parallel.expert_model_parallel_size
+    frozen = config.frozen_parts
+    first = layers.start == 0
+    last = layers.stop == model.num_layers
     shared = first and last and not model.untie_embeddings_and_output_weights
     table = vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size
+    # the output table, and one row for the final norm
     head = (1 + vocabulary_rows(model, model.vocab_size, tp)) * model.hidden_size
 
-    frozen, ep = config.frozen_parts, config.parallel.expert_model_parallel_size
-
     def text(role: str, count: int, pairs: int = 0) -> GatheredPart:
-        return GatheredPart(role, count + pairs, pairs + count * ("text" not in frozen))
-
-    found = [text("embedding", table)] if first and not shared else []
-    if first and v.vision_num_layers:
-        tower, connector = tower_parameters(config, tp), connector_parameters(config, tp)
-        trained = tower * ("vision" not in frozen) + connector * ("connector" not in frozen)
-        found.append(GatheredPart("vision", tower + connector, trained))
+        # low-rank pairs are trained even if the text model is frozen
+        trained = pairs if "text" in frozen else pairs + count
+        return GatheredPart(role, count + pairs, trained)
 
     def block(layer: int) -> GatheredPart:
-        return text(
-            "block", layer_parameters(model, tp, layer, ep), pair_parameters(model, tp, layer, ep)
-        )
+        count = layer_parameters(model, tp, layer, ep)
+        return text("block", count, pair_parameters(model, tp, layer, ep))
 
+    found = []
+    if first and not shared:
+        found.append(text("embedding", table))
+    if first and v.vision_num_layers:
+        tower = tower_parameters(config, tp)
+        connector = connector_parameters(config, tp)
+        trained = 0
+        if "vision" not in frozen:
+            trained += tower
+        if "connector" not in frozen:
+            trained += connector
+        found.append(GatheredPart("vision", tower + connector, trained))
     found += of_layers(model, layers, block)
-    if last:
-        found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
+    if shared:
+        found.append(text("chunk", table + model.hidden_size))
+    elif last:
+        found.append(text("head", head))
     return found
 
 
 def stage_parameters(config: RunConfig, chunks: Sequence[range], *, trained: bool = False) -> int:
-    """Parameters on one tp rank of a pipeline stage that holds the layers `chunks`; `trained`:
-    without frozen ones.
+    """Return the number of parameters on one tp rank of a stage with the layers `chunks`.
 
-    A tied embedding stands on the first and on the last stage (once where they are one stage);
-    vision on the first.
+    If `trained`, frozen parameters are not counted. A tied embedding counts on the first and on the
+    last stage (once if they are the same stage), vision on the first.
     """
-    parts = [part for layers in chunks for part in chunk_parts(config, layers)]
+    parts = _parts_of(config, chunks)
     return sum(part.trained if trained else part.parameters for part in parts)
 
 
+def _parts_of(config: RunConfig, chunks: Sequence[range]) -> list[GatheredPart]:
+    return [part for layers in chunks for part in chunk_parts(config, layers)]
+
+
+# Terms on the device in every phase.
 STATE = ("weights", "gradients", "optimizer")
+# Terms on the device in each phase of a step.
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": (*STATE, "gathered", "sums", "rows", "activations", "messages"),
     "loss": (*STATE, "gathered_head", "sums", "rows", "activations", "messages", "head"),
+    # when the head's gradient is reduced, only earlier microbatches have gradient sums
     "table": (
         "weights",
         "earlier",
@@ -124,68 +141,64 @@ PHASES: dict[str, tuple[str, ...]] = {
     "optimizer": (*STATE, "update"),
     "checkpoint": (*STATE, "saved"),
 }
-"""The terms that live in each phase of a step."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of each term on one rank of a pipeline stage: parameters, gradients and moments, their
-    copies on the way, and what a microbatch needs.
+    """Bytes of each term on one rank of a pipeline stage.
+
+    The terms are parameters, gradients, optimizer moments, copies during communication, and the
+    needs of microbatches.
     """
 
     weights: int
-    """Parameters that this rank keeps: whole ones, or shards, which are the master weights too."""
+    """Parameters that this rank keeps: whole, or as shards that are also the master weights."""
     gradients: int
-    """Sums of the step: whole (`optim`), or this rank's share."""
+    """Gradient sums of the step: whole (`optim`), or this rank's share."""
     optimizer: int
-    """What the rules keep (two moments), and the master weights of a 16-bit model."""
+    """Optimizer state (two moments), and the master weights of a 16-bit model."""
     gathered: int = 0
-    """Parameters of full sharding that are whole while blocks compute: two blocks, or chunks of a
-    pipeline.
-    """
+    """Parameters that full sharding gathers while blocks compute: two blocks, or model chunks."""
     gathered_head: int = 0
-    """Parameters of full sharding that are whole in the loss."""
+    """Parameters that full sharding gathers for the loss."""
     sums: int = 0
-    """Sharded gradients of the microbatch before: a bucket under way, and this rank's part of it.
-    """
+    """Sharded gradients of the last microbatch: a bucket being reduced, and this rank's share."""
     unreduced: int = 0
-    """Gradients of the microbatch at work, before they are summed over the ranks."""
+    """Gradients of the current microbatch before their reduction."""
     earlier: int = 0
-    """Sums of earlier microbatches of the step when the head's gradient is summed; the first one
-    has none.
+    """Gradient sums of earlier microbatches while the head's gradient is reduced; 0 for a single
+    microbatch.
     """
     table: int = 0
-    """The head's gradient on its way under full sharding, and what stands beside it."""
+    """The head's gradient during its reduction under full sharding, and the memory used with it."""
     update: int = 0
-    """Gradients summed over instances, and updated parameters on their way."""
+    """Gradients summed over optimizer instances, and updated parameters during their gather."""
     saved: int = 0
     """Shards in the model's dtype, for a checkpoint."""
     rows: int = 0
-    """Labels, pixels, names of tokens and rotary angles of all microbatches in flight."""
+    """Labels, pixels, token indices and rotary angles of all microbatches in flight."""
     activations: int = 0
-    """What blocks and vision keep for all microbatches in flight."""
+    """Saved activations of blocks and vision, for all microbatches in flight."""
     messages: int = 0
-    """Hidden states and their gradients under way between stages."""
+    """Hidden states and their gradients in transfer between stages."""
     block: int = 0
-    """Work of one block's backward (`activations.block_work`), and a tied table's gradient that
-    waits for its other part."""
+    """Work of one block's backward, and the gradient of a tied table until it is complete."""
     vision: int = 0
-    """What is left of the activations when the tower runs backward, and the work of one of its
-    blocks.
-    """
+    """Activations that remain when the tower runs backward, and the work of one of its blocks."""
     head: int = 0
-    """Logits or their gradient for a chunk of tokens, the final norm and the table's gradient; on
-    the last stage.
+    """Logits or their gradient for a chunk of tokens, the final norm and the table's gradient; only
+    on the last stage.
     """
     host: int = 0
-    """Activations that wait in host memory; in no phase."""
+    """Activations offloaded to host memory; not part of any phase."""
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes of each phase at its highest."""
-        return {
-            phase: sum(getattr(self, term) for term in terms) for phase, terms in PHASES.items()
-        }
+        """Peak bytes of each phase."""
+        found = {}
+        for phase, terms in PHASES.items():
+            found[phase] = sum(getattr(self, term) for term in terms)
+        return found
 
     @property
     def total(self) -> int:
@@ -197,20 +210,18 @@ class BlockBackward(NamedTuple):
     """Bytes of a block in its backward."""
 
     work: int
-    """The peak beyond what it keeps."""
+    """Peak of backward beyond the saved activations."""
     kept: int
-    """What is gone when it is done; 0 where that is on the host."""
+    """Saved activations that backward frees; 0 if they are on the host."""
     end: int = 0
-    """What stands when it is done under full sharding, beyond what it kept: its gradients, also in
-    the wide dtype.
-    """
+    """Gradients in both dtypes at the end of backward under full sharding, minus `kept`."""
 
 
 def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> int:
-    """Return the most that a block's backward needs above all that is kept.
+    """Return the largest number of bytes that backward needs beyond all saved activations.
 
-    The blocks behind it in its chunk have let theirs go. `behind` is what stands of the block
-    before: its gradients in the wide dtype, which are being summed.
+    Backward runs a chunk's blocks from last to first. Each finished block frees its activations.
+    `behind` is the size of the wide gradients of the previous block, which are being reduced.
     """
     most = 0
     for blocks in chunks:
@@ -218,6 +229,7 @@ def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> 
         for block in reversed(blocks):
             most = max(most, block.work + standing - gone, block.end - gone)
             gone += block.kept
+            # from the second block on, the previous block's gradients are being reduced
             standing = behind
     return most
 
@@ -225,34 +237,32 @@ def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> 
 def shared_parts(
     config: RunConfig, chunks: Sequence[range], world_size: int
 ) -> list[tuple[int, int, int, int]]:
-    """Parameters of a stage on one tp rank and trained ones, the ranks that share these and how far
-    apart they stand: of all but experts, and of experts.
+    """Return sizes and sharing ranks of a stage's parameters: without experts, then experts.
+
+    Each entry has the parameters on one tp rank, the trained ones among them, the number of ranks
+    that share their state, and the distance between these ranks.
     """
-    p, tp, ep = (
-        config.parallel,
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.expert_model_parallel_size,
-    )
-    ranks = (
-        config.data_parallel_size(world_size)
-        * p.context_parallel_size
-        // p.num_distributed_optimizer_instances
-    )
-    parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
-    numbers = [layer for layers in chunks for layer in layers]
-    experts, pairs = (
-        sum(
-            of_layers(
-                config.model,
-                numbers,
-                functools.partial(expert_parameters, config.model, ep=ep, pairs=of_pairs),
-            )
-        )
-        for of_pairs in (False, True)
-    )
+    p = config.parallel
+    tp, ep = p.tensor_model_parallel_size, p.expert_model_parallel_size
+    replicas = config.data_parallel_size(world_size) * p.context_parallel_size
+    ranks = replicas // p.num_distributed_optimizer_instances
+    parameters = stage_parameters(config, chunks)
+    trained = stage_parameters(config, chunks, trained=True)
+    experts = _expert_parameters(config, chunks, pairs=False)
+    pairs = _expert_parameters(config, chunks, pairs=True)
+    # of frozen experts only the low-rank pairs are trained
     of_experts = pairs if "text" in config.frozen_parts else experts
     others = parameters - experts - pairs, trained - of_experts, ranks, tp
+    # experts are divided over ep instead of tp, so other ranks have copies of them
     return [others, (experts + pairs, of_experts, max(1, ranks * tp // ep), ep)]
+
+
+def _expert_parameters(config: RunConfig, chunks: Sequence[range], *, pairs: bool) -> int:
+    """Return the parameters of a stage's experts on one rank, or of their low-rank pairs."""
+    ep = config.parallel.expert_model_parallel_size
+    count = functools.partial(expert_parameters, config.model, ep=ep, pairs=pairs)
+    numbers = [layer for layers in chunks for layer in layers]
+    return sum(of_layers(config.model, numbers, count))
 
 
 def stage_state(
@@ -261,201 +271,268 @@ def stage_state(
     world_size: int,
     blocks: Sequence[Sequence[BlockBackward]],
 ) -> RankMemory:
-    """The state of a rank, without activations, of chunks with these `blocks`."""
-    size, wide = config.training.element_bytes, config.training.accumulation_bytes
-    instances = config.parallel.num_distributed_optimizer_instances
+    """Return the memory of a rank without its activations; `blocks` are those of its chunks."""
     parts = shared_parts(config, chunks, world_size)
-    parameters, trained = (sum(part[number] for part in parts) for number in (0, 1))
-    share, narrow = sum(-(-count // ranks) for _, count, ranks, _ in parts), size < wide
-    ranks, tp = parts[0][2:]
-    kinds = max(
-        len(STATE_KINDS[rule]) for rule in STEPPED_BY.values()
-    )  # as if one rule stepped all
-    copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
-    sharding = config.parallel.sharding
-    shares = any(
-        count and ranks > 1 for count, _, ranks, _ in parts
-    )  # else a rank keeps them whole
-    if sharding.parameters and shares:
-        gathered, head = _gathered(config, chunks)
-        gathering = [part for layers in chunks for part in chunk_parts(config, layers)]
-        block, table = (
-            max((p.trained for p in gathering if p.role == role), default=0)
-            for role in ("block", "head")
-        )
-        residual = residual_bytes(config)
-        ending = [
-            [_with_end(one, residual + block * (size + wide)) for one in of_chunk]
-            for of_chunk in blocks
-        ]
-        return RankMemory(
-            weights=share * wide
-            + sum(-(-(count - moved) // ranks) for count, moved, ranks, _ in parts) * size,
-            gradients=share * wide,
-            optimizer=share * kinds * wide,
-            gathered=gathered * size,
-            gathered_head=head * size,
-            # the wide gradients of a block stay until those of the next block are all there
-            unreduced=most_at_work(ending, block * wide) - most_at_work(blocks),
-            earlier=share * wide if config.num_microbatches(world_size) > 1 else 0,
-            table=_table_on_its_way(config, table, ranks, block, blocks[-1][-1].work),
-            update=copies,
-            saved=share * size * narrow,
-        )
-    model = config.model
-    largest = max(
-        2 * _last_weight(config),
-        vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size,
+    # a part without trained parameters, or on a single rank, has nothing to shard
+    shares = any(count and ranks > 1 for _all, count, ranks, _ in parts)
+    if config.parallel.sharding.parameters and shares:
+        return _fully_sharded_state(config, chunks, world_size, blocks)
+    return _replicated_state(config, parts)
+
+
+def _fully_sharded_state(
+    config: RunConfig,
+    chunks: Sequence[range],
+    world_size: int,
+    blocks: Sequence[Sequence[BlockBackward]],
+) -> RankMemory:
+    size, wide = config.training.element_bytes, config.training.accumulation_bytes
+    parts = shared_parts(config, chunks, world_size)
+    share = _state_share(parts)
+    ranks = parts[0][2]
+    gathered, head = _gathered(config, chunks)
+    gathering = _parts_of(config, chunks)
+    block = max((p.trained for p in gathering if p.role == "block"), default=0)
+    table = max((p.trained for p in gathering if p.role == "head"), default=0)
+    # at the end of a block, its gradients exist in both dtypes, next to the gradient of its input
+    standing = residual_bytes(config) + block * (size + wide)
+    ending = []
+    for of_chunk in blocks:
+        ending.append([one._replace(end=standing - one.kept) for one in of_chunk])
+    # frozen parameters are sharded in the model's dtype, trained ones as master weights
+    frozen = sum(-(-(count - moved) // ranks) for count, moved, ranks, _ in parts)
+    # the wide gradients of a block stay until the next block has all its gradients
+    unreduced = most_at_work(ending, block * wide) - most_at_work(blocks)
+    return RankMemory(
+        weights=share * wide + frozen * size,
+        gradients=share * wide,
+        optimizer=share * _state_kinds() * wide,
+        gathered=gathered * size,
+        gathered_head=head * size,
+        unreduced=unreduced,
+        earlier=share * wide if config.num_microbatches(world_size) > 1 else 0,
+        table=_table_on_its_way(config, table, ranks, block, blocks[-1][-1].work),
+        update=_instance_copies(config, share),
+        saved=share * size if size < wide else 0,
     )
-    bucket = min(
-        trained, max(config.parallel.ddp_bucket_size, largest)
-    )  # gate and up are one, or it is a table
-    two = min(trained, 2 * bucket)
-    apart = sharding.gradients
-    arriving = bucket // ranks * wide if ranks > 1 else 0
+
+
+def _replicated_state(config: RunConfig, parts: Sequence[tuple[int, int, int, int]]) -> RankMemory:
+    """Return the state if each rank has whole parameters; `parts` are from `shared_parts`."""
+    model = config.model
+    size, wide = config.training.element_bytes, config.training.accumulation_bytes
+    parameters = sum(part[0] for part in parts)
+    trained = sum(part[1] for part in parts)
+    share = _state_share(parts)
+    _, _, ranks, tp = parts[0]
+    # a bucket has room for the largest weight: a fused gate and up, or a vocabulary table
+    table = vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size
+    largest = max(2 * _last_weight(config), table)
+    bucket = min(trained, max(config.parallel.ddp_bucket_size, largest))
+    state = _state_kinds()
+    if size < wide:
+        state += 1  # master weights
+    gradients = trained
+    sums = unreduced = 0
+    if config.parallel.sharding.gradients:
+        gradients = share
+        unreduced = bucket * wide
+        if ranks > 1:
+            # a bucket that is being reduced, and this rank's part of the result
+            sums = bucket * wide + bucket // ranks * wide
+    # updated parameters are gathered in two buckets at a time
+    gathering = min(trained, 2 * bucket) * size if ranks > 1 else 0
     return RankMemory(
         weights=parameters * size,
-        gradients=(share if apart else trained) * wide,
-        optimizer=share * (kinds + narrow) * wide,
-        sums=bucket * wide * (ranks > 1) + arriving if apart else 0,
-        unreduced=bucket * wide if apart else 0,
-        update=max(copies, two * size * (ranks > 1)),
+        gradients=gradients * wide,
+        optimizer=share * state * wide,
+        sums=sums,
+        unreduced=unreduced,
+        update=max(_instance_copies(config, share), gathering),
     )
+
+
+def _state_share(parts: Sequence[tuple[int, int, int, int]]) -> int:
+    """Return the trained parameters whose optimizer state one rank stores."""
+    return sum(-(-count // ranks) for _all, count, ranks, _ in parts)
+
+
+def _state_kinds() -> int:
+    """Return the largest number of state tensors per parameter of any optimizer rule."""
+    return max(len(STATE_KINDS[rule]) for rule in STEPPED_BY.values())
+
+
+def _instance_copies(config: RunConfig, share: int) -> int:
+    """Return the bytes of the sum over optimizer instances: its joined input, and its result."""
+    if config.parallel.num_distributed_optimizer_instances == 1:
+        return 0
+    return 2 * share * config.training.accumulation_bytes
 
 
 def _table_on_its_way(config: RunConfig, table: int, ranks: int, block: int, work: int) -> int:
-    """Return the bytes beside activations and two gathered blocks while the head's gradient is
-    summed over the ranks.
+    """Return the bytes in use while the head's gradient is reduced over the ranks.
 
-    `table` and `block` are parameters, `work` is what the last block's backward needs.
+    Activations and two gathered blocks are not included. `table` and `block` are numbers of
+    parameters; `work` is the number of bytes that the last block's backward needs.
     """
     if table == 0:
         return 0
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
-    # what the wide copy is made from, this rank's part, and the gradient of the last block's
-    # result; so far only one block is gathered
+    # the source of the wide copy, this rank's part, and the gradient of the last block's output;
+    # only one block is gathered at this point, so the second one is subtracted
     before = head_gradient(config) + table // ranks * wide + residual_bytes(config) - block * size
     return table * wide + max(before, work)
 
 
-def _with_end(block: BlockBackward, standing: int) -> BlockBackward:
-    return block._replace(end=standing - block.kept)
-
-
 def _last_weight(config: RunConfig) -> int:
-    """Elements of a block's largest last weight on one rank, whose gradient comes first."""
+    """Return the elements of a block's largest last weight, whose gradient is computed first."""
     model, p = config.model, config.parallel
     dense = model.hidden_size * model.ffn_hidden_size // p.tensor_model_parallel_size
-    counts = (
-        expert_parameters(model, layer, p.expert_model_parallel_size)
-        for layer in {*first_alike(model)}
-    )
-    return max(experts // 3 or dense for experts in counts)
+    found = []
+    for layer in {*first_alike(model)}:
+        # gate, up and down of the experts have the same size
+        experts = expert_parameters(model, layer, p.expert_model_parallel_size)
+        found.append(experts // 3 or dense)
+    return max(found)
 
 
 def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
-    """Parameters that are whole while blocks compute, and in the loss.
+    """Return the numbers of gathered parameters while blocks compute, and during the loss.
 
-    Without a pipeline: a block and the next, and what its chunk keeps for all of its forward and
-    backward. With one: a chunk, and the next where chunks take turns.
+    Without a pipeline: two consecutive blocks, and the parameters that their chunk keeps from
+    forward to backward. With a pipeline: the two largest chunks, or the only chunk.
     """
     parts = [chunk_parts(config, layers) for layers in chunks]
     if config.parallel.pipeline_model_parallel_size > 1:
-        held = sum(sorted(sum(part.parameters for part in of_chunk) for of_chunk in parts)[-2:])
+        sizes = sorted(sum(part.parameters for part in of_chunk) for of_chunk in parts)
+        held = sum(sizes[-2:])
         return held, held
     block = max(part.parameters for part in parts[0] if part.role == "block")
-    kept = {
-        role: sum(part.parameters for part in parts[0] if part.role == role)
-        for role in ("chunk", "head")
-    }
-    return 2 * block + kept["chunk"], kept["chunk"] + kept["head"]
+    chunk = sum(part.parameters for part in parts[0] if part.role == "chunk")
+    head = sum(part.parameters for part in parts[0] if part.role == "head")
+    return 2 * block + chunk, chunk + head
 
 
 def stage_kind(config: RunConfig, stage: int, chunks: Sequence[range]) -> tuple[Hashable, ...]:
-    """What stages that compute alike have in common: an end of the model, and layers that are
-    alike.
-    """
-    kinds = tuple(tuple(first_alike(config.model)[layer] for layer in layers) for layers in chunks)
-    return stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1, kinds
+    """Return a key that is equal for stages with the same kinds of layers and ends of the model."""
+    alike = first_alike(config.model)
+    kinds = []
+    for layers in chunks:
+        kinds.append(tuple(alike[layer] for layer in layers))
+    last = config.parallel.pipeline_model_parallel_size - 1
+    return stage == 0, stage == last, tuple(kinds)
 
 
 def head_gradient(config: RunConfig) -> int:
-    """Bytes of the table's gradient, which the loss makes in its forward: in the dtype of sums
-    while chunks add to it, so that no chunk rounds it. It cannot go to a bucket at once, because
-    backward may scale the loss.
+    """Return the bytes of the output table's gradient, which the loss computes in its forward.
+
+    If several chunks of tokens add to it, it has the dtype of gradient sums, so chunks do not round
+    it. It cannot go to a bucket immediately, because backward may scale the loss.
     """
     if "text" in config.frozen_parts:
         return 0
     adds = 0 < loss_chunk_tokens(config) < tokens_per_rank(config)
     each = config.training.accumulation_bytes if adds else config.training.element_bytes
-    rows = vocabulary_rows(
-        config.model, config.model.vocab_size, config.parallel.tensor_model_parallel_size
-    )
+    tp = config.parallel.tensor_model_parallel_size
+    rows = vocabulary_rows(config.model, config.model.vocab_size, tp)
     return rows * config.model.hidden_size * each
 
 
 def stage_memory(
     config: RunConfig, stage: int, chunks: Sequence[range], world_size: int, at: Held | None = None
 ) -> RankMemory:
-    """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each
-    model chunk), at most or `at` a moment of the step.
+    """Return the bytes on one rank of a pipeline stage with the layers `chunks`.
+
+    `chunks` has one range per model chunk. The result is for the moment `at` of the step, or an
+    upper bound for the whole step if `at` is None.
     """
-    p = config.parallel
+    model, p = config.model, config.parallel
     held, rows, deferred = at or most_held(config, stage, world_size)
-    parts = {
-        layer: block_memory(config, layer, deferred is not None)
-        for layer in {*first_alike(config.model)}
-    }
-    blocks = [parts[first_alike(config.model)[layer]] for layers in chunks for layer in layers]
-    # blocks of several kinds count as their mean, but for the one at work
+    alike = first_alike(model)
+    # measure each kind of layer once
+    parts = {layer: block_memory(config, layer, deferred is not None) for layer in {*alike}}
+    blocks = [parts[alike[layer]] for layers in chunks for layer in layers]
+    # the saved activations of a block, on average over the kinds of the stage
     layer = -(-sum(block.kept for block in blocks) // len(blocks))
     counts = offloaded_blocks(config, chunks)
-    staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
+    offloads = any(counts)
     residual = residual_bytes(config)
-    received = residual if any(counts) and (stage, len(chunks)) != (0, 1) else 0
+
+    # blocks of a chunk whose activations stay on the device
+    staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
     most = max(map(len, chunks))
-    at_once = max(staying, min(2, most)) if any(counts) else staying
+    received = 0
+    at_once = staying
+    if offloads:
+        # backward prefetches, so up to two blocks are on the device at once
+        at_once = max(staying, min(2, most))
+        # an input from another stage stays on the device
+        if (stage, len(chunks)) != (0, 1):
+            received = residual
     activations = held * received + ((held - 1) * staying + at_once) * layer
-    if (
-        deferred is not None
-    ):  # in the first block those of blocks behind it may be more than these had on the device
-        waiting, behind = max(block.left for block in blocks), most - 1
-        activations += deferred * most * waiting + max(0, behind * waiting - (at_once - 1) * layer)
-    seeing, given = 0, max(block.given for block in blocks)
+    if deferred is not None:
+        # a finished backward leaves the inputs of its weight gradients; during the first block's
+        # backward these may exceed the activations that later blocks had on the device
+        waiting = max(block.left for block in blocks)
+        finished = (most - 1) * waiting
+        activations += deferred * most * waiting + max(0, finished - (at_once - 1) * layer)
+
+    seeing = 0
+    given = max(block.given for block in blocks)
     if stage == 0 and config.vision.vision_num_layers:
         vision = _vision(config, world_size)
         activations += rows * vision.kept
+        # the tower runs backward after the blocks of its microbatch
         seeing = activations - at_once * layer + vision.work
         given += vision.given
+
     last = stage == p.pipeline_model_parallel_size - 1
-    shared = (
-        p.pipeline_model_parallel_size == 1 and not config.model.untie_embeddings_and_output_weights
-    )
-    # hidden states and gradients under way: two sends each way, and the gradient that is at work
-    before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
-    messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
     head = head_memory(config) if last else NOTHING
-
-    def backward(number: int) -> BlockBackward:
-        block = parts[first_alike(config.model)[number]]
-        return BlockBackward(block.work, 0 if any(counts) else block.kept)
-
-    in_backward = [[backward(number) for number in layers] for layers in chunks]
+    in_backward = []
+    for layers in chunks:
+        of_chunk = []
+        for number in layers:
+            block = parts[alike[number]]
+            # backward frees no device memory if activations are offloaded
+            of_chunk.append(BlockBackward(block.work, 0 if offloads else block.kept))
+        in_backward.append(of_chunk)
+    working = most_at_work(in_backward)
+    if p.pipeline_model_parallel_size == 1 and not model.untie_embeddings_and_output_weights:
+        # the gradient of a tied table waits for the embedding's backward
+        working += head_gradient(config)
     return replace(
         stage_state(config, chunks, world_size, in_backward),
         rows=rows * (given + head.given),
         activations=activations,
-        messages=messages * residual,
-        block=most_at_work(in_backward) + (head_gradient(config) if shared else 0),
+        messages=_transfers(config, stage, len(chunks)) * residual,
+        block=working,
         vision=seeing,
         head=max(head.forward, head.backward),
         host=held * (max(counts) * layer - received),
     )
 
 
+def _transfers(config: RunConfig, stage: int, chunks: int) -> int:
+    """Return the number of residual streams that a stage has in transfer at once.
+
+    They are two sends in each direction, and the gradient that the stage works on.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return 0
+    count = 0
+    # with several chunks, the first and last stages exchange messages with each other
+    if stage > 0 or chunks > 1:
+        count += 2
+    if stage < stages - 1 or chunks > 1:
+        count += 3
+    return count
+
+
 def _vision(config: RunConfig, world_size: int) -> PartMemory:
-    """Return what tower and connector hold of one microbatch on a rank of the first stage."""
+    """Return the memory of tower and connector for one microbatch on a rank of the first stage."""
     factor, sharers = encoders(config, world_size)
     packs = config.training.micro_batch_size * factor
     crops, pooled = planned_images(config)
+    # the ranks that share a row divide its images
     return vision_memory(config, -(-packs * crops // sharers), -(-packs * pooled // sharers))

@@ -1,5 +1,7 @@
-"""What the packs of a dataset ask of attention: areas of their masks, and how layouts deal them
-over cp ranks.
+"""Sample the packs of a dataset to predict the work of attention.
+
+The sample has the mask areas of the packs. Layouts divide them among cp ranks to find how uneven
+the ranks are.
 """
 
 from __future__ import annotations
@@ -23,70 +25,75 @@ from megacp.engine.rows.mix import mix_of
 from megacp.training.data.collate import collate
 from megacp.training.data.reader import PackedDataset
 
+# Maximum numbers of sampled packs and of their tokens; a sample of long packs is smaller.
 SAMPLE, SAMPLE_TOKENS = 64, 2**22
-"""Packs that are looked at, and their tokens: long ones are fewer."""
+# Tokens of the first packs, which are divided among the cp ranks.
 DEALT_TOKENS = 2**18
-"""Tokens of the first of them, which are dealt over ranks."""
+# Approximate number of cp ranks whose needed keys are counted.
 ASKED = 16
-"""Ranks whose keys are counted, of many."""
+# Maximum numbers of simulated steps and of their packs.
 DRAWN_STEPS, DRAWN_PACKS = 200, 2**22
-"""Steps that are drawn of them, and their packs at the most."""
+# A row of one document. Longer documents divide in the same proportions.
 WHOLE_ROW = Metadata.of_documents(np.zeros(4096, np.int64))
-"""One document; ranks share a longer one alike."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackSample:
-    """A sample of packs; by default one causal document fills each."""
+    """A sample of packs; by default a single causal document fills each pack."""
 
     areas: tuple[float, ...] = (1.0,)
-    """Allowed (query, key) pairs of each pack over those of one causal document, mean of the layers
-    with attention.
+    """Allowed (query, key) pairs of each pack relative to one causal document.
+
+    The value is the mean over layers with attention.
     """
     rows: tuple[Metadata, ...] = (WHOLE_ROW,)
-    """Their masks."""
+    """Masks of the packs."""
     mix: Mix = field(default_factory=lambda: ALIKE)
     packs: int = 1
-    """How many packs stand in a row, where they are joined."""
+    """Number of packs that are joined in each row."""
 
     @functools.cached_property
     def area(self) -> float:
-        """The mean pack's."""
+        """Mean relative area of a pack."""
         return float(np.mean(self.areas))
 
     @functools.cached_property
     def causal(self) -> float:
-        """How many of them are documents under a causal rule, without spans or branches, over
-        all.
-        """
-        # tokens of a branch end before those that stand in front of them
-        plain = [
-            not row.span.any() and bool((np.diff(row.leave[row.leave > 0]) >= 0).all())
-            for row in self.rows
-        ]
+        """Fraction of rows with only plain causal documents, without spans or branches."""
+        plain = []
+        for row in self.rows:
+            ends = row.leave[row.leave > 0]
+            # `leave` decreases only where a branch starts: it ends before its prefix
+            ascending = bool((np.diff(ends) >= 0).all())
+            plain.append(not row.span.any() and ascending)
         return float(np.mean(plain))
 
     @once
     def mean(self) -> PackSample:
-        """All packs as the mean one."""
+        """Return a sample in which each pack has the mean area."""
         return replace(self, areas=(self.area,))
 
     @once
     def joined(self, size: int) -> PackSample:
-        """Rows of so many packs each."""
+        """Return a sample whose rows have `size` packs each, without leftover packs."""
         if size == 1:
             return self
-        starts = range(0, len(self.rows) - size + 1, size)
-        areas = tuple(float(np.mean(self.areas[start : start + size])) for start in starts)
-        return PackSample(
-            areas, tuple(_row(self.rows[start : start + size]) for start in starts), self.mix, size
-        )
+        areas, rows = [], []
+        for start in range(0, len(self.rows) - size + 1, size):
+            packs = slice(start, start + size)
+            areas.append(float(np.mean(self.areas[packs])))
+            rows.append(_row(self.rows[packs]))
+        return PackSample(tuple(areas), tuple(rows), self.mix, size)
 
     def shared(self, config: RunConfig) -> tuple[float, float]:
-        """Area of the cp rank with the most over the mean one's, and the most keys of others that
-        one's queries see, over its own tokens: in the mean of the rows.
+        """Return the imbalance of the cp ranks, and the needed keys of other ranks.
+
+        The imbalance is the largest area of a rank divided by the mean area. Keys are those of the
+        rank that needs the most, divided by its own tokens. Both are averages over the rows.
         """
-        p, packs = config.parallel, config.training.micro_batch_size
+        p = config.parallel
+        packs = config.training.micro_batch_size
+        # a row with fewer packs than a microbatch is divided among fewer ranks
         ranks = max(1, p.context_parallel_size * min(self.packs, packs) // packs)
         only_needed = transport_of(config).keys == "needed"
         # `auto` finds an even layout too
@@ -99,40 +106,48 @@ class PackSample:
             return 1.0, 0.0
         layout = LAYOUTS[name]
         areas, keys = [], []
-        for row in self.rows[: max(1, DEALT_TOKENS // len(self.rows[0]))]:
+        count = max(1, DEALT_TOKENS // len(self.rows[0]))
+        for row in self.rows[:count]:
             missing = (0, layout.padded_length(row, ranks, 1) - len(row))
             filled = Metadata.of_row(np.pad(row.leave, missing), np.pad(row.span, missing))
             dealt = layout.deal(filled, ranks, self.mix)  # [ranks, t]
+            # ranks that exchange heads share the area of their tokens equally
             areas.append(row_area(filled, self.mix)[dealt].reshape(ranks // group, -1).sum(1))
-            asked = dealt[:: -(-ranks // ASKED)] if exchanging else ()
-            keys.append(max((_others(filled, own) for own in asked), default=0.0))
+            most_keys = 0.0
+            if exchanging:
+                step = -(-ranks // ASKED)
+                most_keys = max(_others(filled, own) for own in dealt[::step])
+            keys.append(most_keys)
+        # areas: one [ranks / group] per row
         return float(np.max(areas, 1).sum() / np.mean(areas, 1).sum()), float(np.mean(keys))
 
     @once
     def largest(self, dp: int, microbatches: int) -> float:
-        """Area of the packs of the rank with the most of `dp`, over the mean one's, in the mean of
-        many drawn steps.
+        """Return the imbalance of `dp` ranks: the largest area of a rank over the mean area.
+
+        The result is an average over many simulated steps with random packs from the sample.
         """
         steps = max(1, min(DRAWN_STEPS, DRAWN_PACKS // (dp * microbatches)))
-        drawn = (
-            np.random.default_rng(0).choice(self.areas, (steps, dp, microbatches)).mean(-1)
-        )  # [steps, dp]
+        rng = np.random.default_rng(0)
+        drawn = rng.choice(self.areas, (steps, dp, microbatches)).mean(-1)  # [steps, dp]
         return float((drawn.max(1) / drawn.mean(1)).mean())
 
 
 def _others(row: Metadata, own: np.ndarray) -> float:
-    """Tokens that the tokens `own` see of the rest of a row, over theirs."""
+    """Return the number of other tokens that the tokens `own` see, divided by their number."""
     seen = tile_table(row.take(own), row).needed_keys  # [T]
     return float((seen.sum() - seen[own].sum()) / len(own))
 
 
 def _row(packs: Sequence[Metadata]) -> Metadata:
-    """One row of several."""
+    """Join several packs into one row."""
+    # `leave` counts from the start of a pack, so it moves by the pack's first token
     first = np.cumsum([0, *map(len, packs)])
     leave = [
         np.where(one.leave > 0, one.leave + start, 0)
         for one, start in zip(packs, first, strict=False)
     ]
+    # numbers in the upper bits keep spans of different packs apart
     span = [
         np.where(one.span != 0, one.span + (np.int64(number) << 32), 0)
         for number, one in enumerate(packs)
@@ -141,11 +156,10 @@ def _row(packs: Sequence[Metadata]) -> Metadata:
 
 
 def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
-    """Return a config and a sample in which one replica has the rows that all share under dynamic
-    context parallelism.
+    """Return an equivalent configuration without dynamic context parallelism, and its sample.
 
-    Without dynamic context parallelism a row has the packs of one microbatch, and the config is the
-    same.
+    Under dynamic context parallelism all replicas share a row; in the result, one replica has it.
+    Otherwise a row has the packs of one microbatch, and the configuration does not change.
     """
     replicas = packs_in_a_row(config, world_size)
     packs = config.training.micro_batch_size * replicas
@@ -157,27 +171,30 @@ def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[Run
 
 
 def sample_of(config: RunConfig, rows: Iterable[Metadata]) -> PackSample:
-    """The sample of packs with these masks."""
-    mix = mix_of(config.model) or ALIKE  # layers with a state ask for no area
-    whole = sum(
-        causal_area(config.data.seq_length, reach.window) * layers for reach, layers in mix.items()
-    )
+    """Return the sample for packs with these masks."""
+    # layers with a recurrent state have no area
+    mix = mix_of(config.model) or ALIKE
+    length = config.data.seq_length
+    whole = sum(causal_area(length, reach.window) * layers for reach, layers in mix.items())
     kept = tuple(rows)
-    return PackSample(tuple(float(row_area(row, mix).sum() / whole) for row in kept), kept, mix)
+    areas = tuple(float(row_area(row, mix).sum() / whole) for row in kept)
+    return PackSample(areas, kept, mix)
 
 
 def sample_packs(config: RunConfig, documents: Sequence[int] = ()) -> PackSample:
-    """A sample of what `--data-path` names first, else of packs of documents with stated lengths,
-    else of one causal document each. ValueError where it cannot be read.
+    """Return a sample of packs from the first dataset of `--data-path`.
+
+    Without `--data-path`, the packs have random documents with lengths from `documents`, or a
+    single causal document each if `documents` is empty. Raise ValueError if the dataset cannot be
+    read.
     """
+    # at least 4 packs, even if they are longer than the token limit allows
     count = min(SAMPLE, max(4, SAMPLE_TOKENS // max(1, config.data.seq_length)))
     if config.data.data_path is not None:
         return sample_of(config, _stored(config, count))
-    return (
-        sample_of(config, _stated(config.data.seq_length, documents, count))
-        if documents
-        else PackSample()
-    )
+    if documents:
+        return sample_of(config, _stated(config.data.seq_length, documents, count))
+    return PackSample()
 
 
 def _stored(config: RunConfig, count: int) -> Iterator[Metadata]:
@@ -189,9 +206,11 @@ def _stored(config: RunConfig, count: int) -> Iterator[Metadata]:
 
 
 def _stated(tokens: int, documents: Sequence[int], count: int) -> Iterator[Metadata]:
-    """Packs of documents that are drawn from those lengths; the last one of a pack is cut off."""
+    """Yield packs of documents with random lengths; the last document of a pack is truncated."""
     rng = np.random.default_rng(0)
     for _ in range(count):
-        ends = np.minimum(np.cumsum(rng.choice(documents, -(-tokens // min(documents)))), tokens)
+        # enough documents to fill the pack if all have the minimum length
+        lengths = rng.choice(documents, -(-tokens // min(documents)))
+        ends = np.minimum(np.cumsum(lengths), tokens)
         leave = np.repeat(ends, np.diff(ends, prepend=0))  # [tokens]
         yield Metadata.of_row(leave, np.zeros_like(leave))

@@ -1,4 +1,4 @@
-"""Bytes of one part of a model, as they are measured."""
+"""The record of a part's measured memory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import NamedTuple
 class PartMemory(NamedTuple):
     """Bytes of one part of a model for one microbatch on one rank.
 
-    Weights, sums of gradients and what the microbatch holds for all parts are not among them.
+    Weights, gradient sums and tensors that a microbatch shares among all parts are not included.
     """
 
     kept: int
-    """What waits for backward, with its input and without its result."""
+    """Tensors saved for backward, including the input but not the output."""
     forward: int
-    """The peak of its forward, with what it keeps and its result."""
+    """Peak of forward, including saved tensors and the output."""
     backward: int
-    """The peak of its backward, with what it keeps and the gradient of its result."""
+    """Peak of backward, including saved tensors and the gradient of the output."""
     left: int
-    """What its backward leaves: factors of weight gradients that wait, or unreduced gradients under
-    full sharding.
+    """Memory in use after backward: factors of deferred weight gradients, or unreduced gradients
+    under full sharding.
     """
     given: int = 0
-    """What the microbatch holds for it from beginning to end: pixels, labels, rotary angles."""
+    """Inputs that exist for the whole microbatch: pixels, labels, rotary angles."""
 
     @property
     def work(self) -> int:
-        """Return the bytes that its backward needs beyond what is kept."""
+        """Peak bytes of backward beyond the saved tensors; never negative."""
         return max(0, self.backward - self.kept)
 
 

@@ -1,14 +1,13 @@
-"""Run one part of a model forward and backward on tensors without numbers, and follow the bytes
-that are alive.
+"""Measure the memory of one model part by running it on tensors without data.
 
-The part is the real module on a rank of the real grid. Its tensors are of torch's device `meta`,
-which has shapes but no numbers, and its process groups send nothing. So a block of any size on any
-number of ranks takes some hundredths of a second on any machine, and what it holds is measured
-instead of being written down a second time.
+The part is the real module on a rank of the real grid. Its tensors are on torch's `meta` device,
+which has shapes but no data, and its process groups send nothing. A block of any size on any number
+of ranks therefore takes a few hundredths of a second on any machine, and no second description of
+its memory is needed.
 
-A storage counts from the operator that makes it until nothing refers to it any more. A chain that
-becomes one kernel on a GPU counts with its results alone. Fragmentation and the kernels' own
-scratch memory are not counted.
+A storage counts from its creation by an operator until its last reference is gone. For a chain that
+becomes one kernel on a GPU, only the results count. Fragmentation and scratch memory of kernels do
+not count.
 """
 
 from __future__ import annotations
@@ -55,19 +54,19 @@ from megacp.engine.tensor_parallel.vocabulary import TableSpec, Target
 from megacp.engine.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
 
 DEVICE = torch.device(STAND_IN)
+# The forward of a part; the result is still connected to its autograd graph.
 Run = Callable[[], torch.Tensor]
-"""The forward of a part; the result still knows its graph."""
 
 
 class Follow(TorchDispatchMode):
-    """Count the bytes of all storages that operators make under it, while they are alive."""
+    """Track the bytes of all live storages that operators create in this mode."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive = 0
-        """Bytes at this moment."""
+        """Current number of bytes."""
         self.most = 0
-        """The highest number since it was last set."""
+        """Highest value of `alive` since the last assignment."""
         self._known: set[int] = set()
         self._inside_a_chain = False
 
@@ -80,13 +79,13 @@ class Follow(TorchDispatchMode):
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count these tensors, of which operators return views."""
+        """Exclude these tensors from the count, including views that operators return."""
         self._known.update(x.untyped_storage()._cdata for x in tensors)
 
     def run_chain(
         self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """Call a function that becomes one kernel on a GPU: only its results are in memory."""
+        """Call a function that becomes one kernel on a GPU, and count only its results."""
         if self._inside_a_chain:
             return function(*args, **options)
         self._inside_a_chain = True
@@ -117,24 +116,22 @@ class Follow(TorchDispatchMode):
 
 
 class _Like(NamedTuple):
-    """What a tensor without numbers is."""
+    """Description of a tensor without data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
+# Descriptions of results by function and arguments, which save running a chain's operators again.
 _KNOWN_CHAINS: dict[Any, Any] = {}
-"""Results of chains by function and arguments: a chain of a dozen operators that was run once need
-not run again.
-"""
 
 
 def _chain(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call the function, or make results like those it gave for such arguments.
+    """Call the function, or create tensors like its earlier results for similar arguments.
 
-    A function that autograd follows is called each time, and so is one that returns its arguments
-    or parts of them.
+    If autograd records the function, or if it returns its arguments or views of them, it is called
+    every time.
     """
     given, spec = tree_flatten((args, options))
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
@@ -144,10 +141,10 @@ def _chain(function: Callable[..., Any], args: tuple[Any, ...], options: dict[st
     if key not in _KNOWN_CHAINS:
         result = function(*args, **options)
         results, made = tree_flatten(result)
-        own = {x.untyped_storage()._cdata for x in tensors}
-        if not any(
-            isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in own for x in results
-        ):
+        given_storages = {x.untyped_storage()._cdata for x in tensors}
+        new = [x for x in results if isinstance(x, torch.Tensor)]
+        # a view shares memory with its argument, which a new tensor would not
+        if given_storages.isdisjoint(x.untyped_storage()._cdata for x in new):
             _KNOWN_CHAINS[key] = list(map(_like, results)), made
         return result
     results, made = _KNOWN_CHAINS[key]
@@ -155,20 +152,21 @@ def _chain(function: Callable[..., Any], args: tuple[Any, ...], options: dict[st
 
 
 def _like(x: Any) -> Any:
-    return _Like(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+    if isinstance(x, torch.Tensor):
+        return _Like(tuple(x.shape), x.stride(), x.dtype)
+    return x
 
 
 def _unlike(x: Any) -> Any:
-    return (
-        torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=DEVICE)
-        if isinstance(x, _Like)
-        else x
-    )
+    if isinstance(x, _Like):
+        return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=DEVICE)
+    return x
 
 
 class _Begin(torch.autograd.Function):
-    """A tensor that another part has made: it stays alive only while somebody keeps it for
-    backward.
+    """Create a tensor that represents another part's output.
+
+    It stays alive only while backward needs it.
     """
 
     @staticmethod
@@ -183,7 +181,7 @@ class _Begin(torch.autograd.Function):
 
 
 def _made_before(begin: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that needs a gradient and is the result of something, of `begin`."""
+    """Return a non-leaf tensor that requires a gradient and depends on `begin`."""
     made: torch.Tensor = _Begin.apply(begin, shape, dtype)
     return made
 
@@ -194,17 +192,18 @@ def _begin() -> torch.Tensor:
 
 @contextlib.contextmanager
 def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
-    """The grid of one stage and, unless experts need more, of one replica."""
+    """Yield the grid of one stage, with one replica unless experts need more."""
     p = config.parallel
     ranks = p.tensor_model_parallel_size * p.context_parallel_size
     ep = p.expert_model_parallel_size if config.model.num_experts else 0
     shape = GridShape(
         tp=p.tensor_model_parallel_size,
         cp=p.context_parallel_size,
-        # as many replicas as it takes until groups of ep ranks fill them
+        # the smallest number of replicas that groups of ep ranks fill completely
         dp=math.lcm(max(1, ep), ranks) // ranks,
         ep=ep,
     )
+    # a single rank needs no process groups
     if shape.world_size == 1:
         yield build_grid(shape, 0, DEVICE)
         return
@@ -212,24 +211,23 @@ def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
         yield build_grid(shape, rank, DEVICE)
 
 
+# Plans of rows with more tokens are not cached, because a plan takes about 100 bytes per token.
 _REMEMBERED = 2**18
-"""Tokens of a row from which on its plan is made anew for each measurement: it has some hundred
-bytes a token.
-"""
 
 
 @functools.lru_cache(4)
 def _plan(
     model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, layout: str
 ) -> AttentionPlan:
-    """Return the plan of the cp rank that has the last token, which sees the most of the row.
+    """Return the plan of the cp rank with the last token, which sees the most keys.
 
     One causal document fills each pack.
     """
-    # each token's document ends where its pack does
+    # each document ends at the end of its pack
     leave = np.repeat(np.arange(1, packs + 1) * tokens, tokens)
     row = Metadata.of_row(leave, np.zeros_like(leave))
     chosen = LAYOUTS[layout] if cp > 1 else CONTIGUOUS
+    # pad the row to a length that the layout can divide
     missing = (0, chosen.padded_length(row, cp, multiple) - len(row))
     filled = Metadata.of_row(np.pad(row.leave, missing), np.pad(row.span, missing))
     dealt = chosen.deal(filled, cp, mix_of(model) or ALIKE)
@@ -249,6 +247,7 @@ def _plan_of(config: RunConfig) -> AttentionPlan:
 
 def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     sink: WeightGradients | None = None
+    # the choice of a run: defer weight gradients, add them to the sums, or leave them to autograd
     if config.parallel.defers_weight_gradients:
         sink = DeferredWeightGradients()
     elif config.training.gradient_accumulation_fusion and not config.parallel.sharding.parameters:
@@ -257,10 +256,9 @@ def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
 
 
 def _buckets(config: RunConfig, part: nn.Module) -> list[torch.Tensor]:
-    """Give the parameters what gradient buckets give them, and return it: the wide sums of their
-    gradients.
+    """Attach wide gradient sums to the parameters, as gradient buckets do, and return the sums.
 
-    Under full sharding there are none: gradients stay until those of the whole part are there.
+    Under full sharding the list is empty, because gradients stay until the whole part has them.
     """
     if config.parallel.sharding.parameters:
         return []
@@ -279,21 +277,22 @@ def _buckets(config: RunConfig, part: nn.Module) -> list[torch.Tensor]:
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
-    """Do what a bucket does once it has added a gradient to its sum."""
+    """Free a gradient, as a bucket does after adding it to its sum."""
     parameter.grad = None
 
 
 def _follow(
     config: RunConfig, part: nn.Module, given: Iterable[torch.Tensor], begin: Callable[[], Run]
 ) -> PartMemory:
-    """Run a part twice, forward and backward, and measure the second time.
+    """Run forward and backward of a part twice, and measure the second run.
 
-    `given` are tensors that are there before; `begin` begins a microbatch. What the first run
-    leaves behind is not counted: indices of a plan on the device, some bytes a token, which all
-    blocks share.
+    `given` are the inputs that exist before the run; `begin` starts a microbatch. The first run
+    creates the plan's indices on the device. They take a few bytes per token and do not count,
+    because all blocks share them.
     """
     follow = Follow()
     given = list(given)
+    # weights, gradient sums and inputs are other terms of a rank's memory
     follow.ignore([*part.parameters(), *_buckets(config, part), *given])
     token = CHAINS.set(follow.run_chain)
     try:
@@ -309,14 +308,16 @@ def _measure(follow: Follow, run: Run) -> PartMemory:
     before = follow.most = follow.alive
     result = run()
     own = result.untyped_storage().nbytes()
+    # everything alive after forward, except the result, is saved for backward
     kept = follow.alive - before - own
     forward = follow.most - before
     backward = left = 0
     if result.requires_grad:
         follow.most = follow.alive
         torch.autograd.backward(result, torch.empty_like(result))
-        # the result belongs to the next part, which has let it go by now
+        # the result is not included: the next part has freed it before this part runs backward
         backward = follow.most - before - own
+    # release the graph and its inputs, so that only leftovers of backward remain
     del result, run
     if backward:
         left = follow.alive - before
@@ -332,10 +333,9 @@ def block(config: RunConfig, layer: int) -> PartMemory:
         backend = _backend(config, grid)
         part = Block(layer, model, backend, config.training.recompute_mode)
         rows = tokens // grid.tp.size if backend.sequence_parallel else tokens
-        frequencies = inverse_frequencies(model.rotary_dim, model.rotary_base, RotaryScaling()).to(
-            DEVICE
-        )
-        angles = cos_sin(torch.arange(tokens, device=DEVICE), frequencies, backend.dtype)
+        frequencies = inverse_frequencies(model.rotary_dim, model.rotary_base, RotaryScaling())
+        places = torch.arange(tokens, device=DEVICE)
+        angles = cos_sin(places, frequencies.to(DEVICE), backend.dtype)
         names = torch.arange(tokens, device=DEVICE)
         sharers = grid.tp if backend.sequence_parallel else single_axis("one")
         load = PlannedRoute.of_load(planned_load(config))
@@ -349,17 +349,14 @@ def block(config: RunConfig, layer: int) -> PartMemory:
             def run() -> torch.Tensor:
                 routes = None
                 if part.is_routed:
-                    # a route lives as long as its microbatch, so what it holds is kept for each
-                    # layer
-                    routes = dataclasses.replace(
-                        Routes.of(plan, sharers, DEVICE, tokens), make=load
-                    )
+                    # a route lives as long as its microbatch, so its tensors count for each layer
+                    routes = Routes.of(plan, sharers, DEVICE, tokens)
+                    routes = dataclasses.replace(routes, make=load)
                     kept.append(routes)
                 inputs = BlockInputs(plan, (angles, angles), names[:rows], names, 1, routes)
+                shape = (rows, model.hidden_size)
                 with backend.precision():
-                    return part(
-                        _made_before(start, (rows, model.hidden_size), backend.dtype), inputs
-                    )
+                    return part(_made_before(start, shape, backend.dtype), inputs)
 
             return run
 
@@ -390,14 +387,14 @@ def head(config: RunConfig) -> PartMemory:
 
 
 def vision(config: RunConfig, crops: int, pooled: int) -> PartMemory:
-    """Measure tower and connector for so many crops and pooled tokens."""
+    """Measure tower and connector with the given numbers of crops and pooled tokens."""
     v = config.vision
     with _grid_of(config) as grid:
         backend = _backend(config, grid)
         part = VisionEncoder(v, config.model, backend, config.training.recompute_mode)
         grids = None
         if v.family.has_grids:
-            # one image of whole windows
+            # a single image that consists of complete pooling windows
             grids = PatchGrids(np.array([[1, pooled]]))
             crops = pooled * POOLED_PATCHES
         patches = torch.zeros(

@@ -1,1 +1,1 @@
-"""Tests of what a dry run reports."""
+"""Tests of the dry run's report."""

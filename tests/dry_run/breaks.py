@@ -1,25 +1,25 @@
-"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+"""Breaks that the tests in this folder must notice; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/engine/expert_parallel/layer.py", "tests/dry_run/test_memory.py"): [
         (
             "backend.tiled(Experts(prefix, here, config, backend.options))",
             "Experts(prefix, here, config, backend.options)",
-            "experts run over all rows at once",
+            "experts process all rows at once",
         ),
     ],
     ("megacp/dry_run/parts.py", "tests/dry_run/test_memory.py"): [
         (
             "dp=math.lcm(max(1, ep), ranks) // ranks",
             "dp=max(1, ep // ranks)",
-            "groups of experts that do not divide a replica are not measured",
+            "expert groups that do not divide a replica cannot be measured",
         ),
         (
             "            self._inside_a_chain = False\n        self._see(result)\n",
             "            self._inside_a_chain = False\n",
             "the results of a chain are not counted",
         ),
-        ("        self.alive -= size\n", "        pass\n", "a storage that died still counts"),
+        ("        self.alive -= size\n", "        pass\n", "a freed storage still counts"),
         (
             "part = Block(layer, model, backend, config.training.recompute_mode)",
             "part = Block(layer, model, backend, type(config.training)().recompute_mode)",
@@ -28,40 +28,40 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "    kept = follow.alive - before - own\n",
             "    kept = follow.alive - before\n",
-            "the result of a block counts as kept by it",
+            "a block's output counts as a saved activation",
         ),
     ],
     ("megacp/dry_run/memory.py", "tests/dry_run/test_memory.py"): [
         (
             "            gone += block.kept\n",
             "            gone += 0\n",
-            "blocks that are done count while a larger one works",
+            "finished blocks still count during the backward of a larger one",
         ),
         (
             "blocks[-1][-1].work)",
             "max(blocks[-1]).work)",
-            "the largest block runs beside the head's gradient",
+            "the largest block's work is added to the head's gradient",
         ),
     ],
     ("megacp/plan/picture.py", "tests/dry_run/test_memory.py"): [
         (
             'Kind.BACKWARD: ("table", "backward", "vision")',
             'Kind.BACKWARD: ("forward",)',
-            "backward needs no work of a block",
+            "backward needs no memory for a block's work",
         ),
     ],
     ("megacp/dry_run/in_flight.py", "tests/dry_run/test_memory.py"): [
         (
-            "begins and compute.chunk == 0",
-            "begins",
-            "microbatches of later chunks are counted as rows of images",
+            "            if compute.chunk == 0:\n                rows += 1\n",
+            "            rows += 1\n",
+            "microbatches of later chunks count as rows",
         ),
     ],
     ("megacp/engine/models/recompute.py", "tests/dry_run/test_memory.py"): [
         (
             "            if place is None:",
             "            if True:",
-            "queries are kept beside what attention gave",
+            "queries are saved in addition to the output of attention",
         ),
     ],
     ("megacp/dry_run/messages.py", "tests/dry_run/test_messages.py"): [
@@ -73,20 +73,20 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "(3 if full else 2) * swap",
             "2 * swap",
-            "full recomputation does not swap heads a third time",
+            "full recomputation does not exchange heads a third time",
         ),
         (
             "        found -= microbatches",
             "        found -= 0 * microbatches",
-            "parameters that stay whole are gathered again for backward",
+            "parameters that stay gathered are gathered again for backward",
         ),
     ],
     ("megacp/dry_run/packs.py", "tests/dry_run/test_packs.py"): [
         (
             "reshape(ranks // group, -1)",
             "reshape(ranks, -1)",
-            "ranks that swap heads are as uneven as their tokens",
+            "ranks that exchange heads have different areas",
         ),
-        ("one.leave + start, 0)", "one.leave, 0)", "joined packs see each other"),
+        ("one.leave + start, 0)", "one.leave, 0)", "documents of joined packs see each other"),
     ],
 }

@@ -1,6 +1,4 @@
-"""The memory terms of a rank: against tensors that a real block keeps, and by the axis that shrinks
-each of them.
-"""
+"""Test the memory terms of a rank: saved tensors of a real block, and the effect of each axis."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def stage(config: RunConfig, world: int, index: int = 0) -> memory.RankMemory:
 
 @contextmanager
 def kept_storages(found: dict[int, int]):
-    """Collect the bytes of every storage that autograd saves, by address, behind a recomputation's
-    own hooks too.
-    """
+    """Collect every storage that autograd or a recomputation saves, by address."""
 
     def collect(x):
         if isinstance(x, torch.Tensor):
@@ -69,7 +65,7 @@ def kept_storages(found: dict[int, int]):
         yield
 
 
-# FlexAttention fills up heads that are narrower than 16, so none is here
+# no head is narrower than 16, because FlexAttention pads such heads
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "values",
@@ -131,8 +127,11 @@ def kept_storages(found: dict[int, int]):
     ],
 )
 def test_activations_equal_what_a_real_block_keeps(granularity: str, values: dict) -> None:
-    """A tensor more or less per layer shows at once; the first layer has a state where one has."""
-    tokens = 128  # a whole block of the GPU's kernel, which fills others up
+    """The measured bytes equal the bytes of the saved tensors, and a single tensor more would show.
+
+    If any layer has a recurrent state, the first one does.
+    """
+    tokens = 128  # a full block of the GPU kernel, which pads smaller ones
     config = config_of(
         **{"dtype": "bfloat16", **values}, seq_length=tokens, recompute_granularity=granularity
     )
@@ -158,12 +157,12 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, values: dic
         found.pop(tensor.untyped_storage().data_ptr(), None)
     assert out.requires_grad
     beyond = block_memory(config, 0).kept - sum(storage.nbytes() for storage in found.values())
-    # counts of rows, and what the terms of balance hold until backward
+    # row counts, and the tensors that load-balancing losses save
     assert 0 <= beyond <= (2048 if config.model.num_experts else 0)
 
 
 def test_weights_gradients_and_moments_are_those_of_the_parameters() -> None:
-    """Sums are fp32 under bfloat16; the table stands on both ends of a pipeline."""
+    """Gradient sums are fp32 under bfloat16; a tied table counts on both ends of a pipeline."""
     terms = stage(config_of(dtype="bfloat16"), 1)
     count = costs.model_parameters(config_of().model)
     assert (terms.weights, terms.gradients, terms.optimizer) == (2 * count, 4 * count, 12 * count)
@@ -178,7 +177,7 @@ def test_weights_gradients_and_moments_are_those_of_the_parameters() -> None:
 
 
 def test_a_rank_holds_its_experts_and_a_part_of_their_state() -> None:
-    """Ranks of tp hold different experts too, and share the state of equal ones."""
+    """tp ranks also have different experts; ranks with equal experts share their state."""
     config = config_of(
         num_experts=16,
         moe_layer_freq="2",
@@ -195,8 +194,9 @@ def test_a_rank_holds_its_experts_and_a_part_of_their_state() -> None:
 
 
 def test_each_axis_shrinks_its_terms() -> None:
-    """Activations fall with cp, and with tp wholly only under sequence parallelism; the optimizer's
-    with dp x cp.
+    """Activations shrink with cp, and optimizer state with dp x cp.
+
+    With tp, all activations shrink only under sequence parallelism.
     """
     one, cp4, dp2_cp4 = (
         stage(config_of(), 1),
@@ -221,7 +221,7 @@ def test_each_axis_shrinks_its_terms() -> None:
         for name in ("none", "selective", "full")
     )
     assert none.kept > selective.kept > full.kept
-    # what is not kept is made again, so a backward holds as much in the end
+    # recomputation restores the missing activations, so the peak is at least as high
     assert full.backward >= none.backward
 
 
@@ -233,7 +233,7 @@ def test_each_axis_shrinks_its_terms() -> None:
 def test_a_stage_holds_what_it_does_when_all_run_their_lists(
     name: str, stages: int, chunks: int, batch: int
 ) -> None:
-    """A short first group, 4 microbatches over 3 stages, holds less than its warm-up counts."""
+    """With 4 microbatches on 3 stages, fewer are in flight than the warm-up would allow."""
     config = config_of(
         **{PP: stages, CHUNKS: chunks, "global_batch_size": batch}, pipeline_schedule=name
     )
@@ -243,7 +243,7 @@ def test_a_stage_holds_what_it_does_when_all_run_their_lists(
     )
     assert [one.in_flight for one in held] == list(run.peak_in_flight)
     assert [one.deferred or 0 for one in held] == list(run.peak_put_off)
-    # chunks take turns in groups of as many microbatches as there are stages
+    # chunks alternate after groups of microbatches, one per stage
     assert held[0].rows == min(batch, stages if chunks == 1 else 2 * stages)
     assert (held[0].deferred is None) == (name == "1f1b" or chunks == 1)
 
@@ -275,18 +275,18 @@ def test_a_step_moment_by_moment_comes_to_what_is_planned_for_a_rank(values: dic
 
 
 FFN = config_of().model.ffn_hidden_size
+# elements of K (or V) and of Q on one of eight ranks with two K/V heads
 KEYS, QUERIES = 128 * 2 * 32, 128 * 256
-"""Elements of K or of V, and of Q, on one of eight ranks with two K/V heads."""
 
 
 @pytest.mark.parametrize(
     ("values", "kept", "blocks"),
     [
-        # a ring has the block at work and the one on its way, both ways
+        # a ring has the current block and the block in transfer
         ({"cp_comm_type": "p2p"}, 0, 2),
         ({"cp_comm_type": "all_gather"}, 0, 8),
-        # eight ranks keep each of two K/V heads four times, and the output on both sides of the
-        # swap
+        # eight ranks have four copies of each of two K/V heads; the output is saved before and after
+        # the exchange
         ({"cp_comm_type": "a2a"}, 4 * (2 * KEYS * 3 + QUERIES), 4),
         (
             {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 4)},
@@ -296,13 +296,13 @@ KEYS, QUERIES = 128 * 2 * 32, 128 * 256
     ],
 )
 def test_a_transport_costs_its_buffers(values: dict, kept: int, blocks: int) -> None:
-    """float32, where K/V and their gradients are as wide as the sums."""
+    """In float32, K/V, their gradients and the sums have the same width."""
     base = {CP: 8, "num_query_groups": 2}
     ring, config = config_of(**base, cp_comm_type="p2p"), config_of(**base, **values)
     found, beside = block_memory(config, 0), block_memory(ring, 0)
     assert found.kept - beside.kept == kept
-    # at its highest, attention's backward has these blocks of K/V and their gradients, and the
-    # gradient of queries
+    # at its peak, attention's backward has these blocks of K/V, their gradients, and the gradient of
+    # queries
     assert found.backward - found.kept >= blocks * 2 * KEYS * 4 + QUERIES * 4
 
 
@@ -334,15 +334,13 @@ def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
 
 
 def test_a_block_that_is_made_again_keeps_its_input_and_what_attention_gave() -> None:
-    """And the log-sum-exp of each of eight heads, which is wide in any model."""
+    """It also keeps the log-sum-exp of each of eight heads, which is fp32 in any model."""
     full = block_memory(config_of(recompute_granularity="full", dtype="bfloat16"), 0)
     assert full.kept == 1024 * ((256 + 256) * 2 + 8 * 4)
 
 
 def test_experts_are_measured_on_ranks_that_their_groups_do_not_fill_alone() -> None:
-    """Three ep ranks beside two and four of tp, and six beside four: an expert's rows are those of
-    a rank's tokens.
-    """
+    """The ep degree need not divide the tp degree: 3 with 2 and 4, and 6 with 4."""
     experts = {
         "num_experts": 12,
         "moe_router_topk": 2,
@@ -352,11 +350,11 @@ def test_experts_are_measured_on_ranks_that_their_groups_do_not_fill_alone() -> 
     for tp, ep in ((2, 3), (4, 3), (4, 6)):
         found = block_memory(config_of(expert_model_parallel_size=ep, **{TP: tp}, **experts), 0)
         dense = block_memory(config_of(**{TP: tp}, **experts), 0)
-        assert found.kept > dense.kept > 0  # rows of the busiest rank, and where they came from
+        assert found.kept > dense.kept > 0  # rows of the busiest rank, and their sources
 
 
 def test_tiles_of_experts_keep_no_hidden_layer() -> None:
-    """Of three experts a token: gate, up and what the activation makes of both."""
+    """Tiling frees gate, up and the activation's output, for three experts per token."""
     experts = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 64}
     plain, tiled = (
         block_memory(config_of(mlp_chunk_tokens=tile, **experts), 0) for tile in (0, 64)
@@ -366,8 +364,7 @@ def test_tiles_of_experts_keep_no_hidden_layer() -> None:
 
 def test_tiles_of_the_mlp_keep_nothing_of_their_hidden_layer() -> None:
     plain, tiled = (block_memory(config_of(mlp_chunk_tokens=tile), 0) for tile in (0, 64))
-    # gate, up and what the activation makes of both, the output of the norm and its scale of each
-    # token
+    # gate, up, the activation's output, the norm's output, and the norm's scale of each token
     assert plain.kept - tiled.kept == 1024 * (3 * config_of().model.ffn_hidden_size + 256 + 1) * 4
 
 
@@ -402,8 +399,9 @@ def test_two_blocks_are_whole_at_once_and_two_chunks_of_a_pipeline() -> None:
 
 
 def test_the_heads_gradient_is_gone_before_the_largest_block_where_that_is_not_the_last() -> None:
-    """bfloat16, 8 ranks: the table's gradient, a copy in fp32 and this rank's part; the first
-    layers have states.
+    """On 8 ranks: the table's gradient in bfloat16, its fp32 copy, and this rank's part.
+
+    The first layers of the longer model have recurrent states.
     """
     flags = {
         "data_parallel_sharding_strategy": "optim_grads_params",
@@ -414,8 +412,8 @@ def test_the_heads_gradient_is_gone_before_the_largest_block_where_that_is_not_t
         {"seq_length": 64, "dtype": "bfloat16", "recompute_granularity": "full"},
     )
     short = config_of(**flags, **tokens)
-    # this rank's part of the sum, the gradient of the last block's result, and one gathered block
-    # less than later
+    # this rank's part of the sum, and the gradient of the last block's output; one gathered block
+    # fewer than later
     before = (
         2 * 4096 * 256 + table // 8 * 4 + 2 * 64 * 256 - 2 * costs.layer_parameters(short.model)
     )
@@ -425,7 +423,7 @@ def test_the_heads_gradient_is_gone_before_the_largest_block_where_that_is_not_t
     first, last = (block_memory(longer, layer) for layer in (0, 7))
     long, heads = stage(longer, 8), 4 * (4097 * longer.model.hidden_size)
     assert last.work < first.work
-    # what the last blocks kept is gone when the one before them, with a state, is at work
+    # the last block has freed its activations when an earlier block with a state runs backward
     assert long.block == first.work - last.kept
     assert long.table == heads + last.work
     assert long.peaks["backward"] < long.peaks["table"] - last.work + first.work
@@ -439,7 +437,7 @@ def test_weight_gradients_that_wait_free_nothing_of_blocks_on_the_host() -> None
         )
         found = [stage(config, 2, 1).activations for config in (plain, waiting)]
         one, kept = block_memory(waiting, 0, defers=True).left, block_memory(waiting, 0).kept
-        # of each token: inputs and output gradients of the products of attention, and of the MLP's
+        # per token: inputs and output gradients of the matrix products in attention and MLP
         columns = (256 + 3 * 256) + (256 + 256) + (256 + 2 * FFN) + (FFN + 256)
         assert one == 1024 * columns * 4
         assert found[1] - found[0] == 4 * one + max(0, 3 * one - (on_device - 1) * kept)
@@ -447,7 +445,7 @@ def test_weight_gradients_that_wait_free_nothing_of_blocks_on_the_host() -> None
 
 
 def test_the_loss_takes_all_tokens_where_their_logits_are_small_and_else_a_power_of_two() -> None:
-    """131,072 tokens on 8 ranks, 152 k rows: whole logits would take 5 GiB, chunks fit into one."""
+    """131,072 tokens on 8 ranks, 152 k rows: all logits need 5 GiB, a chunk needs at most 1 GiB."""
     chosen = {
         n: loss_chunk_tokens(config_of(seq_length=n, vocab_size=16_384))
         for n in (4096, 8192, 8193, 12288)
@@ -470,7 +468,7 @@ def test_the_tables_gradient_counts_on_the_last_stage_wide_where_chunks_add_to_i
     assert last.head == max(head_memory(config).forward, head_memory(config).backward) > 4 * table
     for values, size in (({LOSS_CHUNK: 0}, 2), ({LOSS_CHUNK: 16_384}, 2), ({"freeze": "text"}, 0)):
         assert memory.head_gradient(config_of(**LONG, **values)) == size * table
-    # autograd holds a tied one until all of backward is done
+    # autograd keeps the gradient of a tied table until the end of backward
     pair = (
         config_of(**LONG, untie_embeddings_and_output_weights=untied) for untied in (False, True)
     )

@@ -1,4 +1,4 @@
-"""Bytes of messages: by hand, and as the counters of real steps on CPU ranks find them."""
+"""Test the bytes of messages by hand, and against the counters of real steps on CPU ranks."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def of(values: dict[str, Value]) -> RunConfig:
 
 
 def planned(world: int, values: dict[str, Value]) -> list[StageMessages]:
-    """The messages of a step on packs of one causal document."""
+    """Return the messages of a step whose packs have one causal document each."""
     config = of(values)
     assert check(config, world) == []
     return step_messages(config, world, PackSample())
 
 
+# bytes of half a residual stream
 STREAM = 256 * 64 * 4 // 2
-"""Bytes of half of a residual stream."""
+# bytes of K and V of half a row: 2 x tokens x query groups x head dimension x bytes per element
 KEYS = 2 * 128 * 4 * 8 * 4
-"""K and V of half a row: tokens, groups, their width, bytes."""
 
 
 def test_messages_of_tensor_parallel_ranks_by_hand() -> None:
-    """A block sends 4 times in forward and in backward, and two inputs again; then the two ends."""
+    """A block sends 4 times in forward and 4 in backward, and gathers two inputs again."""
     assert planned(2, {TP: 2})[0].tp == 8 * (4 * 10 + 4) * STREAM
     assert planned(2, {TP: 2, **FULL})[0].tp == 8 * (4 * 14 + 4) * STREAM
     assert planned(2, {TP: 2, **EXPERTS})[0].tp == 8 * (4 * 5 + 4) * STREAM, "experts are not split"
@@ -74,7 +74,7 @@ def test_messages_of_tensor_parallel_ranks_by_hand() -> None:
 
 
 def test_messages_of_context_parallel_ranks_by_hand() -> None:
-    """K and V to one other rank, again in backward, and their gradients back."""
+    """K and V go to one other rank in forward and in backward, and their gradients return."""
     assert planned(2, {CP: 2})[0].cp == 8 * 4 * 3 * KEYS
     queries = 128 * 8 * 8 * 4
     swap = (KEYS + 2 * queries) / 2
@@ -94,9 +94,7 @@ def test_messages_of_stages_and_of_a_table_at_both_ends_by_hand() -> None:
 
 
 def test_messages_of_full_sharding_by_hand() -> None:
-    """Two ranks, four microbatches: blocks are gathered for forward and for backward, all else
-    once.
-    """
+    """Each of four microbatches gathers blocks twice and the other parameters once."""
     block = 64 * (8 + 2 * 4) * 8 + 8 * 8 * 64 + 3 * 64 * 128 + 2 * 64
     table = 512 * 64
     gathered = 4 * (2 * 4 * block + (table + 64))
@@ -119,7 +117,7 @@ def test_a_dry_run_shows_the_axes_that_send_anything() -> None:
 
 
 def sent(rank: int, world_size: int, config: RunConfig) -> tuple[int, dict[str, int]]:
-    """Stage of a rank, and the bytes that its axes counted in a step on causal documents."""
+    """Return a rank's stage and the bytes sent by its axes in a step on causal documents."""
     subject = Subject(
         rank,
         world_size,
@@ -130,6 +128,7 @@ def sent(rank: int, world_size: int, config: RunConfig) -> tuple[int, dict[str, 
     return subject.grid.pp.rank, sent_bytes(subject.grid)
 
 
+# counters for each column of a dry run
 AXES = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -137,7 +136,6 @@ AXES = {
     "dp": ("dp_cp", "edp"),
     "pp": ("pp", "embedding"),
 }
-"""Counters by the columns of a dry run."""
 CASES: dict[str, tuple[int, dict[str, Value]]] = {
     "tp 2": (2, {TP: 2}),
     "tp 2, full": (2, {TP: 2, **FULL}),
@@ -176,8 +174,10 @@ CASES: dict[str, tuple[int, dict[str, Value]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_real_step_sends_what_the_dry_run_says(name: str) -> None:
-    """Exactly over cp and pp. Over tp but for 16 bytes a token and stage, which are numbers of the
-    loss; over dp but for shards that are padded; over ep as evenly as a new router chooses.
+    """Bytes over cp and pp are exact.
+
+    Over tp, the loss sends up to 16 more bytes per token and stage. Over dp, shards have padding.
+    Over ep, the load of a new router is almost even.
     """
     world, values = CASES[name]
     stages = planned(world, values)
@@ -192,9 +192,9 @@ def test_a_real_step_sends_what_the_dry_run_says(name: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_send_no_more_needed_keys_than_the_dry_run_says() -> None:
-    """Rank 0 has the first and the last of four slices. It needs two of rank 1, which needs one."""
+    """Rank 0 has the first and last of four slices, and needs both of rank 1, which needs one."""
     (_, first), (_, second) = run_ranks(sent, 2, of(NEEDED))
-    # keys of the own slices that the other needs, twice, and gradients of the needed ones
+    # twice the keys that the other rank needs, and the gradients of the received keys
     assert [first["cp"], second["cp"]] == [
         8 * 4 * KEYS * (2 * 0.5 + 1),
         8 * 4 * KEYS * (2 * 1 + 0.5),

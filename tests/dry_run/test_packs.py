@@ -1,4 +1,4 @@
-"""How unevenly the ranks of a row are loaded, by hand."""
+"""Test the imbalance of the ranks of a row by hand."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def documents(*lengths: int) -> Metadata:
 
 
 def test_what_ranks_of_a_row_have_by_hand() -> None:
-    """Contiguous halves of a causal document have 1 and 3 of 4 parts of its area; the second needs
-    all other keys.
+    """Contiguous halves of a causal document have 1/4 and 3/4 of its area.
+
+    The second half needs all keys of the first half.
     """
     halves, spans = sizes(**{CP: 2, **KV, "cp_layout": "contiguous"}), documents(256, 256, 512)
     assert PackSample().shared(halves) == (pytest.approx(1.5, rel=1e-3), 1.0)

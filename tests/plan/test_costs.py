@@ -371,7 +371,7 @@ def test_the_busiest_rank_of_experts_is_planned_for() -> None:
     text = describe(planned, 8)
     assert (
         re.search(r": 256 \(.*\) even, 320 \(.*\) planned, 1,024 \(.*\) at the worst", text)
-        and "stays in a" in text
+        and "within a machine" in text
     )
     hidden, rows_away = planned.model.hidden_size, 192
     assert exchange_bytes(planned) == 8 * 2 * 3 + rows_away * (4 * 2 * hidden + 2 * 4)
