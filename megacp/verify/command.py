@@ -79,6 +79,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
     """Return the setup of the comparison. Raise ValueError if a flag is invalid."""
+    # `--config FILE` and `--config=FILE` are both possible.
     has_config = any(argument.partition("=")[0] == "--config" for argument in rest)
     return prepare(
         parse(rest, "megacp-parity"), given_flags(rest), has_config, own.model, own.mask, own.nproc
@@ -89,6 +90,7 @@ def _resolved(setup: ParitySetup) -> ParitySetup:
     """Replace `auto` values like a run does, based on the first rows. Print the choice."""
 
     def rows() -> list[PackedBatch]:
+        # Rows of one process: the choice must not depend on the rank.
         whole = Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)
         return microbatches(setup.config, setup.rules or open_sources(setup.config)[1], 1, whole)
 

@@ -36,6 +36,7 @@ def load_fake_cuda() -> None:
     # A new source, place or version of torch needs a new build.
     built_for = f"{files.sha256_of(SOURCE)[1]} {home} {version('torch')}".encode()
 
+    # `kept_folder` calls this only if the cache has no library for `built_for`.
     def build(folder: Path) -> None:
         headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
         command = [

@@ -112,6 +112,7 @@ class Watch(TorchDispatchMode):
     def _count(self, key: int, category: str, size: int) -> None:
         if key not in self._known:
             return
+        # Remove the old size, then add the new size under the new category.
         before, old = self._known.pop(key)
         self.held[before] -= old
         if category:
@@ -192,6 +193,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
     item, tolist = torch.Tensor.item, torch.Tensor.tolist
     resize, compile = torch.UntypedStorage.resize_, torch.compile
 
+    # Full sharding frees and restores storages with resize_, which bypasses the dispatcher.
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result = resize(storage, size)
         if storage._cdata in watch._known:
@@ -205,6 +207,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
 
     nothing = lambda *args, **named: None  # noqa: E731
     hopper = mock.Mock(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
+    # Replacements by owner. Every function that would need a real device has one.
     patches: dict[str, dict[str, Any]] = {
         "torch.cuda": {
             "is_available": lambda: True,
@@ -218,6 +221,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
             "get_device_properties": lambda device=None: hopper,
             **dict.fromkeys(("Stream", "Event", "device", "stream", "current_stream"), _NoStream),
         },
+        # A fake tensor has no values. Dynamo's symbols still need the original `item`.
         "torch.Tensor": {
             "item": lambda x: (
                 1.0 if isinstance(x, FakeTensor) and TracingContext.try_get() is None else item(x)
@@ -424,6 +428,7 @@ def main(argv: Sequence[str]) -> int:
             f"--fake with --num-experts does not support --dtype {config.training.dtype}; "
             "use --dtype bfloat16"
         )
+    # Read the metadata of the sources, then choose `auto` values for a row of full length.
     config, _ = open_sources(config)
     config, chosen = resolve_auto(
         config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)]
@@ -435,6 +440,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if chosen:
         print(chosen)
+    # The requested rank receives the planned load of experts, so that its peak is the planned peak.
     busy = shape.experts(own.rank)[0].index(own.rank) if shape.ep else 0
     # The first step compiles, and Dynamo then keeps the traced inputs, a few percent of the peak.
     # The rank therefore takes a second step, and only the second peak is printed.
@@ -450,6 +456,7 @@ def main(argv: Sequence[str]) -> int:
         f"{config.data.seq_length:,} tokens, mask {own.mask}"
     )
     wrong: list[str] = []
+    # Compare the peak with the dry run, and the calls of each neighbour with the requested rank.
     for one in (mine, *others):
         at = shape.coordinates(one.rank)
         layers = stage_layers(config, world_size)[at["pp"]]

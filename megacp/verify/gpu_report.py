@@ -189,6 +189,7 @@ def native_against_cpu(device: str, sizes: Sizes) -> list[Finding]:
 
     The device uses float64 and then bfloat16, with mixed masks.
     """
+    # The CPU in float64 is the reference for both precisions.
     expected = losses(0, 1, config_of(sizes, "float64"), "cpu")
     wide, narrow = (
         _worst(losses(0, 1, config_of(sizes, t), device), expected) for t in ("float64", "bfloat16")
@@ -206,25 +207,25 @@ def engine_against_native(device: str, sizes: Sizes) -> list[Finding]:
 
     Unsupported cases are skipped.
     """
+    # Masks with their settings: plain layers, recomputation, and the recipes of fp8.
     cases: list[tuple[str, Sizes]] = [("packed", {}), ("mixed", {})]
     cases += [("packed", {"recompute_granularity": how}) for how in ("selective", "full")]
     cases += [("packed", {"fp8": recipe}) for recipe in ("delayed", "current", "blockwise")]
     findings = []
     for mask, settings in cases:
-        name = " ".join(
-            map(str, ("Transformer Engine against native,", mask, "masks", *settings.values()))
-        )
-        limit, why = (
-            (0.1, "3 bits of mantissa") if "fp8" in settings else (2e-2, "two bfloat16 models")
-        )
+        words = ("Transformer Engine against native,", mask, "masks", *settings.values())
+        name = " ".join(map(str, words))
+        if "fp8" in settings:
+            limit, why = 0.1, "3 bits of mantissa"
+        else:
+            limit, why = 2e-2, "two bfloat16 models"
         config = config_of(sizes, "bfloat16", transformer_impl="transformer_engine", **settings)
         if problems := backend_problems(config, torch.device(device).type):
             findings.append(Finding(name, None, limit, "; ".join(problems)))
             continue
         expected = losses(0, 1, config_of(sizes, "bfloat16"), device, mask)
-        findings.append(
-            Finding(name, _worst(losses(0, 1, config, device, mask), expected), limit, why)
-        )
+        worst = _worst(losses(0, 1, config, device, mask), expected)
+        findings.append(Finding(name, worst, limit, why))
     return findings
 
 
@@ -280,6 +281,7 @@ def timed_steps(
         model.train(
             rows, number, batch.weight_sum * config.training.global_batch_size, batch.real_tokens
         )
+        # Kernels run asynchronously. Wait for them before the clock is read.
         if device == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)

@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         require_free("--output", arguments.output, arguments.overwrite)
         curves = read_curves(arguments.log)
+        # An optional dependency, imported only after the flags and the log are valid.
         import matplotlib
 
         matplotlib.use("Agg")
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     axes.plot(
         list(curves["valid"]), list(curves["valid"].values()), "o-", linewidth=1, label="valid"
     )
+    # Mark the steps at which the run was resumed.
     for step in arguments.mark:
         axes.axvline(step, color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
