@@ -90,7 +90,7 @@ def _resolved(setup: ParitySetup) -> ParitySetup:
     """Replace `auto` values like a run does, based on the first rows. Print the choice."""
 
     def rows() -> list[PackedBatch]:
-        # Rows of one process: the choice must not depend on the rank.
+        # No rank has started yet, so these are the rows of a single process.
         whole = Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)
         return microbatches(setup.config, setup.rules or open_sources(setup.config)[1], 1, whole)
 
@@ -122,6 +122,7 @@ def _heading(setup: ParitySetup) -> str:
         f"  {c.training.global_batch_size} rows per step of up to {c.data.seq_length} tokens, "
         f"{packs}",
     ]
+    # The notes list the flags that `prepare` changed.
     return "\n".join([*lines, *(f"  note: {note}" for note in setup.notes)])
 
 
@@ -147,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankFailure as error:
         warn(f"FAILED: {error}")
         return 3
+    # `reference` and each element of `ranks` are lists with one trace per step.
     comparisons = compare(reference, ranks)
     # Print the worst difference of each kind, even if it is within the tolerance.
     for c in comparisons:

@@ -221,7 +221,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
             "get_device_properties": lambda device=None: hopper,
             **dict.fromkeys(("Stream", "Event", "device", "stream", "current_stream"), _NoStream),
         },
-        # A fake tensor has no values. Dynamo's symbols still need the original `item`.
+        # A fake tensor has no values. While Dynamo traces, it needs the original `item`.
         "torch.Tensor": {
             "item": lambda x: (
                 1.0 if isinstance(x, FakeTensor) and TracingContext.try_get() is None else item(x)
@@ -268,6 +268,7 @@ def planned_routes(config: RunConfig, busy: int) -> Iterator[None]:
         return [*found[:busy], most, *found[busy:]]
 
     def received(route: Route) -> list[int]:
+        # Ranks are assumed to be equal: each one sends this rank what this rank would send itself.
         return [sent(route)[route.axis.rank]] * route.axis.size
 
     with mock.patch.multiple(Route, sent=property(sent), received=property(received)):
@@ -306,6 +307,7 @@ def full_row(
         return batch
     # Every image has the smallest size, so the planned crops are many small images.
     of_one, _ = config.vision.smallest_image
+    # Cumulative ends of the images: crops, and their pooled tokens.
     edges = np.arange(of_one, crops + 1, of_one)
     bounds = edges, edges * pooled // max(crops, 1)
     rank, ranks = encoder or (0, 1)
@@ -389,6 +391,7 @@ def _state(model: ParallelModel, watch: Watch) -> dict[str, int]:
 
 def neighbours(shape: GridShape, rank: int) -> list[int]:
     """Return the next rank on each axis (tp, cp, dp, pp) with more than one rank."""
+    # The ranks of each axis that contain `rank`, in order. The last rank is followed by the first.
     axes = [shape.members(rank, (name,)) for name in ("tp", "cp", "dp", "pp")]
     return [one[(one.index(rank) + 1) % len(one)] for one in axes if len(one) > 1]
 

@@ -150,6 +150,7 @@ def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
             "megacp.train",
             *(f"{flag(key)}={value}" for key, value in values.items()),
         ]
+        # Train and save, then load the checkpoint and train further.
         for way, last in (("save", SAVED), ("load", STEPS)):
             subprocess.run(
                 [*command, f"--{way}={folder}/run", f"--train-iters={last}"],
@@ -166,6 +167,7 @@ def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
         key: steps[STEPS][key]
         for key in ("loss", "tokens_per_second", "mfu", "seconds", "peak_memory")
     }
+    # The second run continues the log of the first, so the log must contain every step.
     return [
         Finding(name, float(STEPS - len(steps)), 0.0, "steps without a finite loss"),
         Figure(name, figures),
@@ -308,6 +310,7 @@ def training_speed(
         return [Finding(name, None, 0.0, "; ".join(problems))]
     seconds = statistics.mean(timed_steps(0, 1, config, device))
     batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask="causal"))
+    # The number of query-key pairs that the mask allows.
     area = int(mask_metadata(batch).cost.sum())
     flops = model_flops(config.model, batch.real_tokens, area).published.training
     utilisation: float | None = None
