@@ -92,7 +92,8 @@ def _resolved(setup: ParitySetup) -> ParitySetup:
     def rows() -> list[PackedBatch]:
         # No rank has started yet, so these are the rows of a single process.
         whole = Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)
-        return microbatches(setup.config, setup.rules or open_sources(setup.config)[1], 1, whole)
+        packs = setup.rules or open_sources(setup.config)[1]
+        return microbatches(setup.config, packs, 1, whole)
 
     config, line = resolve_auto(setup.config, rows)
     if line is not None:

@@ -436,7 +436,8 @@ def main(argv: Sequence[str]) -> int:
     config, chosen = resolve_auto(
         config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)]
     )
-    shape, watch = config.grid_shape(world_size), Watch()
+    shape = config.grid_shape(world_size)
+    watch = Watch()
     if not 0 <= own.rank < world_size:
         raise ValueError(
             f"--rank {own.rank} must be from 0 to {world_size - 1} (--world-size {world_size})"
@@ -465,11 +466,10 @@ def main(argv: Sequence[str]) -> int:
         layers = stage_layers(config, world_size)[at["pp"]]
         planned = stage_memory(config, at["pp"], layers, world_size)
         place = ", ".join(f"{name} {at[name]}" for name in reversed(AXES))
-        print(
-            f"rank {one.rank} ({place}): peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)}); "
-            f"the dry run estimates {planned.total / 2**30:.2f}; {len(one.calls):,} calls of "
-            "collectives"
-        )
+        peak = f"peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)})"
+        estimate = f"the dry run estimates {planned.total / 2**30:.2f}"
+        calls = f"{len(one.calls):,} calls of collectives"
+        print(f"rank {one.rank} ({place}): {peak}; {estimate}; {calls}")
         wrong += differences(own.rank, mine.calls, one.rank, one.calls)
     if wrong:
         print("\n".join(["DIFFERENT:", *wrong]))

@@ -144,17 +144,15 @@ def prepare(
         wrong = f"--seq-length {config.data.seq_length} over {MOST_ROW_TOKENS}"
     if wrong and "data_path" in given:
         raise ValueError(f"--data-path and {wrong}: omit --data-path to check on random packs")
-    elsewhere = not all(
-        Path(folder, MANIFEST_NAME).is_file() for folder in named_folders(config.data.data_path)
-    )
+    manifests = [Path(name, MANIFEST_NAME) for name in named_folders(config.data.data_path)]
+    elsewhere = not all(manifest.is_file() for manifest in manifests)
     notes = []
     # A YAML file may name a folder of another machine. Only the flag --data-path insists on it.
     usable = not wrong and ("data_path" in given or not elsewhere)
     stored = config.data.data_path is not None and usable
     if config.data.data_path is not None and not stored:
-        notes.append(
-            f"uses random packs, not those of --data-path {shown_path(config.data.data_path)}"
-        )
+        unused = shown_path(config.data.data_path)
+        notes.append(f"uses random packs, not those of --data-path {unused}")
         config = with_values(config, {"data_path": None})
     kept = {*given, *(_FIXED_BY_PACKS if stored else ())}
 
@@ -184,14 +182,18 @@ def prepare(
     # Use one microbatch more than stages, so that warm-up, steady state and drain all occur.
     replicas = t.micro_batch_size * max(1, config.data_parallel_size(world_size))
     batch = replicas * max(2, p.pipeline_model_parallel_size + 1)
-    config = changed({"seq_length": -(-tokens // step) * step, "global_batch_size": batch})
-    config = with_values(config, {**_PRECISION, "weight_decay": max(t.weight_decay, 0.1)})
+    # Context and tensor parallelism must divide a row, so its length is a multiple of `step`.
+    length = -(-tokens // step) * step
+    config = changed({"seq_length": length, "global_batch_size": batch})
+    decay = max(t.weight_decay, 0.1)
+    config = with_values(config, {**_PRECISION, "weight_decay": decay})
     require(config, world_size)
     # Stored packs need no rules. Random packs get a mask with images if there is a vision tower.
     rules = None
     if not stored:
         mask = mask or ("mixed" if config.vision.vision_num_layers else config.data.attention_mask)
-        seed, length = config.training.seed, config.data.seq_length
+        seed = config.training.seed
+        length = config.data.seq_length
         rules = MockRules(config.model.vocab_size, length, mask, True, seed, mock_images(config))
     # Report the fields that the user set and that have a different value now.
     old, new = flatten(original), flatten(config)
@@ -208,9 +210,13 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
     Heads and layers suffice for tp and the pipeline stages. If the config has a vision tower and
     the named model has none, the tower is kept with small sizes and its number of heads.
     """
-    m, p, tower = config.model, config.parallel, config.vision.vision_num_layers > 0
-    tp, stages = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    layers, ffn = max(4, stages * p.num_virtual_stages_per_pipeline_rank), math.lcm(96, tp)
+    m = config.model
+    p = config.parallel
+    tower = config.vision.vision_num_layers > 0
+    tp = p.tensor_model_parallel_size
+    stages = p.pipeline_model_parallel_size
+    layers = max(4, stages * p.num_virtual_stages_per_pipeline_rank)
+    ffn = math.lcm(96, tp)
     if model is None:
         layers = min(m.num_layers, layers)
         sizes: dict[str, Value] = {
