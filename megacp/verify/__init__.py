@@ -1,1 +1,1 @@
-"""Comparison of two grids, fake steps, and the report of a GPU machine."""
+"""Check that grids train like one process, simulate steps without a GPU, and test a GPU."""

@@ -1,14 +1,13 @@
-"""Does this layout train like one process? Trains it on random packs on this machine's CPU and
-compares every gradient.
+"""Check that a layout trains like one process, on random packs on this machine's CPU.
 
-    python tools/check_parity.py --nproc 8 --tensor-model-parallel-size 2
-    --pipeline-model-parallel-size 2 \
-        --context-parallel-size 2 --mask mixed
+    python tools/check_parity.py --nproc 8 --tensor-model-parallel-size 2 --mask mixed \
+        --pipeline-model-parallel-size 2 --context-parallel-size 2
     python tools/check_parity.py --config my_run.yaml --nproc 8
 
-Takes every flag and `--config` of megacp.train. What is too large for one process is made small,
-which is printed. With `--data-path` the stored packs are used. Exit status: 0 the same, 1
-different, 2 refused, 3 a rank failed.
+The command accepts every flag of megacp.train, including `--config`. It reduces sizes that are too
+large for one process and prints the changes. With `--data-path`, it uses stored packs. The exit
+status is 0 if the results are the same, 1 if they differ, 2 if the flags are invalid, and 3 if a
+rank failed.
 """
 
 from __future__ import annotations
@@ -44,42 +43,43 @@ def _count(text: str) -> int:
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     about = (
-        "Train a layout on random packs and compare it with one process; also takes all flags of "
-        "megacp.train."
+        "Train a layout on random packs and compare it with one process. All flags of megacp.train "
+        "are accepted too."
     )
     parser = OneLineParser(description=about, allow_abbrev=False)
     parser.add_argument(
-        "--nproc", type=_count, metavar="N", help="ranks to start here (default: tp x pp x cp)"
+        "--nproc", type=_count, metavar="N", help="number of ranks to start (default: tp x pp x cp)"
     )
     parser.add_argument(
         "--mask",
         choices=MASKS,
-        help="of random packs (--attention-mask; mixed with a vision tower)",
+        help="mask of the random packs (default: --attention-mask, or mixed with a vision tower)",
     )
     parser.add_argument(
         "--model",
         choices=list(MODELS),
-        help="sizes by name (default: tiny_llm, or those of --config)",
+        help="tiny model to train (default: the model of --config, or tiny_llm)",
     )
     parser.add_argument(
         "--steps",
         type=_count,
         default=2,
         metavar="N",
-        help="optimizer steps to compare (default 2)",
+        help="number of optimizer steps to compare (default 2)",
     )
     parser.add_argument(
         "--timeout",
         type=_count,
         default=600,
         metavar="S",
-        help="seconds until a hang is told (600)",
+        help="seconds before a hang is reported (default 600)",
     )
     return parser.parse_known_args(argv)
 
 
 def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
-    """What is to be compared. ValueError names a flag."""
+    """Return the setup of the comparison. Raise ValueError if a flag is invalid."""
+    # `--config FILE` and `--config=FILE` are both possible.
     has_config = any(argument.partition("=")[0] == "--config" for argument in rest)
     return prepare(
         parse(rest, "megacp-parity"), given_flags(rest), has_config, own.model, own.mask, own.nproc
@@ -87,11 +87,13 @@ def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
 
 
 def _resolved(setup: ParitySetup) -> ParitySetup:
-    """The setup with `auto` chosen as a run does, for the first rows; printed in a line."""
+    """Replace `auto` values like a run does, based on the first rows. Print the choice."""
 
     def rows() -> list[PackedBatch]:
+        # No rank has started yet, so these are the rows of a single process.
         whole = Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)
-        return microbatches(setup.config, setup.rules or open_sources(setup.config)[1], 1, whole)
+        packs = setup.rules or open_sources(setup.config)[1]
+        return microbatches(setup.config, packs, 1, whole)
 
     config, line = resolve_auto(setup.config, rows)
     if line is not None:
@@ -100,12 +102,15 @@ def _resolved(setup: ParitySetup) -> ParitySetup:
 
 
 def _heading(setup: ParitySetup) -> str:
-    c, p, m = setup.config, setup.config.parallel, setup.config.model
+    c = setup.config
+    p = c.parallel
+    m = c.model
     packs = (
         f"random packs, mask {setup.rules.mask}"
         if setup.rules
         else f"packs of {shown_path(c.data.data_path)}"
     )
+    # The axes from the outermost to the innermost.
     sizes = {"pp": p.pipeline_model_parallel_size, "dp": c.data_parallel_size(setup.world_size)}
     sizes |= {"cp": p.context_parallel_size, "tp": p.tensor_model_parallel_size}
     lines = [
@@ -115,14 +120,15 @@ def _heading(setup: ParitySetup) -> str:
         f"{m.num_attention_heads}/"
         f"{m.query_groups} heads, {c.vision.vision_num_layers} vision layers; {p.cp_comm_type}, "
         f"{p.cp_layout}",
-        f"  {c.training.global_batch_size} rows a step of up to {c.data.seq_length} tokens, "
+        f"  {c.training.global_batch_size} rows per step of up to {c.data.seq_length} tokens, "
         f"{packs}",
     ]
+    # The notes list the flags that `prepare` changed.
     return "\n".join([*lines, *(f"  note: {note}" for note in setup.notes)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line. Return the exit status."""
     own, rest = _arguments(sys.argv[1:] if argv is None else argv)
     try:
         setup = setup_of(own, rest)
@@ -131,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     say(_heading(setup))
     begin = time.monotonic()
+    # The single process trains first. Both runs use the same rules and seeds, so the same packs.
     try:
         setup = _resolved(setup)
         (reference,) = run_ranks(
@@ -142,11 +149,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankFailure as error:
         warn(f"FAILED: {error}")
         return 3
+    # `reference` and each element of `ranks` are lists with one trace per step.
     comparisons = compare(reference, ranks)
+    # Print the worst difference of each kind, even if it is within the tolerance.
     for c in comparisons:
         figures = ", ".join(f"{what} {value:.1e}" for what, value in c.differences.items())
         say(f"step {c.step}  loss {c.loss:.6f}  grad norm {c.grad_norm:.4f}  off by: {figures}")
-    wrong = [f"  step {c.step}: the {reason}" for c in comparisons for reason in c.beyond()]
+    wrong: list[str] = []
+    for c in comparisons:
+        wrong += [f"  step {c.step}: the {reason}" for reason in c.beyond()]
     kind = f"{TOLERANCE:g} (float64, relative), {time.monotonic() - begin:.1f} s"
-    say("\n".join([f"DIFFERENT: beyond {kind}", *wrong]) if wrong else f"THE SAME: within {kind}")
-    return int(bool(wrong))
+    if wrong:
+        say("\n".join([f"DIFFERENT: beyond {kind}", *wrong]))
+        return 1
+    say(f"THE SAME: within {kind}")
+    return 0

@@ -1,9 +1,8 @@
-"""A CUDA device that is not there: with it, FakeTensorMode has a device `cuda` on a CPU build of
-torch.
+"""Simulate a CUDA device, so that FakeTensorMode supports `cuda` on a CPU build of torch.
 
-`load_fake_cuda` builds fake_cuda.cpp once (g++, seconds) and loads it. It must come before the
-first import of torch, which asks for its CUDA hooks once. Backward then runs in the thread of that
-device, as it does on a GPU.
+`load_fake_cuda` compiles fake_cuda.cpp once with g++ and loads it. Call it before the first import
+of torch, because torch looks up its CUDA hooks only once. Autograd then runs backward in the
+device's thread, like on a GPU.
 """
 
 from __future__ import annotations
@@ -24,17 +23,20 @@ LIBRARY = "fake_cuda.so"
 
 
 def load_fake_cuda() -> None:
-    """Make torch believe in the device. Raises ValueError where it cannot be built or torch has its
-    own.
+    """Register the simulated device with torch.
+
+    Raise ValueError if g++ cannot build it, or if torch is a CUDA build.
     """
-    assert "torch" not in sys.modules, "torch was imported before the stand-in of its device"
+    assert "torch" not in sys.modules, "load the fake device before you import torch"
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.submodule_search_locations, "torch is a requirement"
     home = Path(spec.submodule_search_locations[0])
     if (home / "lib" / "libtorch_cuda.so").exists():
-        raise ValueError(f"--fake needs a CPU build of torch, {home} is one for CUDA")
+        raise ValueError(f"--fake needs a CPU build of torch, but {home} is a CUDA build")
+    # A new source, place or version of torch needs a new build.
     built_for = f"{files.sha256_of(SOURCE)[1]} {home} {version('torch')}".encode()
 
+    # `kept_folder` calls this only if the cache has no library for `built_for`.
     def build(folder: Path) -> None:
         headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
         command = [
@@ -55,12 +57,13 @@ def load_fake_cuda() -> None:
                 capture_output=True,
             )
         except (OSError, subprocess.CalledProcessError) as error:
-            told = getattr(error, "stderr", b"").decode().strip() or error
-            raise ValueError(f"--fake builds {SOURCE.name} with g++: {told}") from error
+            reason = getattr(error, "stderr", b"").decode().strip() or error
+            raise ValueError(f"--fake could not build {SOURCE.name} with g++: {reason}") from error
 
     library = (
         kept_folder(f"fake_cuda_{hashlib.sha256(built_for).hexdigest()[:16]}", build) / LIBRARY
     )
+    # torch's libraries come first, because fake_cuda.so needs their symbols.
     for path in (
         *(home / "lib" / f"lib{name}.so" for name in ("torch_global_deps", "c10", "torch_cpu")),
         library,

@@ -1,14 +1,13 @@
-"""One training step of any rank of any world, on a GPU that is not there: what it holds, and what
-it sends to whom.
+"""Simulate a training step of one rank without a GPU, and record its memory and communication.
 
-The model, its plan, schedule and optimizer are the real ones; tensors are FakeTensors of a device
-`cuda` and have no numbers, process groups send nothing (torch's "fake" backend). An operator
-refuses tensors of two devices, the device's thread runs backward, and Dynamo traces every chain
-that a GPU would compile; the compiled kernel itself is faked.
+The model, plan, schedule and optimizer are real. Tensors are FakeTensors on the device `cuda` and
+have no values. Process groups send nothing (torch's "fake" backend). Operators refuse tensors on
+two devices, autograd runs backward in the device's thread, and Dynamo traces every function that a
+GPU would compile. Only the compiled kernels are faked.
 
-Memory is the bytes of all storages on the device, by the phase that allocated them; a compiled
-chain holds its results alone. Fragmentation, communicators and the kernels' own buffers are not in
-it.
+Memory is the number of bytes of all storages on the device, by the phase that allocated them. A
+compiled function counts only its results. Fragmentation, communicators and buffers inside kernels
+are not included.
 """
 
 from __future__ import annotations
@@ -57,20 +56,18 @@ from megacp.training.loop.sources import open_sources
 
 
 class Watch(TorchDispatchMode):
-    """Bytes on the device by category, and all calls of collectives, in every thread of
-    autograd.
-    """
+    """A recorder of device memory by category and of collective calls, in all autograd threads."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True: Dynamo compiles under it."""
+        """True, because Dynamo should compile while this mode is active."""
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True, likewise: it is told of results by `chain`."""
+        """True, because `chain` reports the results of compiled functions."""
         return True
 
     def __init__(self) -> None:
@@ -78,7 +75,7 @@ class Watch(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Forget all; what still dies counts no more."""
+        """Reset all counts. Storages that were known before no longer count when they are freed."""
         self.category, self.chains = "other", 0
         self.held: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
@@ -92,52 +89,58 @@ class Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if (call := recorded(function, args, kwargs or {})) is not None:
             self.calls.append(call)
-        if (
-            not self.chains and TracingContext.try_get() is None
-        ):  # what Dynamo tries out is nobody's memory
+        # Tensors that Dynamo creates while it traces do not occupy memory in a real step.
+        if not self.chains and TracingContext.try_get() is None:
             for x in tree_iter(result):
                 if isinstance(x, torch.Tensor):
                     self.see(x)
         return result
 
     def see(self, x: torch.Tensor, category: str = "") -> None:
-        """Count the storage of a tensor, once; a category moves it there."""
+        """Count the storage of a tensor once. If `category` is given, move the storage there."""
         if x.device.type != "cuda":
             return
-        storage = shard_of(x).untyped_storage()  # a DTensor's own would be as large as the whole
+        # The storage of a DTensor itself would have the size of the full tensor.
+        storage = shard_of(x).untyped_storage()
         key = storage._cdata
         if key not in self._known:
             self._known[key] = self.category, 0
+            # Without a category, `_count` removes the storage from all counts.
             weakref.finalize(storage, self._count, key, "", 0)
         self._count(key, category or self._known[key][0], storage.nbytes())
 
     def _count(self, key: int, category: str, size: int) -> None:
         if key not in self._known:
             return
+        # Remove the old size, then add the new size under the new category.
         before, old = self._known.pop(key)
         self.held[before] -= old
         if category:
             self._known[key] = category, size
             self.held[category] += size
-        if (total := sum(self.held.values())) > self._most:
-            self._most, self.peak = total, dict(self.held)
+        total = sum(self.held.values())
+        if total > self._most:
+            self._most = total
+            self.peak = dict(self.held)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is allocated meanwhile counts as that phase's; what forward leaves behind are
-        activations.
+        """Count allocations within this context under the phase `name`.
+
+        Tensors that forward allocates are activations.
         """
-        before, self.category = (
-            self.category,
-            {"forward": "activations", "shard": "rows"}.get(name, name),
-        )
+        before = self.category
+        self.category = {"forward": "activations", "shard": "rows"}.get(name, name)
         try:
             yield
         finally:
             self.category = before
 
     def chain(self, graph: Any, inputs: Sequence[Any]) -> Any:
-        """A compiled function of which only the results are counted: the compiler's backend."""
+        """Return `graph` as a compiled function that counts only its results.
+
+        This is the backend of the compiler.
+        """
 
         def call(*args: Any) -> Any:
             self.chains += 1
@@ -145,7 +148,10 @@ class Watch(TorchDispatchMode):
                 results = graph(*args)
             finally:
                 self.chains -= 1
-            for x in tree_iter(results) if not self.chains else ():
+            # Only the outermost compiled function counts its results.
+            if self.chains:
+                return results
+            for x in tree_iter(results):
                 if isinstance(x, torch.Tensor):
                     self.see(x)
             return results
@@ -154,7 +160,7 @@ class Watch(TorchDispatchMode):
 
 
 class _NoStream:
-    """A stream, an event or a device context where nothing runs."""
+    """A stream, event or device context that does nothing."""
 
     def __init__(self, *args: Any, **named: Any) -> None: ...
 
@@ -168,22 +174,26 @@ class _NoStream:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """torch's choice on a GPU for crops without a mask, which a CPU build does not make."""
+    """Call the operator that torch would choose on a GPU for crops without a mask.
+
+    A CPU build of torch would choose a different operator.
+    """
     if q.dtype == torch.bfloat16:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)[
-        0
-    ]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, None, True, scale=scale)[0]
 
 
 @contextlib.contextmanager
 def _device(watch: Watch, rank: int) -> Iterator[None]:
-    """torch.cuda of a Hopper GPU whose kernels are faked; numbers that the host reads of it are
-    1.
+    """Make torch.cuda behave like a Hopper GPU with fake kernels.
+
+    Values that the host reads from the device are 1.
     """
     item, tolist = torch.Tensor.item, torch.Tensor.tolist
     resize, compile = torch.UntypedStorage.resize_, torch.compile
 
+    # Full sharding frees and restores storages with resize_, which bypasses the dispatcher.
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result = resize(storage, size)
         if storage._cdata in watch._known:
@@ -191,12 +201,13 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
         return result
 
     def graphs(score: Callable, example: tuple, buffers: tuple) -> tuple[Callable, Callable]:
-        # FlexAttention's backward makes a scalar on the device while it is traced
+        # FlexAttention creates a scalar on the device while its backward is traced.
         with detect_fake_mode(example) or contextlib.nullcontext():
             return create_fw_bw_graph(score, example, buffers)
 
     nothing = lambda *args, **named: None  # noqa: E731
     hopper = mock.Mock(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
+    # Replacements by owner. Every function that would need a real device has one.
     patches: dict[str, dict[str, Any]] = {
         "torch.cuda": {
             "is_available": lambda: True,
@@ -210,6 +221,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
             "get_device_properties": lambda device=None: hopper,
             **dict.fromkeys(("Stream", "Event", "device", "stream", "current_stream"), _NoStream),
         },
+        # A fake tensor has no values. While Dynamo traces, it needs the original `item`.
         "torch.Tensor": {
             "item": lambda x: (
                 1.0 if isinstance(x, FakeTensor) and TracingContext.try_get() is None else item(x)
@@ -228,31 +240,35 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
         "torch.UntypedStorage": {"resize_": resized},
         "torch._subclasses.fake_tensor.FakeTensorMode": {"avoid_device_init": True},
     }
-    torch._dynamo.trace_rules.get_torch_obj_rule_map()  # made once, of what is not patched yet
+    # Dynamo builds this table once. It must contain the original functions, not the patches.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     with contextlib.ExitStack() as stack:
         for owner, values in patches.items():
             stack.enter_context(mock.patch.multiple(owner, **values))
-        stack.enter_context(
-            mock.patch.object(build, "initialise", nothing)
-        )  # numbers that nobody reads
+        # Fake parameters have no values to initialise.
+        stack.enter_context(mock.patch.object(build, "initialise", nothing))
         stack.enter_context(mock.patch.object(offload, "PLAIN", {FakeTensor}))
         yield
 
 
 @contextlib.contextmanager
 def planned_routes(config: RunConfig, busy: int) -> Iterator[None]:
-    """Rows go where the dry run plans: more to the ep rank `busy`, as many from each to all
-    others.
+    """Route tokens to experts as the dry run plans.
+
+    The ep rank `busy` receives the planned load. All other ranks share the remaining rows equally.
     """
 
     def sent(route: Route) -> list[int]:
-        ranks, slots = route.axis.size, route.chosen.numel()
+        ranks = route.axis.size
+        slots = route.chosen.numel()
         most = min(slots, math.ceil(slots * planned_load(config) / ranks))
+        # The first `more` of the other ranks receive one row more.
         each, more = divmod(slots - most, max(1, ranks - 1))
-        found = [each + (number < more) for number in range(ranks - 1)]
+        found = [each + 1 if number < more else each for number in range(ranks - 1)]
         return [*found[:busy], most, *found[busy:]]
 
     def received(route: Route) -> list[int]:
+        # Ranks are assumed to be equal: each one sends this rank what this rank would send itself.
         return [sent(route)[route.axis.rank]] * route.axis.size
 
     with mock.patch.multiple(Route, sent=property(sent), received=property(received)):
@@ -261,54 +277,59 @@ def planned_routes(config: RunConfig, busy: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank did in a step."""
+    """Memory and communication of one rank in one step."""
 
     rank: int
     peak: dict[str, int]
-    """Bytes by category when they were most: weights, gradients, optimizer, activations, rows, else
-    the phase.
-    """
+    """Bytes at the peak: weights, gradients, optimizer, activations, rows, or a phase's name."""
     state: dict[str, int]
-    """The first three of them between steps."""
+    """Bytes of weights, gradients and optimizer between steps."""
     calls: list[Call]
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Total bytes at the peak."""
         return sum(self.peak.values())
 
 
 def full_row(
     config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] | None
 ) -> PackedBatch:
-    """A row of random packs of full length with the planned images; `encoder`: which of how many
-    ranks decodes them, None for a rank of another stage.
+    """Return a row of random packs of full length with the planned images.
+
+    `encoder` is this rank's number and the number of ranks that share the images. None means that
+    the rank is on a later stage and has no images.
     """
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask)
     batch = mock_batch(range(packs), rules)
     crops, pooled = (packs * count for count in planned_images(config))
     if not config.vision.vision_num_layers:
         return batch
+    # Every image has the smallest size, so the planned crops are many small images.
     of_one, _ = config.vision.smallest_image
+    # Cumulative ends of the images: crops, and their pooled tokens.
     edges = np.arange(of_one, crops + 1, of_one)
     bounds = edges, edges * pooled // max(crops, 1)
     rank, ranks = encoder or (0, 1)
     mine = compute_image_shard_boundaries(*bounds, ranks)[rank]
-    here = [
-        int(mine[f"end_{kind}_idx"] - mine[f"start_{kind}_idx"]) * (encoder is not None)
-        for kind in ("image", "pool")
-    ]
-    shape = config.vision.crop_patches, config.vision.patch_dim
-    windows = np.zeros((here[1], POOLED_PATCHES), np.int64)
-    pixels, strategy = np.zeros((here[0], *shape), np.float32), config.parallel.vision_shards
-    grids = np.ones((here[1], 2), np.int64) if config.vision.family.has_grids else None
+    my_crops = 0
+    my_pooled = 0
+    if encoder is not None:
+        my_crops = int(mine["end_image_idx"] - mine["start_image_idx"])
+        my_pooled = int(mine["end_pool_idx"] - mine["start_pool_idx"])
+    shape = (my_crops, config.vision.crop_patches, config.vision.patch_dim)
+    pixels = np.zeros(shape, np.float32)
+    windows = np.zeros((my_pooled, POOLED_PATCHES), np.int64)
+    strategy = config.parallel.vision_shards
+    grids = np.ones((my_pooled, 2), np.int64) if config.vision.family.has_grids else None
     images = VisionInputs(*bounds, np.arange(pooled), None, pixels, windows, strategy, grids=grids)
     return dataclasses.replace(batch, vision=images)
 
 
 def microbatches_computed(config: RunConfig, world_size: int) -> int:
-    """How many a rank computes here: its schedule holds no more at once with those that only
-    continue it.
+    """Return the number of microbatches in a fake step.
+
+    More microbatches would only extend the steady state of the schedule, at the same peak.
     """
     stages = config.parallel.pipeline_model_parallel_size
     return min(
@@ -320,11 +341,10 @@ def microbatches_computed(config: RunConfig, world_size: int) -> int:
 def step(
     config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch, busy: int = 0
 ) -> Rank:
-    """Build the model of a checked config on a rank and train it for one step, of equal rows;
-    `busy` is the ep rank with the load that is planned for.
+    """Build the model of a checked config on a rank and train it for one step of equal rows.
 
-    A process that compiles the chains meanwhile finds some percent more: Dynamo holds the inputs
-    that it traced.
+    `busy` is the ep rank that receives the planned load. The first step of a process compiles, and
+    its peak is a few percent higher because Dynamo keeps the traced inputs.
     """
     gc.collect()
     watch.begin()
@@ -333,16 +353,15 @@ def step(
         with _device(watch, rank):
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, watch:
                 model = ParallelModel(config, grid, watch.phase)
-                model.is_new = False  # its first step would hold less
+                model.is_new = False  # the first step of a new model needs less memory
                 state = _state(model, watch)
-            first = 0 if config.parallel.vision_shards == REPLICATE else model.rows.axis.rank
-            encoder = (
-                first,
-                1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size,
-            )
-            row = model.plan(
-                full_row(config, model.rows.packs, mask, encoder if grid.pp.rank == 0 else None)
-            )
+            # Only the first stage has images. Its ranks share them unless they are replicated.
+            encoder: tuple[int, int] | None = None
+            if grid.pp.rank == 0:
+                encoder = (model.rows.axis.rank, model.rows.axis.size)
+                if config.parallel.vision_shards == REPLICATE:
+                    encoder = (0, 1)
+            row = model.plan(full_row(config, model.rows.packs, mask, encoder))
             with mode, watch, planned_routes(config, busy):
                 rows = [row] * microbatches_computed(config, world_size)
                 model.train(rows, 1, 1.0, sum(one.batch.real_tokens for one in rows))
@@ -350,14 +369,18 @@ def step(
 
 
 def _state(model: ParallelModel, watch: Watch) -> dict[str, int]:
-    """Sort what a rank keeps between steps into STATE, and count it."""
+    """Assign the tensors that a rank keeps between steps to the categories STATE.
+
+    Return bytes by category.
+    """
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in STATE}
-    kept["weights"] += [shard_of(p) for chunk in model.chunks for p in chunk.parameters()]
+    for chunk in model.chunks:
+        kept["weights"] += [shard_of(p) for p in chunk.parameters()]
     kept["weights"] += [s.values for s in model.parameters.shards]
-    kept["optimizer"] += [
-        part.values for parts in model.optimizer.state_slices().values() for part in parts
-    ]
+    for parts in model.optimizer.state_slices().values():
+        kept["optimizer"] += [part.values for part in parts]
     kept["gradients"] += [bucket.gradients for bucket in getattr(model.parameters, "buckets", ())]
+    # Optimizer state or gradients that share a storage with weights count as weights.
     weights = {x.untyped_storage()._cdata for x in kept["weights"]}
     for name, tensors in kept.items():
         for x in tensors:
@@ -367,7 +390,8 @@ def _state(model: ParallelModel, watch: Watch) -> dict[str, int]:
 
 
 def neighbours(shape: GridShape, rank: int) -> list[int]:
-    """The next rank on each axis that has several."""
+    """Return the next rank on each axis (tp, cp, dp, pp) with more than one rank."""
+    # The ranks of each axis that contain `rank`, in order. The last rank is followed by the first.
     axes = [shape.members(rank, (name,)) for name in ("tp", "cp", "dp", "pp")]
     return [one[(one.index(rank) + 1) % len(one)] for one in axes if len(one) > 1]
 
@@ -379,40 +403,51 @@ def _figures(sizes: Mapping[str, int]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line: `--rank`, `--mask` and the flags of a run; the exit status."""
+    """Run the command line (`--rank`, `--mask` and the flags of a run). Return the exit status.
+
+    The status is 1 if neighbouring ranks make different calls. Raise ValueError if a flag is
+    invalid.
+    """
     parser = argparse.ArgumentParser(prog="check_gpu.py --fake", allow_abbrev=False)
     parser.add_argument(
         "--rank",
         type=int,
         default=0,
-        help="rank whose step is run, and those beside it (default 0)",
+        help="simulate a step of this rank and of its neighbours (default 0)",
     )
     parser.add_argument(
-        "--mask", choices=MASKS, default="mixed", help="of the random packs (default mixed)"
+        "--mask",
+        choices=MASKS,
+        default="mixed",
+        help="attention mask of the random packs (default mixed)",
     )
     own, rest = parser.parse_known_args(argv)
-    config = with_values(
-        parse(rest, parser.prog), {"train_epochs": None}
-    )  # of random packs there are no epochs
+    # Random packs have no epochs.
+    config = with_values(parse(rest, parser.prog), {"train_epochs": None})
     world_size = config.world_size or config.model_ranks
     require(config, world_size, backend_problems(config, None))
     if config.model.num_experts > 0 and config.training.dtype != "bfloat16":
         raise ValueError(
-            f"--fake with --num-experts and --dtype {config.training.dtype}: give bfloat16, as on "
-            "a GPU"
+            f"--fake with --num-experts does not support --dtype {config.training.dtype}; "
+            "use --dtype bfloat16"
         )
+    # Read the metadata of the sources, then choose `auto` values for a row of full length.
     config, _ = open_sources(config)
     config, chosen = resolve_auto(
         config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)]
     )
-    shape, watch = config.grid_shape(world_size), Watch()
+    shape = config.grid_shape(world_size)
+    watch = Watch()
     if not 0 <= own.rank < world_size:
-        raise ValueError(f"--rank {own.rank} is none of --world-size {world_size}")
+        raise ValueError(
+            f"--rank {own.rank} must be from 0 to {world_size - 1} (--world-size {world_size})"
+        )
     if chosen:
         print(chosen)
+    # The requested rank receives the planned load of experts, so that its peak is the planned peak.
     busy = shape.experts(own.rank)[0].index(own.rank) if shape.ep else 0
-    # The first step of a device compiles, and Dynamo then holds the inputs that it traced: some
-    # percent of the peak. So the rank itself takes a second step, whose peak is printed.
+    # The first step compiles, and Dynamo then keeps the traced inputs, a few percent of the peak.
+    # The rank therefore takes a second step, and only the second peak is printed.
     step(config, world_size, own.rank, own.mask, watch, busy)
     mine = step(config, world_size, own.rank, own.mask, watch, busy)
     others = [
@@ -425,16 +460,16 @@ def main(argv: Sequence[str]) -> int:
         f"{config.data.seq_length:,} tokens, mask {own.mask}"
     )
     wrong: list[str] = []
+    # Compare the peak with the dry run, and the calls of each neighbour with the requested rank.
     for one in (mine, *others):
         at = shape.coordinates(one.rank)
         layers = stage_layers(config, world_size)[at["pp"]]
         planned = stage_memory(config, at["pp"], layers, world_size)
         place = ", ".join(f"{name} {at[name]}" for name in reversed(AXES))
-        print(
-            f"rank {one.rank} ({place}): peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)}); "
-            f"the dry run estimates {planned.total / 2**30:.2f}; {len(one.calls):,} calls of "
-            "collectives"
-        )
+        peak = f"peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)})"
+        estimate = f"the dry run estimates {planned.total / 2**30:.2f}"
+        calls = f"{len(one.calls):,} calls of collectives"
+        print(f"rank {one.rank} ({place}): {peak}; {estimate}; {calls}")
         wrong += differences(own.rank, mine.calls, one.rank, one.calls)
     if wrong:
         print("\n".join(["DIFFERENT:", *wrong]))

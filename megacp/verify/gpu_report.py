@@ -1,9 +1,8 @@
-"""The report of a GPU: a run as users start it, comparisons with a CPU in float64, then the speed
-of training steps.
+"""Check a GPU and report the results: a complete run, comparisons with a CPU, and training speed.
 
-Each part is a function of a device and of sizes, so a CPU runs the same lines with small ones. It
-runs alone, so one that fails is a line of the report. Speeds are of the calls after the first ones,
-which compile; the device is waited for before the clock is read.
+Each part is a function of a device and model sizes, so tests run the same code on a CPU with small
+sizes. The parts are independent: if one fails, the report shows its error and the other parts still
+run. Speeds exclude the first calls, which compile, and include the wait for the device.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from megacp.training.monitor.flops import cuda_peak, peak_bytes
 from megacp.verify.spawn import RankFailure, RankPool
 
 Sizes = Mapping[str, Value]
+# Sizes for the comparisons on a GPU: large enough to use the kernels of real runs.
 MIDDLE: Sizes = {
     "num_layers": 4,
     "hidden_size": 512,
@@ -52,6 +52,7 @@ MIDDLE: Sizes = {
     "seq_length": 2048,
     "qk_layernorm": "head",
 }
+# Sizes for a CPU.
 SMALL: Sizes = {
     **MIDDLE,
     "num_layers": 1,
@@ -59,6 +60,7 @@ SMALL: Sizes = {
     "ffn_hidden_size": 64,
     "seq_length": 128,
 }
+# A model of the 1B class: Llama 3.2 with a smaller vocabulary.
 BILLION: Sizes = {
     "num_layers": 16,
     "hidden_size": 2048,
@@ -68,17 +70,19 @@ BILLION: Sizes = {
     "vocab_size": 32000,
     "dtype": "bfloat16",
 }
-"""A model of the 1B class (Llama 3.2's sizes with a smaller vocabulary)."""
-SAVED, STEPS = 10, 14
-"""Steps before a run is saved, and those after it was resumed too."""
-CALLS, WARM_UP = 5, 2
-"""Calls of what is timed, and those that do not count."""
+# A run is saved after SAVED steps, and then resumed until STEPS.
+SAVED = 10
+STEPS = 14
+# Number of timed calls. The first WARM_UP of them compile and are dropped.
+CALLS = 5
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: the largest relative difference, what is allowed and why; or why it did not
-    run.
+    """A comparison: its largest relative difference, the limit, and the reason for the limit.
+
+    If the comparison did not run, `difference` is None and `reason` explains why.
     """
 
     name: str
@@ -88,26 +92,27 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """`ok`, `FAILED` or `skipped`."""
+        """The result as a word: `ok`, `FAILED` or `skipped`."""
         if self.difference is None:
             return "skipped"
-        return "ok" if self.difference <= self.allowed else "FAILED"  # also for NaN
+        # A NaN fails too, because its comparison is false.
+        return "ok" if self.difference <= self.allowed else "FAILED"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured of one subject."""
+    """Named measurements of one subject."""
 
     name: str
     values: Mapping[str, float | None]
 
 
+# A part of the report returns results: `Finding` or `Figure`.
 ReportPart = Callable[[], Sequence[Any]]
-"""Its results; those of a report are a `Finding` or a `Figure`."""
 
 
 def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
-    """A run with native layers, unless `settings` say otherwise."""
+    """Return the config of a run. Its layers are native unless `settings` change this."""
     return with_values(
         RunConfig(), {"transformer_impl": "native", **sizes, "dtype": dtype, **settings}
     )
@@ -116,7 +121,7 @@ def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
 def losses(
     rank: int, world: int, config: RunConfig, device: str, mask: str = "mixed"
 ) -> list[float]:
-    """Losses of three steps on rows that are the same on every grid."""
+    """Return the losses of three training steps. Every grid trains on the same rows."""
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
     batches = [mock_batch([step], rules) for step in (1, 2, 3)]
@@ -127,8 +132,9 @@ def losses(
 
 
 def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
-    """`python -m megacp.train` on made-up packs: it saves at its end, and another one goes on from
-    there.
+    """Run `python -m megacp.train` on random packs, save a checkpoint, and resume it.
+
+    Raise CalledProcessError if a run fails, or TimeoutExpired after 240 s.
     """
     name = f"megacp.train, {SAVED} steps, a save, {STEPS - SAVED} more"
     with tempfile.TemporaryDirectory() as folder:
@@ -144,6 +150,7 @@ def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
             "megacp.train",
             *(f"{flag(key)}={value}" for key, value in values.items()),
         ]
+        # Train and save, then load the checkpoint and train further.
         for way, last in (("save", SAVED), ("load", STEPS)):
             subprocess.run(
                 [*command, f"--{way}={folder}/run", f"--train-iters={last}"],
@@ -160,6 +167,7 @@ def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
         key: steps[STEPS][key]
         for key in ("loss", "tokens_per_second", "mfu", "seconds", "peak_memory")
     }
+    # The second run continues the log of the first, so the log must contain every step.
     return [
         Finding(name, float(STEPS - len(steps)), 0.0, "steps without a finite loss"),
         Figure(name, figures),
@@ -167,7 +175,10 @@ def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
 
 
 def largest(values: Iterable[float]) -> float:
-    """The largest, NaN when one is: Python's `max` passes over a NaN that is not the first."""
+    """Return the largest value, or NaN if any value is NaN.
+
+    Python's `max` ignores a NaN that is not the first value.
+    """
     return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
@@ -176,9 +187,11 @@ def _worst(found: list[float], expected: list[float]) -> float:
 
 
 def native_against_cpu(device: str, sizes: Sizes) -> list[Finding]:
-    """Three updates on mixed masks: float64 on the device and on the CPU, then bfloat16 against
-    that.
+    """Compare three updates on the device with float64 on the CPU.
+
+    The device uses float64 and then bfloat16, with mixed masks.
     """
+    # The CPU in float64 is the reference for both precisions.
     expected = losses(0, 1, config_of(sizes, "float64"), "cpu")
     wide, narrow = (
         _worst(losses(0, 1, config_of(sizes, t), device), expected) for t in ("float64", "bfloat16")
@@ -192,39 +205,42 @@ def native_against_cpu(device: str, sizes: Sizes) -> list[Finding]:
 
 
 def engine_against_native(device: str, sizes: Sizes) -> list[Finding]:
-    """Three updates in bfloat16 with Transformer Engine's layers and with ours."""
+    """Compare three updates in bfloat16 with Transformer Engine's layers and with native layers.
+
+    Unsupported cases are skipped.
+    """
+    # Masks with their settings: plain layers, recomputation, and the recipes of fp8.
     cases: list[tuple[str, Sizes]] = [("packed", {}), ("mixed", {})]
     cases += [("packed", {"recompute_granularity": how}) for how in ("selective", "full")]
     cases += [("packed", {"fp8": recipe}) for recipe in ("delayed", "current", "blockwise")]
     findings = []
     for mask, settings in cases:
-        name = " ".join(
-            map(str, ("Transformer Engine against native,", mask, "masks", *settings.values()))
-        )
-        limit, why = (
-            (0.1, "3 bits of mantissa") if "fp8" in settings else (2e-2, "two bfloat16 models")
-        )
+        words = ("Transformer Engine against native,", mask, "masks", *settings.values())
+        name = " ".join(map(str, words))
+        if "fp8" in settings:
+            limit, why = 0.1, "3 bits of mantissa"
+        else:
+            limit, why = 2e-2, "two bfloat16 models"
         config = config_of(sizes, "bfloat16", transformer_impl="transformer_engine", **settings)
         if problems := backend_problems(config, torch.device(device).type):
             findings.append(Finding(name, None, limit, "; ".join(problems)))
             continue
         expected = losses(0, 1, config_of(sizes, "bfloat16"), device, mask)
-        findings.append(
-            Finding(name, _worst(losses(0, 1, config, device, mask), expected), limit, why)
-        )
+        worst = _worst(losses(0, 1, config, device, mask), expected)
+        findings.append(Finding(name, worst, limit, why))
     return findings
 
 
 def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,)) -> list[Finding]:
-    """Context parallelism of several processes that share the device, over gloo, against one
-    process.
+    """Compare context parallelism with one process.
+
+    The ranks share the device and communicate over gloo. Every transport without a sizes flag runs.
     """
     expected = losses(0, 1, config_of(sizes, "float32"), device)
     findings = []
     for ranks in worlds:
-        with RankPool(
-            ranks
-        ) as pool:  # one for all transports: kernels are compiled once in a process
+        # All transports use one pool, because each process compiles its kernels only once.
+        with RankPool(ranks) as pool:
             for row in TRANSPORTS.values():
                 if row.needs_sizes:
                     continue
@@ -240,7 +256,7 @@ def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,))
                     found = pool.run(
                         losses, config_of(sizes, "float32", **parallel), device, timeout=150.0
                     )
-                except RankFailure as error:  # after which the pool is closed
+                except RankFailure as error:  # the pool is closed now
                     findings.append(Finding(name, math.nan, 2e-4, str(error).splitlines()[-1]))
                     break
                 worst = largest(_worst(one, expected) for one in found)
@@ -251,9 +267,9 @@ def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,))
 def timed_steps(
     rank: int, world: int, config: RunConfig, device: str, mask: str = "causal"
 ) -> list[float]:
-    """Seconds of this rank's steps after the first ones.
+    """Return the seconds of this rank's steps, without the WARM_UP first steps.
 
-    Rows are planned before, as the loader's threads do in a run.
+    Rows are planned in advance. In a run, the loader's threads plan them.
     """
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask)
@@ -267,6 +283,7 @@ def timed_steps(
         model.train(
             rows, number, batch.weight_sum * config.training.global_batch_size, batch.real_tokens
         )
+        # Kernels run asynchronously. Wait for them before the clock is read.
         if device == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)
@@ -276,13 +293,13 @@ def timed_steps(
 def training_speed(
     device: str, sizes: Sizes, tokens: int, recompute: str, layers: str
 ) -> list[Finding | Figure]:
-    """Steps of one pack of causal documents of `tokens` on one device; `layers` is a value of
-    `--transformer-impl`.
+    """Measure training steps on one device. Each step has one pack of causal documents.
 
-    MFU is model FLOPs / (seconds x the vendor's dense peak); allowed pairs are counted,
-    recomputation is not.
+    `layers` is a value of `--transformer-impl`. MFU is model FLOPs / (seconds x the vendor's dense
+    peak). The FLOPs include only pairs that the mask allows, and exclude recomputation.
     """
-    name, kind = f"training, {tokens} tokens, recompute {recompute}, {layers}", torch.device(device)
+    name = f"training, {tokens} tokens, recompute {recompute}, {layers}"
+    kind = torch.device(device)
     chosen: Sizes = {
         "seq_length": tokens,
         "recompute_granularity": recompute,
@@ -293,28 +310,39 @@ def training_speed(
         return [Finding(name, None, 0.0, "; ".join(problems))]
     seconds = statistics.mean(timed_steps(0, 1, config, device))
     batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask="causal"))
+    # The number of query-key pairs that the mask allows.
     area = int(mask_metadata(batch).cost.sum())
     flops = model_flops(config.model, batch.real_tokens, area).published.training
+    utilisation: float | None = None
+    if kind.type == "cuda":
+        # An unknown GPU has no peak, which gives NaN.
+        peak = cuda_peak(kind, config.training.dtype) or math.nan
+        utilisation = flops / seconds / peak
     values = {
         "parameters": float(model_parameters(config.model)),
         "tokens/s": tokens / seconds,
         "seconds/step": seconds,
         "model FLOPs": flops,
-        "MFU": flops / seconds / (cuda_peak(kind, config.training.dtype) or math.nan)
-        if kind.type == "cuda"
-        else None,
+        "MFU": utilisation,
         "peak GiB": peak_bytes(kind.type) / 2**30,
     }
     return [Figure(name, values)]
 
 
 def parts(device: str) -> dict[str, ReportPart]:
-    """All parts by name, by worth: those at the end are left out where time runs out. A CPU gets
-    small sizes.
+    """Return all parts by name, the most important first. The last parts may run out of time.
+
+    A CPU gets small sizes.
     """
-    on_gpu = device == "cuda"
-    sizes, worlds = (MIDDLE, (2, 4)) if on_gpu else (SMALL, (2,))
-    large, tokens = (BILLION, 8192) if on_gpu else (SMALL, 64)
+    if device == "cuda":
+        sizes, large = MIDDLE, BILLION
+        worlds: tuple[int, ...] = (2, 4)
+        lengths = ((8192, "none"), (32768, "selective"))
+    else:
+        sizes, large = SMALL, SMALL
+        worlds = (2,)
+        lengths = ((64, "none"), (128, "selective"))
+    tokens = lengths[0][0]
     found: dict[str, ReportPart] = {
         f"training, saved and resumed, at {tokens} tokens": partial(
             trained_and_resumed, large, tokens
@@ -327,9 +355,7 @@ def parts(device: str) -> dict[str, ReportPart]:
         ),
         "Transformer Engine against native": partial(engine_against_native, device, sizes),
     }
-    for tokens, recompute in (
-        ((8192, "none"), (32768, "selective")) if on_gpu else ((64, "none"), (128, "selective"))
-    ):
+    for tokens, recompute in lengths:
         for layers in ("native", "transformer_engine"):
             part = partial(training_speed, device, large, tokens, recompute, layers)
             found[f"training at {tokens} tokens, recompute {recompute}, {layers}"] = part
@@ -337,7 +363,7 @@ def parts(device: str) -> dict[str, ReportPart]:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Versions and the GPU that the figures were measured with."""
+    """Return the versions of the software, and the GPU's name and memory."""
     found = {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -358,17 +384,19 @@ def versions(device: str) -> dict[str, str]:
 
 
 def run_part(name: str, part: ReportPart) -> dict[str, Any]:
-    """The results of a part, its seconds and its error."""
+    """Run a part. Return its name, results, error (empty on success) and seconds."""
     entry: dict[str, Any] = {"part": name, "results": [], "error": ""}
     started = time.monotonic()
     try:
-        torch._dynamo.reset()  # else the next part gets graphs that this one compiled
+        torch._dynamo.reset()  # drop graphs that the previous part compiled
         entry["results"] = part()
-    except Exception as error:  # a part that fails must not take the others with it
+    except Exception as error:  # later parts must still run
         entry["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    gc.collect()  # models are cycles, and their bytes would count as memory of the next part
-    with contextlib.suppress(Exception):  # a device that a kernel has broken refuses this too
+    # Models contain reference cycles. Free them, or their bytes count as memory of the next part.
+    gc.collect()
+    # These calls fail too if a kernel has broken the device.
+    with contextlib.suppress(Exception):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return {**entry, "seconds": time.monotonic() - started}
@@ -377,8 +405,11 @@ def run_part(name: str, part: ReportPart) -> dict[str, Any]:
 def write(
     output: Path, device: str, environment: Mapping[str, str], entries: Sequence[dict[str, Any]]
 ) -> None:
-    """Write report.json and report.md."""
-    plain = [{**e, "results": [asdict(r) for r in e["results"]]} for e in entries]
+    """Write report.json and report.md to the folder `output`."""
+    plain = []
+    for entry in entries:
+        results = [asdict(result) for result in entry["results"]]
+        plain.append({**entry, "results": results})
     report = {"device": device, "versions": environment, "parts": plain}
     write_atomically(output / "report.json", json.dumps(report, indent=1).encode())
     lines = [
@@ -388,6 +419,7 @@ def write(
         "",
     ]
     lines += ["| what | found | allowed | verdict |", "| --- | --- | --- | --- |"]
+    # The comparisons are rows of one table. The figures follow the table.
     figures = []
     for entry in entries:
         if entry["error"]:
@@ -408,28 +440,27 @@ def write(
 
 
 def check_device(device: str, output: Path, minutes: float) -> int:
-    """Run the parts that begin within `minutes`; 1 when something was not equal or did not
-    finish.
+    """Run the parts and write the report. No part starts after `minutes`.
+
+    Return the exit status, which is 1 if a comparison failed or a part did not finish.
     """
     output.mkdir(parents=True, exist_ok=True)
-    environment, begin = versions(device), time.monotonic()
+    environment = versions(device)
+    begin = time.monotonic()
     entries: list[dict[str, Any]] = []
     for name, part in parts(device).items():
         if time.monotonic() - begin > 60 * minutes:
-            entries.append(
-                {"part": name, "results": [], "error": f"left out: {minutes:g} minutes are over"}
-            )
+            late = f"left out: {minutes:g} minutes are over"
+            entries.append({"part": name, "results": [], "error": late})
         else:
             entries.append(run_part(name, part))
-        print(
-            f"{name}: {entries[-1]['error'] or 'done'} ({time.monotonic() - begin:.0f} s)",
-            flush=True,
-        )
-        write(
-            output, device, environment, entries
-        )  # a machine that ends the command keeps what was found until then
+        outcome = entries[-1]["error"] or "done"
+        print(f"{name}: {outcome} ({time.monotonic() - begin:.0f} s)", flush=True)
+        # Write after every part, so that a killed command leaves the results so far.
+        write(output, device, environment, entries)
     print((output / "report.md").read_text(encoding="utf-8"))
-    failed = [
-        r for e in entries for r in e["results"] if isinstance(r, Finding) and r.verdict == "FAILED"
-    ]
-    return 1 if failed or any(e["error"] for e in entries) else 0
+    for entry in entries:
+        findings = [result for result in entry["results"] if isinstance(result, Finding)]
+        if entry["error"] or any(finding.verdict == "FAILED" for finding in findings):
+            return 1
+    return 0

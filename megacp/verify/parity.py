@@ -1,20 +1,19 @@
-"""Does a grid train like one process? Trains both on the same packs in float64 and compares every
-gradient and update.
+"""Check that a grid trains like one process: compare every gradient and update in float64.
 
-The grid runs the `ParallelModel` of a training run, one process runs it with a dense explicit mask.
-Each rank's shares are held against the full tensors by global name, copies included; an element
-that no rank holds counts as wrong. Losses alone would look right under half of all gradient
-mistakes, and beside the parameters themselves a missing update is as small as the learning rate: so
-what each step added to them is compared too.
+Both train on the same packs. The grid runs the `ParallelModel` of a training run. The single
+process uses a dense explicit mask. Each rank's shards, including copies, are compared with the full
+tensors by global name. An element that no rank has counts as wrong. Losses are not enough, because
+about half of all gradient mistakes leave them plausible. Parameters are not enough either, because
+a missing update is only as large as the learning rate. The comparison therefore includes updates.
 
-Differences are relative: largest error of a tensor over its largest value. Tensors below a
-thousandth of the model's largest take that thousandth instead, since their noise comes from the
-large ones.
+Differences are relative: the largest error of a tensor divided by its largest value. The divisor is
+at least a thousandth of the largest value of the model, because the noise in small tensors comes
+from the large ones.
 
-`prepare` makes any run's config small enough for one process. The layout under test (grid, virtual
-stages, transport, layout of tokens, recomputation, micro batch) is never touched. Rows, batch and
-precision shrink, and a large model loses width, depth and vocabulary; it keeps its heads, groups,
-options, ties and at least one layer a stage.
+`prepare` makes the config of any run small enough for one process. It never changes the layout
+under test: grid, virtual stages, transport, token layout, recomputation and micro batch. It reduces
+rows, batch and precision, and the width, depth and vocabulary of a large model. The model keeps its
+heads, groups, options, tied weights, and at least one layer per stage.
 """
 
 from __future__ import annotations
@@ -49,23 +48,26 @@ from megacp.training.loop.images import image_loading, mock_images
 from megacp.training.loop.sources import Sources, loader_options, open_sources
 from megacp.verify.cases import MODELS, TINY_SIZES, TINY_TOWER
 
-MAX_PARAMETERS, MOST_ROW_TOKENS = 20_000_000, 4096
-"""One process holds the whole model in float64 with its optimizer, and heads x T x T scores of a
-stored row.
-"""
+# The single process needs the whole model in float64 with its optimizer, and attention scores of
+# shape [heads, T, T] for a stored row of T tokens.
+MAX_PARAMETERS = 20_000_000
+MOST_ROW_TOKENS = 4096
+
+# Settings that replace even explicit flags, so that updates are far above float64 rounding.
 _PRECISION: dict[str, Value] = {
     "dtype": "float64",
-    # with 1e-8 the first update is the gradient's sign, also of one that is all rounding
+    # With 1e-8, the first update would be the sign of the gradient, even of a gradient that is only
+    # rounding error.
     "adam_eps": 1e-4,
     "lr": 1e-2,
     "min_lr": 0.0,
     "lr_decay_style": "constant",
-    "lr_warmup_iters": 0,  # a run's first updates may be smaller than rounding
+    "lr_warmup_iters": 0,  # the first updates of a warm-up may be smaller than rounding
     "lr_warmup_fraction": None,
     "lr_decay_iters": None,
     "lr_wsd_decay_iters": None,
 }
-"""Replaced also where they stand as flags: updates are to be far above the rounding of float64."""
+# Flags that do not affect a step, in addition to the flags of `checkpoint` and `log`.
 _SET_ASIDE = (
     "train_epochs",
     "valid_data_path",
@@ -74,8 +76,9 @@ _SET_ASIDE = (
     "dry_run",
     "world_size",
 )
-"""Flags that are no part of a step, besides those of `checkpoint` and `log`."""
+# Fields that must match stored packs.
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
+# The single process has no parallelism. It also uses a dense mask and recomputes nothing.
 ONE_PROCESS: dict[str, Value] = {
     "cp_layout": "contiguous",
     "vision_shards": "contiguous",
@@ -84,24 +87,22 @@ ONE_PROCESS: dict[str, Value] = {
     "mlp_chunk_tokens": 0,
     "attention_kernel": "dense",
 }
-"""The twin has a dense mask and nothing recomputed, besides no parallelism."""
 
 
 @dataclass(frozen=True)
 class ParitySetup:
-    """A config to train beside one process on the same packs, and what was changed on the way."""
+    """A config to compare with one process on the same packs, with notes about changed flags."""
 
     config: RunConfig
     rules: MockRules | None
-    """Rules of random packs; None takes the packs of --data-path."""
+    """Rules of random packs, or None to use the packs of --data-path."""
     world_size: int
     notes: tuple[str, ...]
 
     @property
     def reference(self) -> RunConfig:
-        """The config of the one process, on the same rows: dynamic context parallelism joins the
-        packs of dp ranks.
-        """
+        """The config of the single process, with the same rows."""
+        # Dynamic context parallelism joins the packs of all dp ranks in one row.
         dynamic = self.config.parallel.dynamic_context_parallel
         joined = self.config.data_parallel_size(self.world_size) if dynamic else 1
         packs = self.config.training.micro_batch_size * joined
@@ -117,39 +118,41 @@ def prepare(
     mask: str | None = None,
     world_size: int | None = None,
 ) -> ParitySetup:
-    """The setup of a check. ValueError lists all reasons against it.
+    """Return the setup of a check. Raise ValueError with all reasons if the check is impossible.
 
-    `given`: fields that stood as flags. `has_config`: a YAML file was read, whose model is taken
-    where `model`, a name of `MODELS`, is None. `mask`: of random packs (`--attention-mask`).
-    `world_size`: by default tp x pp x cp.
+    `given` lists the fields that were set by flags. These keep their values. `has_config` is true
+    if a YAML file was read. `model` is a name in `MODELS`; None selects the model of the YAML file,
+    or tiny_llm without a file. `mask` is the mask of random packs (`--attention-mask`).
+    `world_size` is tp x pp x cp by default.
     """
     world_size = world_size or config.model_ranks
     model = model or (None if has_config else "tiny_llm")
+    # Reset every flag that does not affect a step, such as checkpoints and logs.
     default = flatten(RunConfig())
     unsaved = [info.name for info in fields().values() if info.room in ("checkpoint", "log")]
     original = config = with_values(
         config, {name: default[name] for name in (*unsaved, *_SET_ASIDE)}
     )
+    # Apply the settings of a CPU run. Keep the attention kernel if it runs on a CPU in float64.
     kernel = kernel_problem(config.training.attention_kernel, "cpu", "float64")
     config = with_values(
         config, {n: value for n, value in ON_CPU.items() if kernel or n != "attention_kernel"}
     )
+    # Stored packs cannot be used with a different mask or with rows that are too long.
     wrong = f"--mask {mask}" if mask else ""
     if config.data.seq_length > MOST_ROW_TOKENS:
         wrong = f"--seq-length {config.data.seq_length} over {MOST_ROW_TOKENS}"
     if wrong and "data_path" in given:
-        raise ValueError(f"--data-path and {wrong}: leave it out to check on random packs")
-    elsewhere = not all(
-        Path(folder, MANIFEST_NAME).is_file() for folder in named_folders(config.data.data_path)
-    )
-    notes, stored = (
-        [],
-        config.data.data_path is not None and not wrong and ("data_path" in given or not elsewhere),
-    )
+        raise ValueError(f"--data-path and {wrong}: omit --data-path to check on random packs")
+    manifests = [Path(name, MANIFEST_NAME) for name in named_folders(config.data.data_path)]
+    elsewhere = not all(manifest.is_file() for manifest in manifests)
+    notes = []
+    # A YAML file may name a folder of another machine. Only the flag --data-path insists on it.
+    usable = not wrong and ("data_path" in given or not elsewhere)
+    stored = config.data.data_path is not None and usable
     if config.data.data_path is not None and not stored:
-        notes.append(
-            f"random packs are used, not those of --data-path {shown_path(config.data.data_path)}"
-        )
+        unused = shown_path(config.data.data_path)
+        notes.append(f"uses random packs, not those of --data-path {unused}")
         config = with_values(config, {"data_path": None})
     kept = {*given, *(_FIXED_BY_PACKS if stored else ())}
 
@@ -158,35 +161,41 @@ def prepare(
             config, {name: value for name, value in values.items() if name not in kept}
         )
 
+    # Shrink the model: to a named model first, then further if it is still too large.
     if model is not None:
         config = changed(_sizes(config, model))
     if stored:
-        config, _ = open_sources(config)  # refuses what does not fit, before a process starts
+        config, _ = open_sources(config)  # refuse unsuitable packs before any process starts
     elif config.model.vocab_size == 0:
         config = with_values(config, {"vocab_size": TINY_SIZES["vocab_size"]})
     if run_parameters(config) > MAX_PARAMETERS:
         config = changed(_sizes(config, None))
     if (left := run_parameters(config)) > MAX_PARAMETERS:
         raise ValueError(
-            f"the flags keep {left / 1e6:.1f} M parameters, one process takes at most "
+            f"the flags require {left / 1e6:.1f} M parameters, but one process supports at most "
             f"{MAX_PARAMETERS / 1e6:.1f} M: use --model tiny_llm, or smaller --num-layers, "
             "--hidden-size, --ffn-hidden-size and --vocab-size"
         )
     p, t = config.parallel, config.training
     step = 2 * p.context_parallel_size * p.tensor_model_parallel_size
     tokens = min(256 if has_config else 64, config.data.seq_length)
-    # more microbatches than stages, and no multiple of them: warmup, steady state and drain all
-    # occur
+    # Use one microbatch more than stages, so that warm-up, steady state and drain all occur.
     replicas = t.micro_batch_size * max(1, config.data_parallel_size(world_size))
     batch = replicas * max(2, p.pipeline_model_parallel_size + 1)
-    config = changed({"seq_length": -(-tokens // step) * step, "global_batch_size": batch})
-    config = with_values(config, {**_PRECISION, "weight_decay": max(t.weight_decay, 0.1)})
+    # Context and tensor parallelism must divide a row, so its length is a multiple of `step`.
+    length = -(-tokens // step) * step
+    config = changed({"seq_length": length, "global_batch_size": batch})
+    decay = max(t.weight_decay, 0.1)
+    config = with_values(config, {**_PRECISION, "weight_decay": decay})
     require(config, world_size)
+    # Stored packs need no rules. Random packs get a mask with images if there is a vision tower.
     rules = None
     if not stored:
         mask = mask or ("mixed" if config.vision.vision_num_layers else config.data.attention_mask)
-        seed, length = config.training.seed, config.data.seq_length
+        seed = config.training.seed
+        length = config.data.seq_length
         rules = MockRules(config.model.vocab_size, length, mask, True, seed, mock_images(config))
+    # Report the fields that the user set and that have a different value now.
     old, new = flatten(original), flatten(config)
     told = [name for name in (new if has_config else given) if old[name] not in (new[name], "auto")]
     notes += [f"{flag(n)} {new[n]} instead of {old[n]}" for n in told if n != "data_path"]
@@ -196,26 +205,31 @@ def prepare(
 
 
 def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
-    """Sizes of a model of `MODELS`, or small ones for the config's own; enough heads and layers for
-    its tp and stages.
+    """Return the sizes of a model in `MODELS`, or reduced sizes of the config if `model` is None.
 
-    A tower of the config that the named model lacks is made small and kept, with its heads.
+    Heads and layers suffice for tp and the pipeline stages. If the config has a vision tower and
+    the named model has none, the tower is kept with small sizes and its number of heads.
     """
-    m, p, tower = config.model, config.parallel, config.vision.vision_num_layers > 0
-    tp, stages = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    layers, ffn = max(4, stages * p.num_virtual_stages_per_pipeline_rank), math.lcm(96, tp)
+    m = config.model
+    p = config.parallel
+    tower = config.vision.vision_num_layers > 0
+    tp = p.tensor_model_parallel_size
+    stages = p.pipeline_model_parallel_size
+    layers = max(4, stages * p.num_virtual_stages_per_pipeline_rank)
+    ffn = math.lcm(96, tp)
     if model is None:
         layers = min(m.num_layers, layers)
         sizes: dict[str, Value] = {
             name: min(getattr(m, name), TINY_SIZES[name]) for name in ("hidden_size", "vocab_size")
         }
         sizes |= {"kv_channels": min(m.head_dim, 8), "ffn_hidden_size": min(m.ffn_hidden_size, ffn)}
-        sizes |= (
-            {"moe_ffn_hidden_size": min(m.expert_hidden_size, ffn)} if m.num_experts > 0 else {}
-        )
+        if m.num_experts > 0:
+            sizes["moe_ffn_hidden_size"] = min(m.expert_hidden_size, ffn)
         shared = m.moe_shared_expert_intermediate_size
-        sizes |= {"moe_shared_expert_intermediate_size": min(shared, ffn)} if shared else {}
+        if shared:
+            sizes["moe_shared_expert_intermediate_size"] = min(shared, ffn)
     else:
+        # tp must divide the groups, and each group has two query heads.
         groups = math.lcm(4, tp)
         heads = {"num_query_groups": groups, "num_attention_heads": 2 * groups}
         sizes = {**MODELS[model], **heads, "ffn_hidden_size": ffn}
@@ -232,20 +246,20 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
             name: math.lcm(48, tp)
             for name in ("vision_ffn_hidden_size", "connector_ffn_hidden_size")
         }
+    # A stage cannot offload more layers than it has.
     offloaded = min(config.training.activation_offload, float(max(1, layers // stages)))
     return {**sizes, "num_layers": layers, "activation_offload": offloaded}
 
 
+# The largest relative difference that counts as rounding. Summation in a different order changes a
+# sum by 1e-16 of its largest term. Depth and AdamW's division by the second moment increase this to
+# 1e-14. A lost or doubled gradient differs by 0.5 or more.
 TOLERANCE = 1e-10
-"""Largest relative difference that is rounding: a sum in another order moves 1e-16 of its largest
-term, depth and AdamW's division by the second moment leave 1e-14. A lost or doubled gradient
-differs by 0.5 or more.
-"""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of one global tensor: a rank's share of a gradient or a parameter."""
+    """A box of a global tensor: a rank's shard of a gradient or a parameter."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -260,9 +274,7 @@ class Box:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step on one rank: its slices of the summed gradients before clipping, its parameters and
-    what was added.
-    """
+    """One step on one rank: reduced gradients before clipping, parameters, and updates."""
 
     loss: float
     grad_norm: float
@@ -273,18 +285,19 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step of the grid beside the same step of one process."""
+    """The comparison of one step of the grid with the same step of one process."""
 
     step: int
-    loss: float  # of the one process, as is the norm
+    loss: float  # of the single process, like the norm
     grad_norm: float
     differences: dict[str, float]
-    """The largest relative one of all ranks by kind of value; for tensors the words name the worst
-    one.
+    """The largest relative difference of all ranks for each kind of value.
+
+    The key of tensors includes the name of the worst tensor.
     """
 
     def beyond(self, tolerance: float = TOLERANCE) -> list[str]:
-        """Differences above the tolerance, as words."""
+        """Return a description of each difference above the tolerance."""
         return [
             f"{what} by {value:.1e}"
             for what, value in self.differences.items()
@@ -299,8 +312,9 @@ def microbatches(
     rows: Rows,
     loading: ImageLoading | None = None,
 ) -> list[PackedBatch]:
-    """One rank's microbatches of a step, random or stored, dealt as the loader does; `loading`
-    decodes their images.
+    """Return one rank's microbatches of a step (from 1), from random or stored packs.
+
+    Packs are distributed to ranks like in the loader. `loading` decodes the images.
     """
     size = rows.packs
     first = (step - 1) * config.training.global_batch_size
@@ -308,12 +322,13 @@ def microbatches(
         return step_batches(
             packs.train, loader_options(config, size), rows.data_rank, first, loading
         )
-    return [
-        mock_batch(range(first + number * size, first + (number + 1) * size), packs, loading)
-        for number in range(
-            rows.data_rank.index, config.training.global_batch_size // size, rows.data_rank.size
-        )
-    ]
+    # Rows of `size` packs are distributed round-robin to the data-parallel ranks.
+    count = config.training.global_batch_size // size
+    batches = []
+    for number in range(rows.data_rank.index, count, rows.data_rank.size):
+        begin = first + number * size
+        batches.append(mock_batch(range(begin, begin + size), packs, loading))
+    return batches
 
 
 def train_rank(
@@ -324,10 +339,10 @@ def train_rank(
     steps: int,
     strategy: str = "stored",
 ) -> list[StepTrace]:
-    """Train on this rank (a process group of `world_size` ranks exists) and record every step.
+    """Train on this rank and record every step. The process group must already exist.
 
-    `rules`: of random packs, None takes those of --data-path. `strategy`: how to deal images first,
-    see `ImageLoading`.
+    `rules` describes random packs; None selects the packs of --data-path. `strategy` is the initial
+    distribution of images, see `ImageLoading`.
     """
     grid = build_grid(config.grid_shape(world_size), rank)
     model = ParallelModel(config, grid)
@@ -338,9 +353,11 @@ def train_rank(
         decoder = MockDecoder(packs.images) if packs.images is not None else None
     loading = image_loading(config, grid, model.rows, decoder, strategy)
     traces: list[StepTrace] = []
+    # An update is the difference of the parameters before and after a step.
     before = _boxes(model.parameters.parameters_held())
     for step in range(1, steps + 1):
         batches = microbatches(config, packs, step, model.rows, loading)
+        # The step is taken in parts, so that gradients can be copied before the optimizer step.
         agreed = agree_on_step(batches, grid, replica=model.rows.data_rank.index)
         loss = model.gradients(batches, step, agreed.denominator, agreed.tokens)
         model.balance.settle(agreed.tokens)
@@ -359,7 +376,7 @@ def train_rank(
 
 
 def _boxes(slices: Iterable[ParameterSlice]) -> tuple[Box, ...]:
-    """Copies of the boxes that slices of local parameters hold."""
+    """Return copies of the boxes in slices of local parameters."""
     return tuple(
         Box(
             box.name.partition(".")[2],
@@ -373,7 +390,7 @@ def _boxes(slices: Iterable[ParameterSlice]) -> tuple[Box, ...]:
 
 
 def assemble(boxes: Iterable[Box]) -> dict[str, np.ndarray]:
-    """Full tensors by global name; elements that no box holds are NaN."""
+    """Return full tensors by global name. Elements that are in no box are NaN."""
     full: dict[str, np.ndarray] = {}
     for box in boxes:
         tensor = full.setdefault(box.name, np.full(box.global_shape, np.nan, box.values.dtype))
@@ -384,20 +401,23 @@ def assemble(boxes: Iterable[Box]) -> dict[str, np.ndarray]:
 def largest_difference(
     reference: Mapping[str, np.ndarray], ranks: Sequence[Sequence[Box]]
 ) -> tuple[str, float]:
-    """The tensor that is farthest from the full one, and how far; inf for what is missing, unknown,
-    or not finite.
+    """Return the name of the tensor with the largest relative difference, and the difference.
+
+    The difference is inf if an element is missing or not finite, or if a tensor is unknown.
     """
     errors = dict.fromkeys(reference, 0.0)
+    # Elements that some rank has, to find the missing elements of each tensor.
     covered = {name: np.zeros(tensor.shape, bool) for name, tensor in reference.items()}
     for box in itertools.chain.from_iterable(ranks):
         if box.name not in reference or box.global_shape != reference[box.name].shape:
-            return f"{box.name} (the one process has no tensor of this name and shape)", math.inf
+            return f"{box.name} (the single process has no tensor of this name and shape)", math.inf
         covered[box.name][box.slices] = True
         error = float(np.abs(box.values - reference[box.name][box.slices]).max(initial=0.0))
         errors[box.name] = max(errors[box.name], error if math.isfinite(error) else math.inf)
     for name, held in covered.items():
         if not held.all():
             return f"{name} ({held.size - np.count_nonzero(held)} elements on no rank)", math.inf
+    # Small tensors are measured against the floor, because their noise comes from large tensors.
     scales = {name: float(np.abs(tensor).max(initial=0.0)) for name, tensor in reference.items()}
     floor = max(1e-3 * max(scales.values()), np.finfo(np.float64).tiny)
     relative = {name: error / max(scales[name], floor) for name, error in errors.items()}
@@ -408,17 +428,17 @@ def largest_difference(
 def compare(
     reference: Sequence[StepTrace], ranks: Sequence[Sequence[StepTrace]]
 ) -> list[StepComparison]:
-    """Step by step: `reference` of the one process against `ranks[rank]` of the grid."""
+    """Compare each step of the single process (`reference`) with all ranks of the grid."""
     comparisons = []
     for number, expected in enumerate(reference):
         seen = [trace[number] for trace in ranks]
         differences: dict[str, float] = {}
         for what, scalar in (("loss", "loss"), ("gradient norm", "grad_norm")):
             value = getattr(expected, scalar)
-            errors = [
-                abs(getattr(trace, scalar) - value) / max(abs(value), 1e-300) for trace in seen
-            ]
+            scale = max(abs(value), 1e-300)
+            errors = [abs(getattr(trace, scalar) - value) / scale for trace in seen]
             differences[what] = max(error if math.isfinite(error) else math.inf for error in errors)
+        # Tensors: the fields of StepTrace are the plural of these words.
         for kind in ("gradient", "update", "parameter"):
             full = assemble(getattr(expected, f"{kind}s"))
             name, difference = largest_difference(

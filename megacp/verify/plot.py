@@ -15,47 +15,47 @@ from megacp.engine.config.cli import OneLineParser
 from megacp.storage.files import read_regular, require_free, write_result
 from megacp.training.monitor.console import say, warn
 
+# The maximum size of a log in bytes.
 _LARGEST_LOG = 4 << 30
-"""Bytes of a log."""
+# Steps of the running mean. The loss of one step depends on its packs as much as on the model.
 MEAN_OF = 20
-"""Steps of the running mean: the loss of one step says as much of its packs as of the model."""
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """The mean of each step's loss and of those before it, together at most MEAN_OF."""
+    """Return the mean loss of the last MEAN_OF steps (or fewer at the start) for each step."""
     return [fmean(losses[max(0, end - MEAN_OF) : end]) for end in range(1, len(losses) + 1)]
 
 
 def read_curves(path: Path) -> dict[str, dict[int, float]]:
-    """Losses of a log by kind (`train`, `valid`) and step. ValueError names the file and line that
-    hold none.
+    """Return the losses of a log by kind (`train`, `valid`) and step.
+
+    Raise ValueError, with file and line, if a line is invalid or the log has no training step.
     """
     curves: dict[str, dict[int, float]] = {"train": {}, "valid": {}}
-    for number, line in enumerate(
-        read_regular(path, _LARGEST_LOG).splitlines(), 1
-    ):  # of bytes: a text has further ends of lines
+    # Split bytes rather than text, because str.splitlines also splits at other characters.
+    lines = read_regular(path, _LARGEST_LOG).splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if (
-                row["kind"] == "run"
-            ):  # it went on from here: what came after that step counts no more
-                curves = {
-                    kind: {s: y for s, y in one.items() if s <= row["step"]}
-                    for kind, one in curves.items()
-                }
+            if row["kind"] == "run":
+                # The run was resumed from this step. Drop the losses of later steps.
+                for kind, curve in curves.items():
+                    curves[kind] = {
+                        step: loss for step, loss in curve.items() if step <= row["step"]
+                    }
             elif row["kind"] in curves:
                 curves[row["kind"]][int(row["step"])] = float(row["loss"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"--log {path}:{number} is no line of a training log: {error!r}"
+                f"--log {path}:{number} is not a line of a training log: {error!r}"
             ) from error
     if not curves["train"]:
-        raise ValueError(f"--log {path} holds no training step")
+        raise ValueError(f"--log {path} contains no training step")
     return curves
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, read, draw; exit status 2 with one message on bad input."""
+    """Run the command line. Return the exit status, which is 2 after an error message."""
     parser = OneLineParser(description="Draw the loss curve of a run from its JSONL log.")
     parser.add_argument("--log", type=Path, required=True, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
@@ -65,13 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="STEP",
-        help="where a run was resumed",
+        help="draw a vertical line at this step, such as a resumed step; may be repeated",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the file where it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     arguments = parser.parse_args(argv)
     try:
         require_free("--output", arguments.output, arguments.overwrite)
         curves = read_curves(arguments.log)
+        # An optional dependency, imported only after the flags and the log are valid.
         import matplotlib
 
         matplotlib.use("Agg")
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     axes.plot(
         list(curves["valid"]), list(curves["valid"].values()), "o-", linewidth=1, label="valid"
     )
+    # Mark the steps at which the run was resumed.
     for step in arguments.mark:
         axes.axvline(step, color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
@@ -97,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         figure.savefig(drawn, format=arguments.output.suffix[1:] or None, bbox_inches="tight")
         write_result("--output", arguments.output, drawn.getvalue(), arguments.overwrite)
-    except (ValueError, OSError) as error:  # a suffix that is no picture's, a disk that is full
+    except (ValueError, OSError) as error:  # an unknown image suffix, or a full disk
         warn(f"error: {error}")
         return 2
     say(f"{arguments.output}: {len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -1,8 +1,6 @@
-"""Ranks started by a tool itself: a pool of gloo processes on this machine, kept alive between
-calls.
+"""Start ranks on this machine: a pool of gloo processes that stays alive between calls.
 
-The processes come from a forkserver that has done all imports. They meet through a file, so no port
-is taken.
+A forkserver with all imports starts the processes. They meet through a file and need no port.
 """
 
 from __future__ import annotations
@@ -25,23 +23,23 @@ import torch
 
 from megacp.training.start.launch import meet_in_file, settle_cpu
 
+# Seconds to wait after the first failure for failures of other ranks, and after a timeout for the
+# stack of the late rank.
 _GRACE = 2.0
-"""Seconds the other ranks get to report their own failure after the first one, and a late rank to
-write its stack.
-"""
 
 
 class RankFailure(RuntimeError):
-    """Some rank raised, died or hung; the message holds its number and its traceback."""
+    """An error for a rank that raised, died or hung. It contains the rank and its traceback."""
 
 
 def preloaded() -> list[str]:
-    """Modules that ranks find imported; none starts a thread or asks for a device: then no process
-    could be forked.
+    """Return the modules that the forkserver imports for the ranks.
 
-    The first torch.optim optimizer of a process imports torch._dynamo, 1.8 s of a core in every
-    rank, and full sharding torch.distributed.fsdp, one second.
+    No module may start a thread or look for a device, because a process cannot be forked safely
+    afterwards.
     """
+    # Without this, every rank spends 1.8 s on torch._dynamo, which the first torch.optim optimizer
+    # imports, and 1 s on torch.distributed.fsdp if it is fully sharded.
     later = ["torch._dynamo", "torch.distributed.fsdp"]
     return [
         "torch",
@@ -52,9 +50,9 @@ def preloaded() -> list[str]:
 
 
 def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connection) -> None:
-    """A rank: runs what comes through the pipe until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    # what was imported before the fork stays: to walk it would copy its pages into this process
+    """Run the functions that a rank receives through its pipe, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # Exclude imported objects from garbage collection. Scanning them would copy shared pages.
     gc.freeze()
     settle_cpu()
     torch.set_num_threads(threads)
@@ -75,8 +73,9 @@ def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connecti
 
 
 class RankPool(contextlib.AbstractContextManager):
-    """`world_size` processes in one gloo process group (none for one rank), `threads` torch threads
-    each.
+    """A pool of `world_size` processes in a gloo process group, with `threads` torch threads each.
+
+    A single process has no process group.
     """
 
     def __init__(self, world_size: int, threads: int = 1) -> None:
@@ -92,17 +91,17 @@ class RankPool(contextlib.AbstractContextManager):
             theirs.close()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
-        """Results of `function(rank, world_size, *args)` in rank order; all of them can be pickled.
+        """Return the results of `function(rank, world_size, *args)` in rank order.
 
-        Raises RankFailure, after which the pool is closed, when a rank raises, dies, or needs more
-        than `timeout` s.
+        The function, its arguments and its results must be picklable. Raise RankFailure and close
+        the pool if a rank raises, dies, or needs more than `timeout` seconds.
         """
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # `recv` tells of it
+            with contextlib.suppress(BrokenPipeError):  # `recv` below reports a dead rank
                 pipe.send((function, args, timeout))
         left: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         answers: dict[int, Any] = {}
-        failures: list[str] = []  # the first comes first
+        failures: list[str] = []  # in the order in which they arrive
         while left and (ready := wait(list(left), _GRACE if failures else timeout + _GRACE)):
             for rank in [left.pop(pipe) for pipe in ready]:
                 try:
@@ -111,7 +110,7 @@ class RankPool(contextlib.AbstractContextManager):
                     self.processes[rank].join(_GRACE)
                     succeeded, stack = False, Path(self._folder, f"stack_{rank}").read_text()
                     died = f"the process died with exit code {self.processes[rank].exitcode}"
-                    # it ended itself
+                    # A stack means that the rank reached its timeout and ended itself.
                     late = f"it did not finish within {timeout:g} s; it was at\n{stack}"
                     answers[rank] = late if stack else died
                 failures += [] if succeeded else [f"rank {rank} failed:\n{answers[rank]}"]
@@ -125,7 +124,7 @@ class RankPool(contextlib.AbstractContextManager):
         return [answers[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
-        """End all processes; may be called twice."""
+        """Kill all processes and remove the temporary folder. A second call is harmless."""
         for process, pipe in zip(self.processes, self._pipes, strict=True):
             process.kill()
             process.join()
@@ -139,6 +138,6 @@ class RankPool(contextlib.AbstractContextManager):
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
 ) -> list[Any]:
-    """`RankPool.run` once, on processes of its own."""
+    """Run a function once in a new `RankPool`. Return its results in rank order."""
     with RankPool(world_size) as pool:
         return pool.run(function, *args, timeout=timeout)

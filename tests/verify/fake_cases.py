@@ -1,9 +1,8 @@
-"""One process that takes steps on a GPU that is not there: a line of JSON for each case that it is
-asked for.
+"""Take fake steps of the requested cases and print a line of JSON for each case.
 
     python -m tests.verify.fake_cases CASE...
 
-It stands apart because the device must be made before torch is imported.
+This runs in a separate process, because the fake device must exist before torch is imported.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ import sys
 
 from megacp.verify import fake_cuda
 
-TP, PP, CP = (
-    "--tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2",
-    "--context-parallel-size 2",
-)
+TP = "--tensor-model-parallel-size 2"
+PP = "--pipeline-model-parallel-size 2"
+CP = "--context-parallel-size 2"
 FULL = "--data-parallel-sharding-strategy optim_grads_params"
 ANY = f"{CP} --cp-comm-type kv_exchange --cp-layout balanced"
 BASE = (
@@ -37,6 +34,7 @@ TERMS = "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 CORRECTED = "--moe-router-score-function sigmoid --moe-router-bias-update-rate 0.001"
 STATES = "--linear-attention-freq 2 --linear-num-key-heads 4 --linear-num-value-heads 8 --attention-output-gate"
 WINDOWS = "--window-size 1024 --window-attn-skip-freq 4"
+# Flags of each case. `4d` has 16 GPUs, all other cases have 8.
 CASES = {
     "a2a": "--context-parallel-size 4 --cp-comm-type a2a",
     "a2a+p2p": "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
@@ -68,7 +66,7 @@ CASES = {
     "windows, interleaved": f"{PP} {CP} {WINDOWS} --num-virtual-stages-per-pipeline-rank 2",
     "windows, on the host": f"{CP} {FULL} {WINDOWS} --recompute-granularity full --activation-offload 0.99",
 }
-"""Flags of runs on 8 GPUs, and 16 for `4d`."""
+# Cases that run the Python files of Transformer Engine, with packs of causal documents.
 ENGINE = {
     "engine p2p": f"{TP} {PP} {CP} --cp-comm-type p2p",
     "engine all_gather": "--context-parallel-size 4 --cp-comm-type all_gather --recompute-granularity selective",
@@ -76,11 +74,10 @@ ENGINE = {
     "engine a2a+p2p": f"{CASES['a2a+p2p']} --mlp-chunk-tokens 1024",
     "engine kv_exchange": f"{CP} --cp-comm-type kv_exchange",  # cuDNN's kernel in our transport
 }
-"""On Transformer Engine's own Python files, with packs of causal documents."""
 
 
 def main(names: list[str]) -> None:
-    """Take the step of rank 0 of each case, and those beside it."""
+    """Take a step of rank 0 and of its neighbours for each case."""
     fake_cuda.load_fake_cuda()
     from megacp.distributed.fake_world import differences
     from megacp.dry_run.memory import stage_memory
@@ -92,19 +89,21 @@ def main(names: list[str]) -> None:
 
     watch = fake_step.Watch()
     for name in names:
-        # one causal document fills a row, as the dry run assumes
-        world, mask, flags = 16 if name == "4d" else 8, "causal", {**CASES, **ENGINE}[name]
+        world = 16 if name == "4d" else 8
+        # The dry run assumes that one causal document fills a row.
+        mask = "causal"
+        flags = {**CASES, **ENGINE}[name]
         if name in ENGINE:
             mask, flags = "packed", f"{flags} --cp-layout zigzag_document"
         config = parse(f"{BASE} {flags}".split())
         require(config, world, [])
         beside = fake_step.neighbours(config.grid_shape(world), 0)
-        ranks = [*(beside if name == "4d" else beside[-2:]), 0, 0]  # the last one compiles nothing
+        ranks = [*(beside if name == "4d" else beside[-2:]), 0, 0]  # the last step compiles nothing
         with engine_fake.faked() if name in ENGINE else contextlib.nullcontext():
             *others, one = (fake_step.step(config, world, rank, mask, watch) for rank in ranks)
-        wrong = [
-            text for other in others for text in differences(0, one.calls, other.rank, other.calls)
-        ]
+        wrong: list[str] = []
+        for other in others:
+            wrong += differences(0, one.calls, other.rank, other.calls)
         planned = stage_memory(config, 0, stage_layers(config, world)[0], world).total
         grid = {"groups": sorted({(call.group, call.ranks, call.peer >= 0) for call in one.calls})}
         print(

@@ -1,5 +1,5 @@
-"""Steps on a GPU that is not there: they end, ranks agree on every call, and the dry run says what
-they hold.
+"""Fake steps without a GPU: they finish, ranks make matching calls, and the dry run predicts their
+memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS += [pytest.param([*ENGINE], id="engine", marks=(needs_engine, pytest.mark.
 
 
 def steps_of(names: list[str]) -> dict[str, dict[str, Any]]:
-    """What `fake_cases` found, by case."""
+    """Return the output of `fake_cases` by case."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -40,21 +40,19 @@ def steps_of(names: list[str]) -> dict[str, dict[str, Any]]:
 def test_steps_on_a_device_that_is_not_there_agree_and_hold_what_was_planned(
     names: list[str],
 ) -> None:
-    """An operator over two devices, a graph that breaks, or a number that the host reads of a
-    tensor ends a step.
-    """
+    """A step fails if an operator mixes devices, a graph breaks, or the host reads a tensor."""
     found = steps_of(names)
     assert list(found) == names
     for name, step in found.items():
         assert step["wrong"] == [], name
-        # the plan is of native layers: Transformer Engine's ring keeps one more tensor of the
-        # queries' size a layer
+        # The dry run assumes native layers. Transformer Engine's ring keeps one more tensor per
+        # layer, with the size of the queries.
         bound = 1.07 if name in ENGINE else 1.05
         assert step["peak"] / bound <= step["planned"] <= step["peak"] * bound, f"{name}: {step}"
         if name != "4d":
             continue
-        # groups of collectives are those that meet before the first step; messages have groups of
-        # their own
+        # Collectives must use the groups that are created before the first step. Messages have
+        # separate groups.
         shape = GridShape(tp=2, cp=2, dp=2, pp=2)
         meet = [
             shape.members(0, axes)

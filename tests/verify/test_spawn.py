@@ -1,6 +1,4 @@
-"""Ranks that a tool starts itself: results come back, failures come back with their traceback,
-nothing hangs.
-"""
+"""Ranks in a pool return their results, report failures with a traceback, and never hang."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ def test_ranks_talk_and_answer_in_rank_order_and_one_needs_no_group() -> None:
         assert pool.run(total, 5) == [(0, 2)]
 
 
+# Only full sharding needs these modules. They would double the import time of a run.
 NEEDLESS = ("torch.distributed.fsdp", "torch.distributed.tensor")
-"""Half of the time that the imports of a run would take; only full sharding needs them."""
 
 
 @pytest.mark.slow
@@ -80,7 +78,7 @@ print(threading.active_count())
 
 @pytest.mark.slow
 def test_what_ranks_find_imported_asks_for_no_device_and_starts_no_thread() -> None:
-    """Ranks cannot use a GPU, or stand still, where their parent did before the fork."""
+    """After a parent has used a GPU or started a thread, a forked rank fails or hangs."""
     done = subprocess.run([sys.executable, "-c", PRELOADS], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
