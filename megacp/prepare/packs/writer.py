@@ -248,7 +248,7 @@ class ShardWriter:
         self._num_padded += sum(padded)
 
     def _start_weights(self) -> IndexedWriter:
-        """Open weights.bin, and write a weight of 1 for every token that is already in the shard."""
+        """Open weights.bin, and write weights of 1 for all tokens that are already in the shard."""
         writer = IndexedWriter(self._temporary / "weights", np.dtype("<f4"))
         segments = np.frombuffer(bytes(self._segments), tables.SEGMENT_DTYPE)
         lengths = segments["true_length"]  # [segments]

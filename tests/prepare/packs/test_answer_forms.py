@@ -91,7 +91,7 @@ def test_the_old_form_exists_by_name_and_for_base_models(
         }
         assert (
             told.startswith("answers are learned after Alpaca's prompt")
-            and "--prompt asks in it" in told
+            and "--prompt uses this form" in told
         )
         assert ("the tokenizer's folder has no chat template" in told) == (name == "base")
     with pytest.raises(
@@ -235,9 +235,9 @@ def test_flags_of_names_are_validated_before_a_record_is_read(
     for flags, named in (
         (
             ["--columns", "question=prompt"],
-            "the name that is read stands first, --columns prompt=question",
+            "reverse the names, as in --columns prompt=question",
         ),
-        (["--columns", "ask=q"], "'ask' is none of the names that are read, text, messages"),
+        (["--columns", "ask=q"], "megacp reads; choose one of text, messages"),
         (["--columns", "prompt=q,completion=q"], "--columns names q twice"),
         (["--columns", "prompt=q,prompt=a"], "--columns names prompt twice"),
         (
@@ -245,7 +245,7 @@ def test_flags_of_names_are_validated_before_a_record_is_read(
             "--ignore-keys q: --columns reads these keys",
         ),
         (["--columns", "text=q", "--text-key", "a"], "--text-key a and --columns both name"),
-        (["--roles", "bot=assistant"], "the name that is read stands first, --roles assistant=bot"),
+        (["--roles", "bot=assistant"], "reverse the names, as in --roles assistant=bot"),
         (
             ["--roles", "user=a", "--context-roles", "a"],
             "--context-roles a: --roles gives these names another role",

@@ -146,7 +146,7 @@ def test_a_worker_that_is_not_like_this_process_does_nothing(
 
     monkeypatch.setattr(fake, "get", get)
     with pytest.raises(
-        ValueError, match=r"is not like this process: the version of numpy is .* there, 9\.9 here"
+        ValueError, match=r"differs from this process: the version of numpy is .* there, 9\.9 here"
     ):
         squares()
 
@@ -185,7 +185,7 @@ def test_a_ray_that_cannot_start_is_told_in_one_line(
     monkeypatch.setattr(fake, "init", init)
     with pytest.raises(
         ValueError,
-        match="^--executor ray: no Ray is reached at --ray-address h:1: Version mismatch: the",
+        match="^--executor ray: cannot connect to Ray at --ray-address h:1: Version mismatch: the",
     ):
         squares(address="h:1")
     with pytest.raises(

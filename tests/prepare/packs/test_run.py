@@ -112,7 +112,7 @@ def test_a_directory_with_other_files_is_left_alone_even_with_overwrite(tmp_path
     write_records(a, 3)
     (tmp_path / "d").mkdir()
     (tmp_path / "d/thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="holds files but no dataset .thesis.tex."):
+    with pytest.raises(ValueError, match="contains files but no dataset .thesis.tex."):
         run([a], tmp_path / "d", overwrite=True)
     assert (tmp_path / "d/thesis.tex").read_text() == "years of work"
 

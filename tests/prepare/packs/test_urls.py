@@ -330,7 +330,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     part([a], tmp_path / "d", 2, 4)
     odd = [unit for unit in range(units) if unit % 2]
     with pytest.raises(
-        ValueError, match=f"lacks {len(odd)} of {units} units, {', '.join(map(str, odd))} "
+        ValueError, match=f"lacks {len(odd)} of {units} units, {', '.join(map(str, odd))}:"
     ):
         finish([a], tmp_path / "d")
     assert not (tmp_path / "d/manifest.json").exists()
