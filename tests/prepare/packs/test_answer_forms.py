@@ -1,6 +1,4 @@
-"""One form of conversation in a dataset: what a build writes, refuses and reports, and how an
-answer is asked for.
-"""
+"""Each dataset has one form of conversation: what a build writes, refuses and reports."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat model's folder, as far as a build reads it."""
+    """Write the files of a chat model's folder that a build reads."""
     folder = tmp_path_factory.mktemp("chat")
     write_tokenizer(folder, chat_template=TEMPLATES["qwen_25"])
     return folder
@@ -43,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model's folder: it has no chat template."""
+    """Write a base model's folder, which has no chat template."""
     folder = tmp_path_factory.mktemp("base")
     write_tokenizer(folder)
     return folder
@@ -57,16 +55,14 @@ def write(path: Path, *records: Any) -> Path:
 def built(
     output: Path, model: Path, *records: Any, **more: Any
 ) -> tuple[list[list[int]], dict[str, int] | None, str]:
-    """Documents, forms in the manifest, and what the build says of them."""
+    """Return the documents, the forms in the manifest, and the line about answers."""
     source = write(output.with_suffix(".jsonl"), *records)
     summary = run([source], output, tokenizer=str(model), seq_length=512, **more)
     return documents(output), DatasetManifest.read(output).answer_forms, summary.answers
 
 
 def test_all_of_alpacas_records_are_written_by_the_template(model: Path, tmp_path: Path) -> None:
-    """Whether or not a record has a history or a system prompt, as the library renders the same
-    messages.
-    """
+    """A history or a system prompt makes no difference: the result equals the library's messages."""
     system = {"role": "system", "content": "You are a helpful assistant."}
     with_system = {**ALPACA, "system": system["content"], "history": []}
     found, forms, told = built(tmp_path / "d", model, ALPACA, with_system, {"messages": TALK})
@@ -107,11 +103,11 @@ def test_answers_in_two_forms_are_refused_with_the_flags_for_one(
     records = [ALPACA, {**ALPACA, "system": "Be brief."}, {"messages": TALK}]
     with pytest.raises(
         ValueError,
-        match="in two forms: 1 record of .* and 2 conversations .*--chat-template ignore",
+        match="in two forms: 1 record .* and 2 conversations .*--chat-template ignore",
     ):
         built(tmp_path / "d", base, *records)
     assert not (tmp_path / "d" / "manifest.json").exists()
-    with pytest.raises(ValueError, match="in two forms"):  # in units of their own too
+    with pytest.raises(ValueError, match="in two forms"):  # also if they are in different units
         built(tmp_path / "units", base, *records, unit_bytes=10, on_error="skip")
     found, forms, _ = built(tmp_path / "one", base, *records, chat_template="ignore")
     assert forms == {"messages": 3} and found[0] == found[2]
@@ -166,7 +162,7 @@ def test_a_base_models_build_says_its_form_and_how_to_ask_and_export(
         )
         == 0
     )
-    assert "has no chat template" not in capsys.readouterr().out  # it was asked for
+    assert "has no chat template" not in capsys.readouterr().out  # it was requested
 
 
 def test_the_converters_own_template_makes_alpaca_a_conversation_of_its_form(
@@ -176,7 +172,7 @@ def test_the_converters_own_template_makes_alpaca_a_conversation_of_its_form(
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(
         "{#- megacp's messages. -#}"
-    )  # as far as a build looks at it
+    )  # the part that a build reads
     found, forms, told = built(tmp_path / "d", folder, ALPACA, {"messages": TALK})
     assert forms == {"messages": 2} and found[0] == found[1] and "has no chat template" not in told
 
