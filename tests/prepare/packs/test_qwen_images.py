@@ -44,8 +44,8 @@ GIVEN = dataclasses.replace(SMALL, token_ids={})
 IDS = SMALL.token_ids
 TIME = re.compile("<[0-9.]+ seconds>")
 PLACE = re.compile(r"<\|vision_start\|><\|(?:image|video)_pad\|><\|vision_end\|>")
+# Frames per video. A build samples 5 and 8 of them.
 FRAMES = {"odd.mp4": 26, "even.mp4": 40}
-"""Frames of videos, of which 5 and 8 are taken."""
 
 
 def parts(*content: dict[str, Any] | str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Build on Ray: the bytes equal those of the local pool, and problems give one clear message."""
+"""Builds on Ray equal builds with the local pool, and report problems in one clear message."""
 
 from __future__ import annotations
 

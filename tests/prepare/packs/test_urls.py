@@ -294,7 +294,7 @@ def test_a_store_is_read_below_the_urls_that_are_named_alone() -> None:
 def part(
     inputs: list[Path], output: Path, index: int, count: int, **changes: Any
 ) -> tuple[int, int]:
-    """Return the number of units of a part, and of those that existed before."""
+    """Build a part. Return its number of units, and how many existed before."""
     summary = build(settings(inputs, output, **changes), io.StringIO(), part=(index, count))
     return len(summary.results), summary.units_resumed
 
