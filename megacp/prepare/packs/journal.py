@@ -74,6 +74,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # A build that was killed before its first unit leaves only these files.
     own = (_LOCK_NAME, ".partial")
+    # Never mix a dataset with files of the user.
     foreign = sorted(path.name for path in directory.iterdir() if not path.name.endswith(own))
     if foreign and not {MANIFEST_NAME, _STATE} & {*foreign}:
         raise ValueError(
@@ -113,6 +114,7 @@ class Journal:
                 "Use --overwrite to replace it"
             )
         before = files.read_json(path) if path.exists() else now
+        # Each unit file repeats the fingerprint, which detects files of a different build.
         unit_files = sorted((directory / _STATE).glob("[0-9]*.json"))
         finished = [_read(unit_file) for unit_file in unit_files]
         is_foreign = any(fingerprint != self.fingerprint for fingerprint, _ in finished)
@@ -159,6 +161,7 @@ def _read(path: Path) -> tuple[str, UnitResult]:
         values = files.read_json(path, _LARGEST)
         fingerprint = values.pop("settings")
         shard = values.pop("entry")
+        # JSON has turned the refusals into dicts in a list.
         for name in ("refusals", "dropped"):
             values[name] = tuple(Refusal(**refusal) for refusal in values[name])
         entry = ShardEntry.from_json(shard) if shard else None

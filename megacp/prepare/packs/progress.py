@@ -16,6 +16,7 @@ from megacp.prepare.packs.unit import UnitResult
 from megacp.storage.wording import counted
 from megacp.training.data.manifest import DatasetManifest, answers_told, thoughts_told
 
+# The summary gives the steps of an epoch for the default batch size.
 _BATCH = TrainingConfig.global_batch_size
 # Seconds between two lines if the stream is not a terminal.
 _EVERY_SECONDS = 10.0
@@ -132,6 +133,7 @@ class BuildSummary:
             steps = f"; {counted(num_steps, 'step')} of an epoch at --global-batch-size {_BATCH}"
         there = f" ({resumed})" if self.units_resumed else ""
 
+        # The maxima avoid divisions by zero.
         learned = self.learned_tokens / max(1, manifest.num_tokens)
         megabytes_per_second = self.read_bytes / max(self.seconds, 1e-9) / 1e6
         line = (
@@ -162,6 +164,7 @@ class BuildSummary:
         if told:
             lines.append(told)
         no_end = sum(result.no_end for result in self.results)
+        # Such a dataset is valid, so this is a warning and not an error.
         if no_end:
             verb = "is" if no_end == 1 else "are"
             lines.append(
@@ -179,6 +182,7 @@ class BuildSummary:
         if self.manifest is not None:
             forms = self.manifest.answer_forms or {}
         told = answers_told(forms)
+        # A user who did not choose the form should see why it was used.
         why = "" if self.form_named else ", as the tokenizer's folder has no chat template"
         if "messages" in forms:
             told += (
