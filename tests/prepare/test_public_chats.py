@@ -97,7 +97,7 @@ def test_a_chat_is_learned_as_a_reader_would_mark_it(
     found = [[text.removesuffix("\n") for text in texts] for texts in learned(tmp_path / "d")]
     assert found == LEARNED[name]
     said, (empty, real, none) = capsys.readouterr().out, COUNTS.get(name, (1, 0, 1))
-    assert ("2 answers not learned, but context" in said) == (name == "thoughts.jsonl")
+    assert ("2 answers not learned, only used as context" in said) == (name == "thoughts.jsonl")
     told = (
         f"learned answers: {empty} without a thought, {real} with one, {none} right after the "
         "prompt"

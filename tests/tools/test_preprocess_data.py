@@ -129,7 +129,7 @@ def test_errors_are_one_line_and_exit_with_2(corpus: Path, tmp_path: Path) -> No
     for wrong in (("--unit-bytes", -5), ("--on-error", "skip", "--max-errors", -3)):
         failed = tool(*build_args(corpus, tmp_path / "d"), *wrong)
         assert_one_line_error(failed)
-        assert f"{wrong[-2]} is {wrong[-1]}, it must be at least" in failed.stderr
+        assert f"{wrong[-2]} is {wrong[-1]}, but must be at least" in failed.stderr
     other = corpus.parent / ".." / corpus.parent.name / corpus.name
     again = tool(*build_args(corpus, tmp_path / "d"), "--input", corpus, other)
     assert_one_line_error(again)
@@ -214,6 +214,6 @@ def test_a_build_that_is_killed_or_loses_a_worker_ends_and_can_be_continued(tmp_
 
     assert not (output / "manifest.json").exists()
     last = tool(*args)
-    assert last.returncode == 0 and "shards were there" in last.stdout, last.stderr
+    assert last.returncode == 0 and "shards were already built" in last.stdout, last.stderr
     assert tool(*build_args(corpus, tmp_path / "whole", "--workers", 1, *size)).returncode == 0
     assert files(output) == files(tmp_path / "whole")

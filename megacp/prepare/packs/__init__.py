@@ -1,3 +1,4 @@
-"""A dataset is built here: records to documents, documents to packs, shard by shard,
-restartable.
+"""Build packed datasets: records become documents, and documents become packs, shard by shard.
+
+An interrupted build can be restarted.
 """

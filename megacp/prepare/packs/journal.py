@@ -1,9 +1,9 @@
-"""The directory of a build: its lock, `.build/settings.json`, and a file in `.build` for each
-finished unit.
+"""Lock and state of a dataset directory during a build.
 
-The settings are all that decides the bytes: a rerun with others is refused by name. A unit's file
-is made, in one rename, after its shard has its final name. Whoever builds a unit writes the same
-bytes, so parts need no order.
+The folder `.build` contains `settings.json` and one file per finished unit. The settings include
+everything that determines the bytes of the dataset; a rerun with different settings is an error
+that names the differences. A unit's file appears atomically, after its shard has its final name.
+Every process builds the same bytes for a unit, so parts can run in any order.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.storage import files
 from megacp.training.data.manifest import MANIFEST_NAME, ShardEntry
 
+# Folder with the state of the build.
 _STATE = ".build"
-"""Folder of what a build knows of itself."""
 REJECTS_NAME = "rejects.jsonl"
 _LOCK_NAME = ".lock"
+# Maximum bytes of a unit's file. The limit is high, because the file lists each refused record.
 _LARGEST = 1 << 30
-"""Bytes of a unit's file, which names each refused record."""
 
 
 @contextmanager
 def locked(directory: Path, shared: bool = False) -> Iterator[None]:
-    """Hold DIRECTORY against builds of other processes; `shared`: beside those that build parts.
-    Dying releases it.
+    """Lock `directory` against builds by other processes.
 
-    ValueError: others hold it.
+    With `shared`, other processes may hold the same shared lock (parts of one build). The operating
+    system releases the lock if the process dies.
+
+    Raise ValueError if another process holds a conflicting lock.
     """
     try:
         descriptor = files.lock(directory / _LOCK_NAME, shared)
@@ -53,7 +55,7 @@ def locked(directory: Path, shared: bool = False) -> Iterator[None]:
 
 
 def remove_partial(directory: Path) -> None:
-    """Delete what killed builds and lost workers were just writing."""
+    """Delete the unfinished files and folders of killed builds and lost workers."""
     for folder in (".", _STATE, TOKENIZER_DIRECTORY):
         for path in (directory / folder).glob(".*.partial"):
             if path.is_dir():
@@ -63,24 +65,27 @@ def remove_partial(directory: Path) -> None:
 
 
 def prepare_directory(directory: Path, overwrite: bool) -> None:
-    """Create DIRECTORY; ValueError when it holds something else than a dataset. `overwrite` empties
-    a dataset.
+    """Create `directory`; with `overwrite`, delete the dataset in it.
+
+    Raise ValueError if the path is not a directory, or contains files but not a dataset.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--output {directory} is not a directory")
     directory.mkdir(parents=True, exist_ok=True)
-    own = (_LOCK_NAME, ".partial")  # left by a build that was killed before it began
+    # A build that was killed before its first unit leaves only these files.
+    own = (_LOCK_NAME, ".partial")
+    # Never mix a dataset with files of the user.
     foreign = sorted(path.name for path in directory.iterdir() if not path.name.endswith(own))
     if foreign and not {MANIFEST_NAME, _STATE} & {*foreign}:
         raise ValueError(
-            f"--output {directory} holds files but no dataset ({', '.join(foreign[:5])}); nothing "
-            "was overwritten, "
-            "choose an empty or a new directory"
+            f"--output {directory} contains files but no dataset ({', '.join(foreign[:5])}); "
+            "nothing was overwritten. Choose an empty or new directory"
         )
     if not overwrite:
         return
     with locked(directory):
         remove_partial(directory)
+        # The manifest goes first: without it, a half-deleted directory is not a valid dataset.
         for name in (MANIFEST_NAME, REJECTS_NAME):
             (directory / name).unlink(missing_ok=True)
         folders = (directory / name for name in (_STATE, TOKENIZER_DIRECTORY, VALID_FOLDER))
@@ -89,26 +94,31 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
 
 
 class Journal:
-    """What is finished of a build; `results` by unit."""
+    """Record of the finished units of a build: `results` maps unit numbers to results."""
 
     def __init__(self, directory: Path, decisive: dict[str, Any]) -> None:
-        """Open or begin. `decisive`: the settings that decide the bytes.
+        """Open the journal in `directory`, or start a new one.
 
-        ValueError lists every setting that differs from those the directory was begun with.
+        `decisive` contains the settings that determine the bytes of the dataset. Raise ValueError
+        if units were finished with different settings; the message lists every difference.
         """
         self._directory = directory
         text = json.dumps(decisive, sort_keys=True).encode()
-        now = json.loads(text)  # tuples become lists, as they come back from the file
+        # The round trip turns tuples into lists, as in the settings that are read from the file.
+        now = json.loads(text)
         self.fingerprint = hashlib.sha256(text).hexdigest()
         path = directory / _STATE / "settings.json"
         if not path.exists() and (directory / MANIFEST_NAME).exists():
             raise ValueError(
-                f"{directory} holds a dataset of an earlier version; nothing was overwritten, "
-                "--overwrite replaces it"
+                f"{directory} contains a dataset of an earlier version; nothing was overwritten. "
+                "Use --overwrite to replace it"
             )
         before = files.read_json(path) if path.exists() else now
-        finished = [_read(path) for path in sorted((directory / _STATE).glob("[0-9]*.json"))]
-        if finished and (before != now or any(print != self.fingerprint for print, _ in finished)):
+        # Each unit file repeats the fingerprint, which detects files of a different build.
+        unit_files = sorted((directory / _STATE).glob("[0-9]*.json"))
+        finished = [_read(unit_file) for unit_file in unit_files]
+        is_foreign = any(fingerprint != self.fingerprint for fingerprint, _ in finished)
+        if finished and (before != now or is_foreign):
             differences = [
                 f"{name}: {_short(before.get(name))} before, {_short(now.get(name))} now"
                 for name in sorted({*before, *now})
@@ -116,47 +126,53 @@ class Journal:
             ]
             raise ValueError(
                 f"{directory} was begun with other settings or other input; nothing was "
-                "overwritten, "
-                "--overwrite starts again. " + "; ".join(differences)
+                "overwritten. Use --overwrite to start again. " + "; ".join(differences)
             )
-        if not path.exists() or before != now:  # where nothing is finished, nothing is lost
+        # Without finished units there is nothing to lose, so the new settings replace the old ones.
+        if not path.exists() or before != now:
             path.parent.mkdir(exist_ok=True)
             files.write_atomically(path, text)
         self.results: dict[int, UnitResult] = {}
         for _, result in finished:
-            shard = result.entry
-            found = (
-                [(directory / shard.name / file.name, file.size) for file in shard.files]
-                if shard
-                else []
-            )
-            if all(path.is_file() and path.stat().st_size == size for path, size in found):
+            # A unit whose shard was deleted or truncated is not finished: it is built again.
+            if result.entry is None or _is_complete(directory, result.entry):
                 self.results[result.unit] = result
 
     def add(self, result: UnitResult) -> None:
-        """Enter a finished unit, durably."""
+        """Store the result of a finished unit durably."""
         self.results[result.unit] = result
         values = {**dataclasses.asdict(result), "settings": self.fingerprint}
         path = self._directory / _STATE / f"{result.unit:05d}.json"
         files.write_atomically(path, json.dumps(values, sort_keys=True).encode())
 
 
+def _is_complete(directory: Path, shard: ShardEntry) -> bool:
+    """Return whether every file of a shard exists with its recorded size."""
+    for file in shard.files:
+        path = directory / shard.name / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+    return True
+
+
 def _read(path: Path) -> tuple[str, UnitResult]:
-    """The fingerprint of the settings of a finished unit, and what became of it."""
+    """Return the settings fingerprint and the result from a unit's file."""
     try:
         values = files.read_json(path, _LARGEST)
-        fingerprint, shard = values.pop("settings"), values.pop("entry")
+        fingerprint = values.pop("settings")
+        shard = values.pop("entry")
+        # JSON has turned the refusals into dicts in a list.
         for name in ("refusals", "dropped"):
             values[name] = tuple(Refusal(**refusal) for refusal in values[name])
-        return fingerprint, UnitResult(
-            entry=ShardEntry.from_json(shard) if shard else None, **values
-        )
+        entry = ShardEntry.from_json(shard) if shard else None
+        return fingerprint, UnitResult(entry=entry, **values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is damaged ({error}): remove it, and its unit is built again"
+            f"{path} is damaged ({error}); delete the file to build its unit again"
         ) from error
 
 
 def _short(value: Any) -> str:
+    """Return a value as JSON of at most 120 characters."""
     text = json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -1,9 +1,8 @@
-"""Which documents share a pack: best-fit decreasing for tokens, and first-fit with a second budget
-for image crops.
+"""Assign documents to packs.
 
-Every item has one pack, and the result is deterministic. Lengths are padded ones. Items keep their
-arrival order inside a pack. All items of one length that go to packs of one free space move in one
-step.
+Best-fit decreasing packs by tokens; first fit packs by tokens and image crops. The result is
+deterministic. Each item goes to one pack, and the items of a pack keep their arrival order. Lengths
+include padding.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packing:
-    """Pack p holds the items `items[starts[p] : starts[p + 1]]`, ascending item numbers.
+    """Assignment of items to packs. Pack p contains `items[starts[p] : starts[p + 1]]`, ascending.
 
-    items: int64 [n], each item number 0..n-1 exactly once. starts: int64 [packs + 1], rising from 0
-    to n.
+    items: int64 [n], each item number 0..n-1 exactly once. starts: int64 [packs + 1], ascending
+    from 0 to n.
     """
 
     items: np.ndarray
@@ -30,87 +29,100 @@ class Packing:
         return len(self.starts) - 1
 
     def pack(self, p: int) -> np.ndarray:
-        """Item numbers of pack p, ascending, int64 [k]."""
+        """Return the item numbers of pack p, ascending, int64 [k]."""
         return self.items[self.starts[p] : self.starts[p + 1]]
 
 
 def _packing(pack_of: np.ndarray) -> Packing:
-    """A packing by the pack number of each item, int64 [n], numbers 0..packs-1 all present."""
-    items = np.argsort(pack_of, kind="stable")  # [n]; stable: arrival order within a pack
-    counts = np.bincount(pack_of) if len(pack_of) else np.zeros(0, np.int64)
-    return Packing(
-        items.astype(np.int64), np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-    )
+    """Return the packing for the pack number of each item, int64 [n].
+
+    Every pack number 0..packs-1 must occur.
+    """
+    # A stable sort keeps the arrival order within a pack.
+    items = np.argsort(pack_of, kind="stable")  # [n]
+    counts = np.bincount(pack_of) if len(pack_of) else np.zeros(0, np.int64)  # [packs]
+    starts = np.concatenate(([0], np.cumsum(counts)))  # [packs + 1]
+    return Packing(items.astype(np.int64), starts.astype(np.int64))
 
 
 def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> np.ndarray:
-    """Documents of `lengths` [d] >= 1 as pieces of at most `longest` tokens: int64 [n, 3],
-    document, start and stop.
+    """Cut documents with `lengths` [d], each >= 1, into pieces of at most `longest` tokens.
 
-    Longer documents are cut from the front; with `truncate`, only their first piece is kept.
+    Return int64 [n, 3]: document, start and stop of each piece. All pieces of a document except the
+    last have `longest` tokens. With `truncate`, only the first piece is kept.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    counts = (
-        np.ones_like(lengths) if truncate else -(-lengths // longest)
-    )  # [d]: pieces of each document
+    counts = -(-lengths // longest)  # [d]: pieces of each document
+    if truncate:
+        counts = np.ones_like(lengths)
     document = np.repeat(np.arange(len(lengths)), counts)  # [n]
     firsts = np.cumsum(counts) - counts  # [d]: number of each document's first piece
     start = (np.arange(len(document)) - firsts[document]) * longest
-    return np.stack([document, start, np.minimum(start + longest, lengths[document])], axis=1)
+    stop = np.minimum(start + longest, lengths[document])
+    return np.stack([document, start, stop], axis=1)
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
-    """Exact best-fit decreasing: longest item first, into the pack where least space is left over.
+    """Return the exact best-fit decreasing packing.
 
-    lengths: integers [n], 1 <= length <= capacity. Equal items go in arrival order. Among packs of
-    equal free space those that reached it last are filled as one group, in their order: `[6, 6, 3,
-    3]` in 10 is `[6, 3], [6, 3]`. Packs are numbered by their longest item. Time: O(n) array work
-    plus a bisection per step (at most a few per distinct length in practice).
+    The longest item is packed first, each into the pack that it leaves with the least free space.
+    lengths: integers [n], 1 <= length <= capacity. Items of equal length are packed in arrival
+    order. Packs with equal free space that reached it last are filled as one group, in their order:
+    `[6, 6, 3, 3]` with capacity 10 gives `[6, 3], [6, 3]`. Packs are numbered by their longest
+    item.
+
+    One step moves all items of one length that go to packs with one free space. Time: O(n) array
+    work plus a bisection per step (in practice at most a few steps per distinct length).
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    pack_of = np.empty(len(lengths), np.int64)  # [n]: the answer
-    order = np.argsort(
-        -lengths, kind="stable"
-    )  # [n]: items, longest first, equal ones as they arrived
-    values, counts = np.unique(lengths, return_counts=True)  # [distinct], rising
-    free_spaces: list[int] = []  # rising; the values that some pack has left
-    packs_with_free: dict[
-        int, list[int]
-    ] = {}  # the packs of each free space, last filled at the end
+    pack_of = np.empty(len(lengths), np.int64)  # [n]: the result
+    # Item numbers, longest first; items of equal length stay in arrival order.
+    order = np.argsort(-lengths, kind="stable")  # [n]
+    values, counts = np.unique(lengths, return_counts=True)  # [distinct], ascending
+    free_spaces: list[int] = []  # the free spaces of all open packs, ascending
+    # Pack numbers by free space; the pack that was filled last is at the end.
+    packs_with_free: dict[int, list[int]] = {}
 
     def put(packs: list[int], free: int) -> None:
+        """Enter packs under their free space. Full packs are dropped."""
         if free and packs:
             if free not in packs_with_free:
                 packs_with_free[free] = []
                 bisect.insort(free_spaces, free)
             packs_with_free[free] += packs
 
-    num_packs, done = 0, 0  # `order[:done]` has packs
+    num_packs = 0
+    done = 0  # the items `order[:done]` are packed
     for length, remaining in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while remaining:
             best = bisect.bisect_left(free_spaces, length)
-            if best == len(free_spaces):  # open all the packs this length can fill at once
-                free, each = capacity, capacity // length
+            if best == len(free_spaces):
+                # No open pack has enough space: open packs for all remaining items of this length.
+                free = capacity
+                each = capacity // length
                 needed = -(-remaining // each)
                 packs = list(range(num_packs, num_packs + needed))
                 num_packs += needed
-            else:  # a pack that was the best fit stays it until the length no longer fits
+            else:
+                # A pack that is the best fit stays the best fit until it has no space for this
+                # length, so it gets all items that fit at once.
                 free = free_spaces[best]
-                each, available = free // length, packs_with_free[free]
+                each = free // length
+                available = packs_with_free[free]
                 needed = min(len(available), -(-remaining // each))
                 packs = available[-needed:]
                 del available[-needed:]
                 if not available:
                     del packs_with_free[free]
                     del free_spaces[best]
-            placed = min(
-                remaining, needed * each
-            )  # `each` items go to every pack, fewer to the last
+            # Every pack gets `each` items; the last one may get fewer.
+            placed = min(remaining, needed * each)
             pack_of[order[done : done + placed]] = np.repeat(packs, each)[:placed]
-            last = placed - (needed - 1) * each  # items in the last of these packs
+            last = placed - (needed - 1) * each  # items of the last pack
             put(packs[:-1], free - each * length)
             put(packs[-1:], free - last * length)
-            done, remaining = done + placed, remaining - placed
+            done += placed
+            remaining -= placed
     return _packing(pack_of)
 
 
@@ -121,23 +133,25 @@ def two_budgets(
     crop_capacity: int,
     window: int = 4096,
 ) -> Packing:
-    """First fit under two budgets, tokens and image crops, for each window of consecutive items on
-    its own.
+    """Return a first-fit packing with two budgets per pack: tokens and image crops.
 
-    Three orders are tried per window: arrival, decreasing by the larger share of its budget,
-    decreasing by tokens. The one with the fewest packs is kept, the earlier on a tie. Larger
-    windows waste less.
+    Each window of consecutive items is packed separately. Three orders are tried: arrival,
+    decreasing share of the scarcer budget, and decreasing tokens. The order with the fewest packs
+    wins; on a tie, the first of them. Larger windows waste less space.
 
-    tokens: integers [n], 1 <= tokens <= token_capacity; crops: integers [n], 0 <= crops <=
+    tokens: integers [n], 1 <= tokens <= token_capacity. crops: integers [n], 0 <= crops <=
     crop_capacity.
     """
-    tokens, crops = np.asarray(tokens, dtype=np.int64), np.asarray(crops, dtype=np.int64)
-    pack_of, num_packs = np.empty(len(tokens), np.int64), 0
+    tokens = np.asarray(tokens, dtype=np.int64)
+    crops = np.asarray(crops, dtype=np.int64)
+    pack_of = np.empty(len(tokens), np.int64)
+    num_packs = 0
     for begin in range(0, len(tokens), window):
         here = slice(begin, min(begin + window, len(tokens)))
-        share = np.maximum(
-            tokens[here] / token_capacity, crops[here] / max(crop_capacity, 1)
-        )  # [items here]
+        # The larger of an item's shares of the two budgets.
+        token_share = tokens[here] / token_capacity  # [items here]
+        crop_share = crops[here] / max(crop_capacity, 1)  # [items here]
+        share = np.maximum(token_share, crop_share)
         orders = (
             np.arange(here.stop - here.start),
             np.argsort(-share, kind="stable"),
@@ -160,18 +174,19 @@ def _first_fit(
     crop_capacity: int,
     order: np.ndarray,
 ) -> np.ndarray:
-    """Pack number of each item, int64 [n]: the first opened pack with room in both budgets, items
-    taken in `order`.
+    """Return the pack number of each item, int64 [n].
+
+    Items are taken in `order`; each goes to the first pack with enough of both budgets.
     """
     pack_of = np.empty(len(tokens), np.int64)
-    free_tokens = np.full(
-        len(tokens), token_capacity, np.int64
-    )  # [packs at most]; a pack not yet opened has all
+    # Free budgets of each pack, [n], as there are at most n packs. Packs that are not open are
+    # empty.
+    free_tokens = np.full(len(tokens), token_capacity, np.int64)
     free_crops = np.full(len(tokens), crop_capacity, np.int64)
     opened = 0
     for item in order.tolist():
         need_tokens, need_crops = tokens[item], crops[item]
-        # the pack after the opened ones always fits, so argmax of the booleans finds the first True
+        # The pack after the open ones always fits, so argmax finds the first True.
         fits = (free_tokens[: opened + 1] >= need_tokens) & (free_crops[: opened + 1] >= need_crops)
         chosen = int(fits.argmax())
         opened = max(opened, chosen + 1)

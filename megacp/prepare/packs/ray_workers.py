@@ -1,10 +1,9 @@
-"""Runs tasks on all CPUs of a Ray cluster, where `workers.run_tasks` runs them on those of this
-machine.
+"""Run tasks on all CPUs of a Ray cluster. `workers.run_tasks` is the variant for one machine.
 
-A task returns a summary, and only this process keeps the journal, so the bytes are those of the
-local pool. A task is tried again when its worker or its node was lost, and for no other reason.
-Ray's own retries would try a task that fills the memory without end. A worker with other packages
-or another source ends the build.
+A task returns a summary, and only this process writes the journal, so both variants produce the
+same bytes. A task is retried only if its worker or node was lost, and a limited number of times:
+Ray's own retries would repeat a task that runs out of memory forever. The build ends with an error
+if a worker has different packages or a different source of megacp.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from typing import Any
 from megacp.prepare.packs.workers import Handler, WorkerFailed, answer_of, result_of
 from megacp.storage.files import source_digest
 
+# Maximum attempts for a task whose workers are lost.
 _TRIES = 4
-"""How often a task is begun whose workers are lost."""
+# Object store of a local Ray. Results take only a few KiB each.
 _STORE_BYTES = 100 << 20
-"""Store of a Ray that is started here: results are a few KiB each."""
 _SECONDS_BETWEEN_LOOKS = 5.0
+# Packages that can change the bytes of a dataset.
 _PACKAGES = "numpy tokenizers sentencepiece gigatoken jinja2 pillow av pyarrow zlib-ng".split()
-"""Packages that have a say in the bytes of a dataset."""
 
 
 def run_on_ray(
@@ -40,11 +39,12 @@ def run_on_ray(
     workers: int,
     address: str | None = None,
 ) -> Iterator[Any]:
-    """`workers.run_tasks` on the cluster at `address`, or on a Ray of `workers` CPUs that lives as
-    long as this.
+    """Yield results like `workers.run_tasks`, from the Ray cluster at `address`.
 
-    ValueError: Ray is not installed, cannot start, a worker is not like this process, or what a
-    handler raised. WorkerFailed: a task lost its worker too often, or raised.
+    Without an address, start a local Ray with `workers` CPUs and stop it at the end. Raise
+    ValueError if Ray is not installed or cannot start, if a worker differs from this process, or if
+    a handler raises it. Raise WorkerFailed if a task lost its worker too often or raised another
+    error.
     """
     if not tasks:
         return
@@ -65,16 +65,18 @@ def run_on_ray(
         ray.init(
             address=address or "local", logging_level=logging.ERROR, log_to_driver=False, **how
         )
-        signal.signal(signal.SIGTERM, before)  # `init` has put its own there
-    except Exception as error:  # Ray raises bare ones too
-        where = (
-            "Ray cannot start here"
-            if address is None
-            else f"no Ray is reached at --ray-address {address}"
-        )
-        raise ValueError(f"--executor ray: {where}: {' '.join(str(error).split())}") from error
+        # `init` replaces the handler of SIGTERM, so restore ours.
+        signal.signal(signal.SIGTERM, before)
+    except Exception as error:  # Ray raises plain exceptions, too
+        where = "Ray cannot start here"
+        if address is not None:
+            where = f"cannot connect to Ray at --ray-address {address}"
+        reason = " ".join(str(error).split())  # on one line
+        raise ValueError(f"--executor ray: {where}: {reason}") from error
+    # The first arguments of every task: handler and settings, working directory, and versions.
     known = pickle.dumps((start, settings)), os.getcwd(), versions_here()
     work = ray.remote(_work).options(num_cpus=1, max_retries=0)
+    # Errors that say nothing about the task, so another worker may succeed.
     errors = ray.exceptions
     lost = (
         errors.WorkerCrashedError,
@@ -82,13 +84,16 @@ def run_on_ray(
         errors.OutOfMemoryError,
         errors.ObjectLostError,
     )
-    waiting = deque((task, 1) for task in tasks)
+    waiting = deque((task, 1) for task in tasks)  # task and number of the attempt
     flying: dict[Any, tuple[Any, int]] = {}
     try:
         while waiting or flying:
+            # Submit two tasks per CPU: one runs, and one is ready to follow. Nodes may join or
+            # leave, so ask for the number of CPUs every time.
             while waiting and len(flying) < 2 * max(1, int(ray.cluster_resources().get("CPU", 1))):
                 task, number = waiting.popleft()
                 flying[work.remote(*known, task)] = task, number
+            # The timeout lets this loop notice new CPUs while all tasks are still running.
             for answer in ray.wait(list(flying), timeout=_SECONDS_BETWEEN_LOOKS)[0]:
                 task, number = flying.pop(answer)
                 try:
@@ -104,14 +109,14 @@ def run_on_ray(
                 yield result_of(outcome, f"while working on {task}")
     finally:
         for answer in flying:
-            with contextlib.suppress(Exception):  # the connection may be what failed
+            with contextlib.suppress(Exception):  # the connection itself may have failed
                 ray.cancel(answer, force=True)
         ray.shutdown()
 
 
 @functools.cache
 def versions_here() -> dict[str, str]:
-    """What must be equal in this process and in all workers."""
+    """Return the versions that must be equal in this process and in all workers, by name."""
     found = {
         "the source of megacp (sha256)": source_digest(),
         "the version of Python": platform.python_version(),
@@ -124,8 +129,13 @@ def versions_here() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _handler(packed: bytes, folder: str) -> Handler:
-    """Made once in a worker process; relative paths count from `folder`, so it goes there."""
-    with contextlib.suppress(OSError):  # a node without it: what is not found is named
+    """Return the handler of a worker process, which is created once.
+
+    The worker changes to `folder`, the working directory of the build, because the settings may
+    contain relative paths.
+    """
+    # If a node lacks the folder, a later error names the file that was not found.
+    with contextlib.suppress(OSError):
         os.chdir(folder)
     start, settings = pickle.loads(packed)
     handler: Handler = start(settings)
@@ -133,13 +143,18 @@ def _handler(packed: bytes, folder: str) -> Handler:
 
 
 def _work(packed: bytes, folder: str, here: dict[str, str], task: Any) -> tuple[str, Any]:
-    """One task in a worker process: what became of it, and its result or why there is none."""
+    """Run a task in a worker process. Return an answer like `workers.answer_of`.
+
+    `here` has the versions of the process that runs the build.
+    """
     there = versions_here()
-    if other := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
-        reasons = [
-            f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
-            for name in other
-        ]
-        where = f"--executor ray: {platform.node()} is not like this process: "
-        return "wrong input", ValueError(where + "; ".join(reasons))
+    # Check before the first task: a different version could write different bytes.
+    reasons = [
+        f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        for name in {**here, **there}
+        if here.get(name) != there.get(name)
+    ]
+    if reasons:
+        problem = f"--executor ray: {platform.node()} differs from this process: "
+        return "wrong input", ValueError(problem + "; ".join(reasons))
     return answer_of(_handler(packed, folder), task)

@@ -1,15 +1,13 @@
-"""Builds a packed dataset: cuts the input into units, has workers build each into a shard, writes
-the manifest.
+"""Build a packed dataset: split the input into units, build a shard per unit, write the manifest.
 
-The bytes are the same for any number of workers, of parts (`--units 3/16` builds every sixteenth
-unit) and of interruptions. Only units that are not finished are built.
+The bytes of the dataset do not depend on the number of workers, parts (`--units 3/16` builds every
+sixteenth unit) or interruptions. Finished units are not built again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -35,12 +33,13 @@ from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.read import (
     SAMPLED_BYTES,
     Extent,
+    Unit,
     identity,
     is_plain,
     plan_units,
     read_extent,
 )
-from megacp.prepare.records.record import ALPACA, AS_MESSAGES
+from megacp.prepare.records.record import ALPACA, AS_MESSAGES, Refusal
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 from megacp.storage import files
@@ -48,10 +47,10 @@ from megacp.storage.place import expanded, place_of, size_of
 from megacp.storage.wording import counted, for_terminal, listed
 from megacp.training.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 
+# Version of the rules that turn a record into tokens and weights. Increase it when a rule changes:
+# an unfinished build of an earlier version is then refused, so a dataset never mixes two versions.
 RECORD_RULES = 6
-"""What records mean: raised when a record becomes other tokens or weights, so that no dataset is
-half of each.
-"""
+# Records per shard of a dataset with images, on average.
 RECORDS_OF_A_SHARD = 1024
 
 
@@ -62,23 +61,29 @@ def build(
     part: tuple[int, int] | None = None,
     builds_missing: bool = True,
 ) -> BuildSummary:
-    """Build, or finish, the dataset in settings.output; progress goes to `stream`.
+    """Build or finish the dataset in `settings.output`, and print the progress to `stream`.
 
-    `part` (i, n): only the units whose number leaves the remainder i, beside other processes that
-    build other parts. ValueError: settings, input, tokenizer, a refused record, a directory begun
-    with other settings or in use, units that no part has built where `builds_missing` is false, or
-    a full disk. workers.WorkerFailed: a worker died. What is finished stays, and the next run goes
-    on from there.
+    With `part` (i, n), build only the units whose number modulo n is i; other processes may build
+    other parts at the same time. Finished units are kept after an error, and the next run continues
+    from there.
+
+    Raise ValueError for invalid settings, input or tokenizer, for a refused record, if the
+    directory is in use or was begun with other settings, if the disk is full, or if units are
+    missing although `builds_missing` is false. Raise workers.WorkerFailed if a worker died.
     """
-    try:
-        found = [path for text in settings.input for path in expanded(text)]
-    except ValueError as error:
-        raise ValueError(f"--input: {error}") from error
+    found: list[str] = []
+    for text in settings.input:
+        try:
+            found += expanded(text)
+        except ValueError as error:
+            raise ValueError(f"--input: {error}") from error
     settings = dataclasses.replace(settings, input=tuple(found))
-    if wrong := problems(settings):
+    wrong = problems(settings)
+    if wrong:
         raise ValueError("; ".join(wrong))
     tokenizer = settings.load_tokenizer()
-    if (problem := tokenizer_problem(settings, tokenizer)) is not None:
+    problem = tokenizer_problem(settings, tokenizer)
+    if problem is not None:
         raise ValueError(problem)
     template = settings.load_template(tokenizer)
     if settings.image_rules is not None:
@@ -89,21 +94,22 @@ def build(
     try:
         prepare_directory(directory, overwrite)
         empty = [path for path in settings.input if not size_of(place_of(path))]
+        # If all files are empty, the build fails with an error, and the notes add nothing.
         if len(empty) < len(settings.input):
-            stream.writelines(f"note: --input {path} is empty\n" for path in empty)
+            for path in empty:
+                stream.write(f"note: --input {path} is empty\n")
         with locked(directory, shared=part is not None):
             return _build(settings, tokenizer, template, stream, part, builds_missing)
     except OSError as error:
-        there = next(
-            folder for folder in (directory, *directory.absolute().parents) if folder.exists()
-        )
-        name = (
-            f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        )  # after `write` there is none
+        # The directory itself may be missing; then the nearest existing parent has the disk.
+        candidates = (directory, *directory.absolute().parents)
+        there = next(folder for folder in candidates if folder.exists())
+        free = shutil.disk_usage(there).free
+        # A failed `write` (a full disk) does not report a file name.
+        name = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         raise ValueError(
-            f"--output {directory}: {name}{error.strerror or error}; "
-            f"{shutil.disk_usage(there).free:,} bytes are free "
-            "there, what is finished stays: run the same command again"
+            f"--output {directory}: {name}{error.strerror or error}; {free:,} bytes are free "
+            "there. Finished shards are kept: run the same command again to continue"
         ) from error
 
 
@@ -115,49 +121,53 @@ def _build(
     part: tuple[int, int] | None,
     builds_missing: bool,
 ) -> BuildSummary:
-    """The units that are missing, and a dataset of all where no `part` is asked for; the directory
-    is locked.
+    """Build the missing units; without `part`, write the manifest of the dataset as well.
+
+    The caller must have locked the directory.
     """
-    directory, started = Path(settings.output), time.monotonic()
+    started = time.monotonic()
+    directory = Path(settings.output)
     journal = Journal(directory, _decisive(settings, tokenizer, template))
     index, count = part or (0, 1)
-    units = [
-        unit
-        for unit in plan_units(settings.input, settings.bytes_per_unit)
-        if unit.index % count == index
-    ]
-    sizes = {
-        unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in units
-    }
+    all_units = plan_units(settings.input, settings.bytes_per_unit)
+    units = [unit for unit in all_units if unit.index % count == index]
+    sizes = {unit.index: _bytes_of(unit) for unit in units}
     missing = [unit for unit in units if unit.index not in journal.results]
-    resumed, total = len(units) - len(missing), sum(sizes.values())
-    progress = BuildProgress(stream, total, total - sum(sizes[unit.index] for unit in missing))
+    total = sum(sizes.values())
+    missing_bytes = sum(sizes[unit.index] for unit in missing)
+    progress = BuildProgress(stream, total, total - missing_bytes)
     if missing and not builds_missing:
         numbers = listed([unit.index for unit in missing], 20)
         raise ValueError(
-            f"{directory} lacks {len(missing)} of {len(units)} units, {numbers} (part I/N builds "
-            "those that leave the remainder I): run their parts again, or build without --units"
+            f"{directory} lacks {len(missing)} of {len(units)} units, {numbers}: run their parts "
+            "again (--units I/N builds the units whose number modulo N is I), or build without "
+            "--units"
         )
     is_there = part is None and not missing and (directory / MANIFEST_NAME).exists()
     if part is None:
         remove_partial(directory)
-        if missing:  # a shard has gone: it is no finished dataset now
+        # If shards of a finished dataset were lost, its manifest is no longer valid.
+        if missing:
             (directory / MANIFEST_NAME).unlink(missing_ok=True)
+    # Check the units of earlier runs first: a build that must fail should fail before it works.
     done = [journal.results[unit.index] for unit in units if unit.index in journal.results]
     _check_results(settings, template, done)
     run: Callable[..., Iterator[Any]] = run_tasks
+    # Ray is an optional dependency, so its module is imported only on request.
     if settings.executor == "ray":
         from megacp.prepare.packs.ray_workers import run_on_ray
 
         run = functools.partial(run_on_ray, address=settings.ray_address)
     try:
         for result in run(UnitBuilder, settings, missing, settings.workers):
+            # Enter the result first: if a check fails, a rerun does not build this unit again.
             journal.add(result)
             done.append(result)
             _check_results(settings, template, done)
             progress.add(result, sizes[result.unit])
     finally:
         progress.finish()
+    # Workers finish in any order; the dataset has its shards in the order of the input.
     results = tuple(journal.results[unit.index] for unit in units)
     manifest = None
     if is_there:
@@ -169,52 +179,74 @@ def _build(
             stream.write(f"{for_terminal(note)}\n")
         manifest = _write(settings, tokenizer, template, journal.fingerprint, results)
         remove_partial(directory)
-    took = time.monotonic() - started
-    named = settings.chat_template is not None or tokenizer.asked_as_messages
     return BuildSummary(
-        manifest, results, progress.bytes, took, resumed, tokenizer.engine, settings.is_valid, named
+        manifest=manifest,
+        results=results,
+        read_bytes=progress.bytes,
+        seconds=time.monotonic() - started,
+        units_resumed=len(units) - len(missing),
+        tokenizer_engine=tokenizer.engine,
+        is_valid=settings.is_valid,
+        form_named=settings.chat_template is not None or tokenizer.asked_as_messages,
     )
+
+
+def _bytes_of(unit: Unit) -> int:
+    """Return the input bytes of a unit."""
+    return sum(extent.stop - extent.start for extent in unit.extents)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
-    """Input bytes of a shard: about 1024 records, estimated from the start of the first plain file
-    that is not empty.
+    """Return the input bytes of a shard with about 1024 records.
 
-    A record that names a file is far smaller than its image, so the rule for text would put all
-    into one shard.
+    The size of a record is estimated from the start of the first plain file that is not empty. The
+    rule for text does not fit: a record that names an image file is far smaller than the image, so
+    one shard would contain all records.
     """
-    plain = (
-        (path, size)
-        for path in settings.input
-        if is_plain(path) and (size := size_of(place_of(path)))
-    )
-    if (first := next(plain, None)) is None:
+    for path in settings.input:
+        if not is_plain(path):
+            continue
+        size = size_of(place_of(path))
+        if size:
+            break
+    else:
         return settings.bytes_per_unit
-    begins = (item.offset for item in read_extent(Extent(0, first[0], 0, first[1])))
-    count = sum(begin > 0 for begin in itertools.takewhile(SAMPLED_BYTES.__ge__, begins))
-    return RECORDS_OF_A_SHARD * max(1, min(first[1], SAMPLED_BYTES) // max(1, count))
+    # Count the records that begin in the sampled bytes. Leaving out the first one, at offset 0,
+    # gives the number of records that end there.
+    count = 0
+    for item in read_extent(Extent(0, path, 0, size)):
+        if item.offset > SAMPLED_BYTES:
+            break
+        if item.offset > 0:
+            count += 1
+    record_bytes = min(size, SAMPLED_BYTES) // max(1, count)
+    return RECORDS_OF_A_SHARD * max(1, record_bytes)
 
 
 def _decisive(
     settings: BuildSettings, tokenizer: Tokenizer, template: Template | None
 ) -> dict[str, Any]:
-    """All that decides the bytes of the dataset, by the names of the flags; of images that lie in
-    files, their root.
+    """Return everything that determines the bytes of the dataset, by flag name.
+
+    Image files are represented by their root: their contents are not compared.
     """
     same = "ignore_keys context_roles roles columns tokenizer_engine seq_length oversize"
     same += " pad_multiple append_eod seed text_key max_record_bytes window_tokens"
     same += " cp_degrees valid_share is_valid prefix_tree"
-    images: tuple[str, ...] = ()
+    names = same.split()
     if settings.image_rules is not None:
-        images = ("image_root", "max_crops_per_pack", "max_image_bytes", "max_video_bytes")
-    values = {name: getattr(settings, name) for name in (*same.split(), *images)}
+        names += ["image_root", "max_crops_per_pack", "max_image_bytes", "max_video_bytes"]
+    values = {name: getattr(settings, name) for name in names}
     if settings.image_rules is not None:
         values["image_rules"] = settings.image_rules.to_dict()
+    # A template that was named by a flag is compared by content. The tokenizer's own template is
+    # compared only if a unit uses it (see `_check_results`).
+    chat_template: Any = settings.chat_template
+    if isinstance(template, ChatTemplate):
+        chat_template = template.decisive
     return values | {
         "record_rules": RECORD_RULES,
-        "chat_template": template.decisive
-        if isinstance(template, ChatTemplate)
-        else settings.chat_template,
+        "chat_template": chat_template,
         "input": [identity(path) for path in settings.input],
         "tokenizer": asdict(tokenizer.info()),
         "unit_bytes": settings.bytes_per_unit,
@@ -225,42 +257,44 @@ def _decisive(
 def _check_results(
     settings: BuildSettings, template: Template | None, done: Sequence[UnitResult]
 ) -> None:
-    """ValueError where there are too many refusals, or messages of other units were written
-    otherwise than now.
+    """Check the results of the finished units as a whole.
+
+    Raise ValueError if more records were refused than allowed, if a unit was written with another
+    chat template, or if the answers have two forms.
     """
+    # Only units with messages have a writer; the template does not matter to the other units.
     writers = {result.written_by for result in done if result.written_by is not None}
     if writers and writers != {writer_of(template)}:
         raise ValueError(
             f"{settings.output} was begun with another chat template than --tokenizer "
-            f"{settings.tokenizer} has now; "
-            "nothing was overwritten, --overwrite starts again"
+            f"{settings.tokenizer} has now; nothing was overwritten. Use --overwrite to start again"
         )
     forms = _forms_of(done)
     if forms[AS_MESSAGES] and forms[ALPACA]:
         alpaca = counted(forms[ALPACA], "record")
-        others = counted(forms[AS_MESSAGES], "conversation")
+        conversations = counted(forms[AS_MESSAGES], "conversation")
         raise ValueError(
-            f"--input: answers would be learned in two forms: {alpaca} of `instruction` with "
-            "`output` after Alpaca's "
-            f"prompt of 2023, and {others} (messages, or with `history` or `system`) as messages. "
-            "Choose one: "
-            f"--chat-template {HOUSE_FORM} writes all in megacp's own form, --chat-template NAME "
-            "or FILE.jinja by a "
+            f"--input: answers would be learned in two forms: {alpaca} with `instruction` and "
+            f"`output` after the Alpaca prompt of 2023, and {conversations} (with messages, "
+            f"`history` or `system`) as messages. Choose one form: --chat-template {HOUSE_FORM} "
+            "writes all records in megacp's own form, --chat-template NAME or FILE.jinja with a "
             "template"
         )
     refusals = [result.refusals for result in done if result.refusals]
     count = sum(map(len, refusals))
     if refusals and settings.on_error == "fail":
-        raise ValueError(f"{refusals[0][0]}; an earlier run skipped it, give --on-error skip again")
+        raise ValueError(
+            f"{refusals[0][0]}; an earlier run skipped this record: use --on-error skip again"
+        )
     if settings.max_errors is not None and count > settings.max_errors:
         raise ValueError(
-            f"{count} bad records, more than --max-errors {settings.max_errors}; the last is "
+            f"{count} bad records, more than --max-errors {settings.max_errors}; the last one: "
             f"{refusals[-1][-1]}"
         )
 
 
 def _forms_of(results: Sequence[UnitResult]) -> Counter[str]:
-    """Count the records of units by the form in which their answers are learned."""
+    """Return the number of records per form of learned answers."""
     forms = Counter[str]()
     for result in results:
         forms.update(result.forms)
@@ -268,25 +302,35 @@ def _forms_of(results: Sequence[UnitResult]) -> Counter[str]:
 
 
 def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
-    """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
+    """Raise ValueError if the dataset would be empty or would not contain a learned token."""
     documents = sum(result.documents for result in results)
-    if settings.valid_share and not documents and not any(result.refusals for result in results):
+    is_refused = any(result.refusals for result in results)
+    if settings.valid_share and not documents and not is_refused:
         raise ValueError(
             f"--valid-share {settings.valid_share:g} leaves no record for {settings.output}: "
-            "choose another"
+            "choose another share"
         )
     if not any(result.entry for result in results):
-        refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
+        refused = _all_refusals(results)
+        example = f"; {refused[0]}" if refused else ""
         raise ValueError(
             f"--input: no usable record in {', '.join(settings.input)} ({len(refused)} refused); "
-            f"no dataset was made{f'; {refused[0]}' if refused else ''}"
+            f"no dataset was written{example}"
         )
     if not any(result.learned_tokens for result in results):
         raise ValueError(
-            f"--input: {counted(documents, 'document')}, and none of their tokens is learned: no "
-            "assistant says "
-            "anything, or all weights are 0; no dataset was made"
+            f"--input: {counted(documents, 'document')} without a learned token: no record has "
+            "text of an assistant, or all weights are 0; no dataset was written"
         )
+
+
+def _all_refusals(results: Sequence[UnitResult]) -> list[Refusal]:
+    """Return the refused and dropped records of all units."""
+    found: list[Refusal] = []
+    for result in results:
+        found += result.refusals
+        found += result.dropped
+    return found
 
 
 def _write(
@@ -296,27 +340,34 @@ def _write(
     fingerprint: str,
     results: Sequence[UnitResult],
 ) -> DatasetManifest:
-    """The files that make the directory a dataset, manifest last."""
-    directory, order = Path(settings.output), {path: i for i, path in enumerate(settings.input)}
+    """Write the rejects, the tokenizer's files and, last, the manifest. Return the manifest."""
+    directory = Path(settings.output)
+    # Sort by position in the input, so the file does not depend on how the units finished.
+    order = {path: i for i, path in enumerate(settings.input)}
     rejected = sorted(
-        (refusal for result in results for refusal in (*result.refusals, *result.dropped)),
+        _all_refusals(results),
         key=lambda refusal: (order[refusal.file], refusal.line, refusal.offset),
     )
     lines = [json.dumps(vars(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
     files.write_atomically(directory / REJECTS_NAME, b"".join(lines))
-    for path in tokenizer.files:  # so that a dataset can be read as text wherever it goes
+    # With a copy of the tokenizer, a moved dataset can still be decoded to text.
+    for path in tokenizer.files:
         (directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
         files.write_atomically(directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
-    before = max(result.before_answers or "" for result in results)  # None: of an earlier version
-    said = {name: sum(getattr(result, name) for result in results) for name in THOUGHTS} | {
-        "before_answers": before
-    }
-    kept = None
-    if isinstance(template, ChatTemplate) or any(
-        result.written_by is not None for result in results
-    ):
-        text = "" if template is None else loaded(template).text
-        kept = {"default": text, **{k: v for k, v in said.items() if v}}
+    has_messages = any(result.written_by is not None for result in results)
+    kept: dict[str, Any] | None = None
+    if isinstance(template, ChatTemplate) or has_messages:
+        kept = {"default": "" if template is None else loaded(template).text}
+        # Zero counts and an empty text are left out of the manifest.
+        for name in THOUGHTS:
+            count = sum(getattr(result, name) for result in results)
+            if count:
+                kept[name] = count
+        # Results of an earlier version have None here.
+        before = max(result.before_answers or "" for result in results)
+        if before:
+            kept["before_answers"] = before
+    # Written last: a directory without a manifest is not a dataset.
     manifest = DatasetManifest(
         config_fingerprint=fingerprint,
         tokenizer=tokenizer.info(),

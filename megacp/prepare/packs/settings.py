@@ -1,6 +1,6 @@
-"""Everything a build depends on, and all that can be wrong with it before a record is read.
+"""Settings of a build, and their checks.
 
-Every reason is found before anything is written, and all are reported at once.
+All problems are found before a record is read or a file is written, and are reported together.
 """
 
 from __future__ import annotations
@@ -26,22 +26,20 @@ from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.storage.url import is_url
 from megacp.training.data.vision.rules import VisionRules
 
+# Folder of the validation dataset inside a dataset that is built with --valid-share.
 VALID_FOLDER = "valid"
-"""Folder of the validation records in a dataset with --valid-share."""
+# Value of --chat-template that selects megacp's own form for all conversations, including Alpaca
+# records.
 HOUSE_FORM = "ignore"
-"""Word of --chat-template by which all conversations are written in the house's own form, Alpaca's
-too.
-"""
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Everything a build depends on; the names are those of the flags, whose help says what they
-    do.
-    """
+    """Settings of a build. Fields are named after their flags; see the help of each flag."""
 
     input: tuple[str, ...]
     output: str
+    # Tokenizer, and how documents are stored.
     tokenizer: str
     seq_length: int
     oversize: str = "error"
@@ -67,41 +65,44 @@ class BuildSettings:
     max_video_bytes: int = LIMITS["video"]
     valid_share: float = 0.0
     is_valid: bool = False
-    """Whether it is the dataset of --valid-share that is built, not that of all other records."""
+    """Whether to build the validation dataset of --valid-share instead of the training dataset."""
     max_crops_per_pack: int | None = None
     ignore_keys: tuple[str, ...] = ()
     context_roles: tuple[str, ...] = ()
     roles: tuple[tuple[str, str], ...] = ()
     columns: tuple[tuple[str, str], ...] = ()
     chat_template: str | None = None
-    """None: the tokenizer's own where it has one, loaded once there are messages."""
+    """None: the tokenizer's template, if it has one. It is loaded when a record has messages."""
     chat_template_date: str | None = None
     prepend_bos: bool | None = None
     prefix_tree: bool = False
 
     @property
     def bytes_per_unit(self) -> int:
-        """unit_bytes, or at least 8 MiB and 256 packs of 4-byte tokens."""
+        """Input bytes per unit: `unit_bytes`, or by default at least 8 MiB and 256 packs."""
+        # The default assumes 4 bytes per token: 256 packs are 1024 * seq_length bytes.
         return self.unit_bytes or max(8 << 20, 1024 * self.seq_length)
 
     @property
     def longest_piece(self) -> int:
-        """Tokens of the longest document, or piece of one, that fits a pack."""
+        """Maximum tokens of a document, or a piece of a document, that fits in a pack."""
         return self.seq_length // self.pad_multiple * self.pad_multiple
 
     @property
     def shares(self) -> tuple[BuildSettings, ...]:
-        """The settings of each dataset: all records, or training and validation."""
+        """Settings of each dataset to build: one for all records, or training and validation."""
         if not self.valid_share:
             return (self,)
-        return self, replace(self, output=os.path.join(self.output, VALID_FOLDER), is_valid=True)
+        output = os.path.join(self.output, VALID_FOLDER)
+        return self, replace(self, output=output, is_valid=True)
 
     def record_rules(self, tokenizer: Tokenizer) -> RecordRules:
-        """Return how records are read for a tokenizer."""
+        """Return the rules for reading records with a tokenizer."""
         forms = {HOUSE_FORM: AS_MESSAGES, ALPACA: ALPACA}
-        by_folder = (
-            AS_MESSAGES if tokenizer.asked_as_messages and self.chat_template is None else ""
-        )
+        # Without --chat-template, the tokenizer's folder can ask for messages in megacp's own form.
+        by_folder = ""
+        if tokenizer.asked_as_messages and self.chat_template is None:
+            by_folder = AS_MESSAGES
         return RecordRules(
             text_key=self.text_key,
             media=self.image_rules is not None,
@@ -114,49 +115,49 @@ class BuildSettings:
         )
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer these settings name."""
+        """Load the tokenizer of these settings."""
         return load_tokenizer(
             self.tokenizer, self.tokenizer_engine, self.eod_token, self.prepend_bos
         )
 
     def load_template(self, tokenizer: Tokenizer) -> Template | None:
-        """The chat template that these settings name, or what loads the one of the tokenizer; None:
-        the house's form.
+        """Return the chat template, a function that loads the tokenizer's template, or None.
 
-        ValueError, also from what loads it: as of load_chat_template.
+        None selects megacp's own form. Raise ValueError, here or in the returned function, if
+        `load_chat_template` cannot load the template.
         """
+        # These two values select forms that are written without a template.
         if self.chat_template in (HOUSE_FORM, ALPACA):
             return None
         if self.chat_template is not None:
             return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
 
+        # A dataset of plain text does not need a valid template, so the tokenizer's template is
+        # loaded by the first record with messages.
         @functools.cache
         def load() -> ChatTemplate:
             try:
                 return load_chat_template("auto", tokenizer, self.chat_template_date)
             except ValueError as error:
-                reason = (
-                    f"there are records with messages, and {tokenizer.chat_template} has a "
-                    "chat template"
-                )
                 raise ValueError(
-                    f"{reason}: {error}; or --chat-template {HOUSE_FORM} leaves it out"
+                    f"the input has records with messages, but the chat template in "
+                    f"{tokenizer.chat_template} cannot be used: {error}; or use --chat-template "
+                    f"{HOUSE_FORM} to write them without it"
                 ) from error
 
         return None if tokenizer.chat_template is None else load
 
 
 def problems(settings: BuildSettings) -> list[str]:
-    """Everything that is wrong with the settings and the input files, before anything is read or
-    written.
-    """
-    paths, rules, root = settings.input, settings.image_rules, settings.image_root
+    """Return all problems of the settings and the input files, without reading a record."""
+    paths = settings.input
     found = [f"--input: {reason}" for reason in map(input_problem, paths) if reason is not None]
+    # Resolve links, so that two names of one file count as a repetition.
     files = [path if is_url(path) else os.path.realpath(path) for path in paths]
-    if repeated := sorted(
-        {path for path, file in zip(paths, files, strict=True) if files.count(file) > 1}
-    ):
-        found.append(f"--input: given more than once: {', '.join(repeated)}")
+    repeated = {path for path, file in zip(paths, files, strict=True) if files.count(file) > 1}
+    if repeated:
+        found.append(f"--input: given more than once: {', '.join(sorted(repeated))}")
+    # Value and minimum of each flag. None means that the flag is not set.
     least = {
         "--seq-length": (settings.seq_length, 1),
         "--pad-multiple": (settings.pad_multiple, 1),
@@ -173,19 +174,20 @@ def problems(settings: BuildSettings) -> list[str]:
     }
     for flag, (value, low) in least.items():
         if value is not None and value < low:
-            found.append(f"{flag} is {value}, it must be at least {low}")
-    for flag, value in {
+            found.append(f"{flag} is {value}, but must be at least {low}")
+    item_limits = {
         "--max-image-bytes": settings.max_image_bytes,
         "--max-video-bytes": settings.max_video_bytes,
-    }.items():
+    }
+    for flag, value in item_limits.items():
         if value > LARGEST_ITEM:
             found.append(
-                f"{flag} is {value}, a dataset stores items of at most {LARGEST_ITEM} bytes"
+                f"{flag} is {value}, but a dataset stores items of at most {LARGEST_ITEM} bytes"
             )
     if is_url(settings.output):
         found.append(
-            f"--output {settings.output}: a dataset is built in a directory; copy it when it is "
-            "finished"
+            f"--output {settings.output}: a dataset is built in a directory; use a local path, and "
+            "copy the finished dataset"
         )
     if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
         found.append(
@@ -196,83 +198,111 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--ray-address {settings.ray_address} needs --executor ray")
     if settings.max_errors is not None and settings.on_error != "skip":
         found.append(f"--max-errors {settings.max_errors} needs --on-error skip")
-    if read := sorted({settings.text_key, *RECORD_KEYS} & {*settings.ignore_keys}):
-        found.append(f"--ignore-keys {','.join(read)}: these keys are read, not ignored")
-    if learned := sorted({*LEARNED_ROLES} & {*settings.context_roles}):
-        found.append(f"--context-roles {','.join(learned)}: what this role says is learned")
+    read = sorted({settings.text_key, *RECORD_KEYS} & {*settings.ignore_keys})
+    if read:
+        found.append(f"--ignore-keys {','.join(read)}: these keys are read and cannot be ignored")
+    learned = sorted({*LEARNED_ROLES} & {*settings.context_roles})
+    if learned:
+        found.append(
+            f"--context-roles {','.join(learned)}: the text of these roles is learned; remove them"
+        )
     found += _naming_problems(settings)
-    if rules is not None and root is not None and not is_url(root) and not os.path.isdir(root):
-        found.append(f"--image-root {root} is not a directory")
-    if paths_only := [url for url in settings.image_urls if not is_url(url)]:
-        found.append(
-            f"--image-urls {','.join(paths_only)}: no URL; paths are relative to --image-root"
-        )
-    if queries := [url for url in settings.image_urls if {*url} & {*"?#"}]:
-        found.append(
-            f"--image-urls {','.join(queries)}: URLs begin with a place, without a query or a "
-            "fragment"
-        )
+    found += _image_problems(settings)
     if not 0 <= settings.valid_share < 1:
         found.append(
-            f"--valid-share is {settings.valid_share:g}, it must be at least 0 and below 1"
+            f"--valid-share is {settings.valid_share:g}, but must be at least 0 and below 1"
+        )
+    return found
+
+
+def _image_problems(settings: BuildSettings) -> list[str]:
+    """Return all problems of --image-root and --image-urls."""
+    found = []
+    root = settings.image_root
+    if settings.image_rules is not None and root is not None and not is_url(root):
+        if not os.path.isdir(root):
+            found.append(f"--image-root {root} is not a directory")
+    paths_only = [url for url in settings.image_urls if not is_url(url)]
+    if paths_only:
+        found.append(
+            f"--image-urls {','.join(paths_only)}: not a URL; use --image-root for local paths"
+        )
+    # Each value is compared with the beginning of an image's URL.
+    queries = [url for url in settings.image_urls if {*url} & {*"?#"}]
+    if queries:
+        found.append(
+            f"--image-urls {','.join(queries)}: give the beginning of URLs, without a query or "
+            "fragment"
         )
     return found
 
 
 def _naming_problems(settings: BuildSettings) -> list[str]:
-    """Return what is wrong with the names that --columns and --roles give."""
+    """Return all problems of the names in --columns and --roles, and their conflicts."""
     found = []
     known = {"--columns": READ_KEYS, "--roles": (*CONTEXT_ROLES, *LEARNED_ROLES)}
     for flag, pairs in {"--columns": settings.columns, "--roles": settings.roles}.items():
+        # A pair is OWN=NAME: a name that megacp reads, and the name in the input for it.
         for own, name in pairs:
             given = f"{flag} {own}={name}"
             if own in known[flag]:
                 continue
+            # Users often give the two names in the wrong order, so the message shows the right one.
             if name in known[flag]:
-                found.append(f"{given}: the name that is read stands first, {flag} {name}={own}")
+                found.append(f"{given}: reverse the names, as in {flag} {name}={own}")
             else:
                 found.append(
-                    f"{given}: {own!r} is none of the names that are read, {', '.join(known[flag])}"
+                    f"{given}: {own!r} is not a name that megacp reads; choose one of "
+                    f"{', '.join(known[flag])}"
                 )
-        theirs = [name for _, name in pairs]
-        own_names = [own for own, _ in pairs] if flag == "--columns" else []
-        for names in (theirs, own_names):
-            if repeated := sorted({name for name in names if names.count(name) > 1}):
+        # Several names of the input may have one role, but a key can be read from only one column.
+        name_lists = [[name for _, name in pairs]]
+        if flag == "--columns":
+            name_lists.append([own for own, _ in pairs])
+        for names in name_lists:
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            if repeated:
                 found.append(f"{flag} names {', '.join(repeated)} twice")
     columns = {name for _, name in settings.columns}
-    if both := sorted(columns & {*settings.ignore_keys}):
-        found.append(f"--ignore-keys {','.join(both)}: --columns reads these keys")
-    if settings.text_key in columns or (
-        settings.text_key != "text" and "text" in dict(settings.columns)
-    ):
+    ignored = sorted(columns & {*settings.ignore_keys})
+    if ignored:
+        found.append(f"--ignore-keys {','.join(ignored)}: --columns reads these keys")
+    renames_text = settings.text_key != "text" and "text" in dict(settings.columns)
+    if settings.text_key in columns or renames_text:
         found.append(
-            f"--text-key {settings.text_key} and --columns both name the key of plain text; leave "
-            "one out"
+            f"--text-key {settings.text_key} and --columns both name the key of plain text; use "
+            "only one of them"
         )
-    if both := sorted({name for _, name in settings.roles} & {*settings.context_roles}):
+    role_names = {name for _, name in settings.roles}
+    both = sorted(role_names & {*settings.context_roles})
+    if both:
         found.append(f"--context-roles {','.join(both)}: --roles gives these names another role")
     return found
 
 
 def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | None:
-    """Why documents cannot begin and end as the tokenizer's files say; None when they can."""
+    """Return why the tokens around a document are undefined or ambiguous; None if they are clear.
+
+    The tokenizer's files determine them: an end token, and at most one token at the beginning.
+    """
     if settings.append_eod and tokenizer.eos_id is None:
         return (
-            f"--tokenizer {settings.tokenizer} does not say which token ends a document: "
-            "name it with --eod-token, or give --no-append-eod"
+            f"--tokenizer {settings.tokenizer} does not define a token that ends a document: "
+            "name it with --eod-token, or use --no-append-eod"
         )
-    around, unclear = tokenizer.surroundings, None
+    around = tokenizer.surroundings
+    unclear = None
     if len(around.before) > 1 or around.after not in ((), (tokenizer.eos_id,)):
         unclear = (
             f"the tokenizer puts the tokens {list(around.before)} before and {list(around.after)} "
-            "after every text, "
-            "and a document begins with one at most and ends with that of --eod-token"
+            "after every text, but a document has at most one token in front and only --eod-token "
+            "at its end"
         )
     elif tokenizer.kind == "huggingface" and around.stated not in (None, bool(around.before)):
+        # The two files contradict each other, so the user must decide.
         unclear = (
-            f"tokenizer_config.json says add_bos_token {around.stated}, and the post-processor of "
-            "tokenizer.json puts "
-            f"the tokens {list(around.before)} before every text"
+            f"tokenizer_config.json says add_bos_token {around.stated}, but the post-processor of "
+            f"tokenizer.json puts the tokens {list(around.before)} before every text"
         )
     if settings.prepend_bos is not None or unclear is None:
         return None

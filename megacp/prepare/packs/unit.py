@@ -1,7 +1,7 @@
-"""One unit of work: the records of a few byte ranges become one shard of packs.
+"""Build one unit: turn the records of a few byte ranges into one shard of packs.
 
-A pure function of settings, unit and the input's bytes, so that any number of workers, killed any
-number of times, write the same shards. Documents are packed window by window, which bounds memory.
+The shard depends only on the settings, the unit and the bytes of the input. The number of workers
+and their crashes do not change it. Documents are packed in windows, which bounds the memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import platform
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -25,85 +25,93 @@ from megacp.prepare.packs.packing import best_fit_decreasing, cut_oversize, two_
 from megacp.prepare.packs.settings import BuildSettings
 from megacp.prepare.packs.writer import Segment, ShardWriter
 from megacp.prepare.records.chat_template import Template, loaded
-from megacp.prepare.records.documents import Document, DocumentMaker, RecordPart, learned_tokens
+from megacp.prepare.records.documents import (
+    Document,
+    DocumentMaker,
+    RecordPart,
+    SegmentUnit,
+    learned_tokens,
+)
 from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent, records_before
-from megacp.prepare.records.record import Media, RecordError, Refusal, Sample
+from megacp.prepare.records.record import Media, Record, RecordError, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 from megacp.training.data.manifest import ShardEntry
 from megacp.training.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 
+# A batch for the tokenizer ends when it reaches one of these sizes.
 _BATCH_CHARACTERS = 1 << 20
 BATCH_RECORDS = 4096
+# Maximum documents per window. It bounds the memory of tiny documents, which take 500 bytes each in
+# addition to their tokens.
 WINDOW_DOCUMENTS = 1 << 18
-"""Most documents packed at a time: tiny ones take 500 bytes each, whatever their tokens."""
 
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What became of a unit; `entry` is None when no document was left."""
+    """Result of building a unit; `entry` is None if the unit has no usable document."""
 
     unit: int
     entry: ShardEntry | None
     documents: int
     refusals: tuple[Refusal, ...]
-    """Bad records."""
+    """Invalid records."""
     dropped: tuple[Refusal, ...]
-    """Good records that `--oversize drop` left out."""
+    """Valid records that `--oversize drop` left out."""
     learned_tokens: int = 0
     unlearned: int = 0
-    """Documents of which nothing is learned."""
+    """Number of documents without learned tokens."""
     in_context: int = 0
-    """Answers of which nothing is learned, as a chat template leaves out their thoughts."""
+    """Answers that are not learned, because the chat template leaves out their thoughts."""
     no_end: int = 0
-    """Learned answers after which no token is learned that ends them."""
+    """Learned answers without a learned end token."""
     before_answers: str | None = None
-    """`Sample.before_answers`."""
+    """Greatest `Sample.before_answers` of the unit; None in results of an earlier version."""
     empty_thoughts: int = 0
     real_thoughts: int = 0
     no_thoughts: int = 0
-    """Learned answers, as of THOUGHTS."""
+    """Number of learned answers of each kind in THOUGHTS."""
     written_by: str | None = None
-    """What wrote its messages, as of `writer_of`; None without messages."""
+    """Fingerprint of the messages' template (see `writer_of`); None without messages."""
     forms: dict[str, int] = field(default_factory=dict)
-    """Records by the form in which their answers are learned, as of ANSWER_FORMS."""
+    """Number of records per form of learned answers; the keys are those in ANSWER_FORMS."""
 
 
 def writer_of(template: Template | None) -> str:
-    """The fingerprint of what writes messages; empty for the house's own form."""
+    """Return the fingerprint of the chat template; empty for megacp's own form."""
     return "" if template is None else loaded(template).fingerprint
 
 
 class _Place(NamedTuple):
-    """Where a record stands; `line` counts from the line in which its extent begins."""
+    """Position of a record; `line` counts from the first line of the extent."""
 
     extent: Extent
     line: int
     offset: int
     number: int = 0
-    """Number as of a Record."""
+    """`Record.number`: position in the extent, if lines do not number the records; otherwise 0."""
 
 
 class _Entry(NamedTuple):
-    """A parsed record on its way to the tokenizer."""
+    """A parsed record that waits for the tokenizer."""
 
     place: _Place
     parents: tuple[int, ...]
-    """Parents of its sample, whose prefix and branches the parts are."""
+    """`Sample.parents`."""
     parts: tuple[tuple[RecordPart, ...], ...]
+    """Parts of the prefix and of each branch."""
     items: tuple[tuple[int, int], ...]
-    """Offset and size of its encoded images and videos in the spool."""
+    """Offset and size in the spool of each encoded image and video."""
     forms: frozenset[str]
-    """Forms of its sample."""
+    """`Sample.forms`."""
 
 
 class UnitBuilder:
-    """Builds units one after another; lives in a worker, keeps the tokenizer loaded."""
+    """Builder of units in one worker process; it loads the tokenizer once."""
 
     def __init__(self, settings: BuildSettings) -> None:
         self.settings = settings
         if settings.workers > 1 or settings.executor != "local":
-            # workers have a core each, and the tokenizers package takes all unless this says
-            # otherwise
+            # Each worker has one core, but the tokenizers package uses all cores by default.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer = settings.load_tokenizer()
         self.template = settings.load_template(self.tokenizer)
@@ -112,20 +120,26 @@ class UnitBuilder:
         self.maker = DocumentMaker(self.tokenizer, settings.append_eod, token_ids, self.template)
 
     def __call__(self, unit: Unit) -> UnitResult:
-        """Write the unit's shard. ValueError: the first refused record under on_error "fail"."""
-        # a file without a name, of encoded images from their reading until their pack is written
+        """Write the unit's shard. Raise ValueError for a refused record if on_error is "fail"."""
+        # An unnamed file stores the encoded images until their pack is written, so they do not take
+        # up memory.
         with tempfile.TemporaryFile(dir=self.settings.output) as spool:
             return _UnitRun(self, unit, spool).run()
 
 
 class _UnitRun:
-    """The state of one unit's build."""
+    """State of building one unit."""
 
     def __init__(self, builder: UnitBuilder, unit: Unit, spool: IO[bytes]) -> None:
         settings = builder.settings
-        self._builder, self._settings, self._unit, self._spool = builder, settings, unit, spool
-        self._media, self._lines_before = None, functools.cache(builder.lines_before)
+        self._builder = builder
+        self._settings = settings
+        self._unit = unit
+        self._spool = spool
+        # Both functions read the file up to the extent, so their results are cached per extent.
+        self._lines_before = functools.cache(builder.lines_before)
         self._records_before = functools.cache(records_before)
+        self._media = None
         if settings.image_rules is not None:
             limits = {"image": settings.max_image_bytes, "video": settings.max_video_bytes}
             self._media = MediaReader(
@@ -134,77 +148,90 @@ class _UnitRun:
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
         self._documents = self._unlearned = self._learned_tokens = self._windows = 0
-        self._answers, self._before_answers = Counter[str](), ""  # as of a Sample
+        # Sums of `Sample.answers`, and the greatest `Sample.before_answers`.
+        self._answers = Counter[str]()
+        self._before_answers = ""
         self._forms = Counter[str]()
         self._written_by: str | None = None
         self._rules = settings.record_rules(builder.tokenizer)
 
     def run(self) -> UnitResult:
-        settings, unit, maker = self._settings, self._unit, self._builder.maker
+        """Write the shard and return the result."""
+        settings = self._settings
+        unit = self._unit
+        maker = self._builder.maker
         directory = Path(settings.output) / f"shard_{unit.index:05d}"
         window: list[tuple[_Entry, Document]] = []
         tokens = 0
-        sizes = maker.num_token_ids, settings.seq_length, settings.pad_multiple
-        # a node that was given up may still write the same unit
+        # If Ray declares a node lost, the node may still be writing the same unit. The owner in the
+        # temporary name keeps the two apart.
         owner = f"{platform.node()}-{os.getpid()}"
-        with ShardWriter(directory, *sizes, settings.cp_degrees, owner) as writer:
+        shard_writer = ShardWriter(
+            directory,
+            maker.num_token_ids,
+            settings.seq_length,
+            settings.pad_multiple,
+            settings.cp_degrees,
+            owner,
+        )
+        with shard_writer as writer:
             for batch in self._batches():
-                made = maker.encode(
-                    [entry.parts for entry in batch], [entry.parents for entry in batch]
-                )
-                for entry, document in zip(batch, made, strict=True):
+                parts = [entry.parts for entry in batch]
+                parents = [entry.parents for entry in batch]
+                documents = maker.encode(parts, parents)
+                for entry, document in zip(batch, documents, strict=True):
                     if self._is_kept(entry.place, document):
                         window.append((entry, document))
                         self._forms.update(entry.forms)
                         tokens += len(document.tokens)
                 if tokens >= settings.window_tokens or len(window) >= WINDOW_DOCUMENTS:
                     self._flush(window, writer)
-                    window, tokens = [], 0
+                    window = []
+                    tokens = 0
             self._flush(window, writer)
             entry_of_shard = writer.commit() if writer.num_packs else None
-        counts = (
-            self._documents,
-            tuple(self._refusals),
-            tuple(self._dropped),
-            self._learned_tokens,
-            self._unlearned,
-        )
-        answers: dict[str, Any] = {**self._answers, "before_answers": self._before_answers}
+        answers: dict[str, Any] = dict(self._answers)
         return UnitResult(
-            unit.index,
-            entry_of_shard,
-            *counts,
-            **answers,
+            unit=unit.index,
+            entry=entry_of_shard,
+            documents=self._documents,
+            refusals=tuple(self._refusals),
+            dropped=tuple(self._dropped),
+            learned_tokens=self._learned_tokens,
+            unlearned=self._unlearned,
+            **answers,  # in_context, no_end and the kinds of THOUGHTS
+            before_answers=self._before_answers,
             written_by=self._written_by,
             forms=dict(self._forms),
         )
 
     def _refusal(self, place: _Place, reason: str) -> Refusal:
-        """A record refused, at its true line of the file, and with its number where lines do not
-        number records.
+        """Return a refusal with the record's line in the whole file.
+
+        It has the record's number in the file as well, if lines do not number the records.
         """
         number = place.number + self._records_before(place.extent) if place.number else 0
         line = self._lines_before(place.extent) + place.line
         return Refusal(place.extent.path, line, place.offset, reason, number)
 
     def _refuse(self, place: _Place, reason: str) -> None:
+        """Enter a refused record. Raise ValueError if on_error is "fail"."""
         refusal = self._refusal(place, reason)
         if self._settings.on_error == "fail":
             raise ValueError(str(refusal))
         self._refusals.append(refusal)
 
     def _batches(self) -> Iterator[list[_Entry]]:
-        """Parsed records in the input's order, some at a time."""
-        settings, batch, characters = self._settings, list[_Entry](), 0
+        """Yield batches of parsed records, in the order of the input."""
+        settings = self._settings
+        batch: list[_Entry] = []
+        characters = 0
         for extent in self._unit.extents:
             for item in read_extent(extent, settings.max_record_bytes, self._media is not None):
+                # The training and the validation build read the same input; each keeps its share.
                 is_valid = False
-                if settings.valid_share and not isinstance(
-                    item, Refusal
-                ):  # by all it says: copies stay together
-                    said = repr((item.value, item.members)).encode(errors="surrogatepass")
-                    drawn = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest())
-                    is_valid = drawn < settings.valid_share * 2**64
+                if settings.valid_share and not isinstance(item, Refusal):
+                    is_valid = self._draws_validation(item)
                 if is_valid != settings.is_valid:
                     continue
                 place = _Place(extent, item.line, item.offset, item.number)
@@ -225,35 +252,54 @@ class _UnitRun:
                 characters += item.size
                 if characters >= _BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
                     yield batch
-                    batch, characters = [], 0
+                    batch = []
+                    characters = 0
         if batch:
             yield batch
+
+    def _draws_validation(self, record: Record) -> bool:
+        """Return whether a record belongs to the validation dataset of --valid-share.
+
+        A hash of the whole content decides, so copies of a record go to the same dataset.
+        """
+        content = repr((record.value, record.members)).encode(errors="surrogatepass")
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        drawn = int.from_bytes(digest)  # uniform in 0 .. 2**64 - 1
+        return drawn < self._settings.valid_share * 2**64
 
     def _expanded(
         self, sample: Sample, members: dict[str, bytes]
     ) -> tuple[tuple[tuple[RecordPart, ...], ...], tuple[tuple[int, int], ...]]:
-        """Prefix and branches with their images as units, and offset and size of the bytes of those
-        in the spool.
+        """Expand the images of a sample to units, and append their bytes to the spool.
+
+        Return the parts of prefix and branches, and the offset and size of each item in the spool.
         """
         texts = sample.prefix, *sample.branches
         if self._media is None:
             return texts, ()
-        if lost := unnamed_members((piece for text in texts for piece in text), members):
+        lost = unnamed_members(itertools.chain.from_iterable(texts), members)
+        if lost:
             raise RecordError(
-                f"the record does not name its member {lost[0]!r}; images are never paired by order"
+                f"the record does not name its member {lost[0]!r}; images are never paired by "
+                "order: name each image in the record"
             )
-        items, seen = list[bytes](), dict[Media, list[RecordPart]]()
+        # All texts of a sample share these two, so an image in several branches is stored once.
+        items: list[bytes] = []
+        seen: dict[Media, list[RecordPart]] = {}
         parts = tuple(self._media.expand(text, members, items, seen) for text in texts)
         stored = []
         for data in items:
-            stored.append((self._spool.seek(0, os.SEEK_END), len(data)))
+            offset = self._spool.seek(0, os.SEEK_END)
+            stored.append((offset, len(data)))
             self._spool.write(data)
         return parts, tuple(stored)
 
     def _is_kept(self, place: _Place, document: Document) -> bool:
-        """Whether a document is packed; one that is not is entered with its reason."""
-        settings, crops = self._settings, document.num_crops
+        """Return whether a document is packed. If not, enter its record as refused or dropped."""
+        settings = self._settings
+        crops = document.num_crops
         tokens, weights, starts, leaves, units, problem = document
+        # Documents with branches or images cannot be cut into pieces.
         is_cut = settings.oversize in ("split", "truncate") and not starts and not units
         excess = None
         if settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
@@ -265,33 +311,40 @@ class _UnitRun:
             excess = f"{len(tokens)} {what}, more than --seq-length {settings.seq_length}"
         if problem is not None:
             self._refuse(place, problem)
-        elif excess is not None and settings.oversize == "drop":
+            return False
+        if excess is not None and settings.oversize == "drop":
             self._dropped.append(self._refusal(place, f"{excess}, dropped by --oversize drop"))
-        elif excess is not None:
-            ways = "--oversize drop (split and truncate cut plain documents alone)"
-            self._refuse(place, f"a document of {excess}: raise it or choose {ways}")
-        else:
-            kept = settings.longest_piece if settings.oversize == "truncate" else len(tokens)
-            self._documents += 1
-            weights = None if weights is None else weights[:kept]
-            self._unlearned += not learned_tokens(tokens[:kept], weights, starts, leaves)
-            return True
-        return False
+            return False
+        if excess is not None:
+            self._refuse(
+                place,
+                f"a document of {excess}: raise this limit or use --oversize drop (split and "
+                "truncate only cut documents without branches and images)",
+            )
+            return False
+        self._documents += 1
+        # Truncation can remove all learned tokens of a document.
+        kept = settings.longest_piece if settings.oversize == "truncate" else len(tokens)
+        if weights is not None:
+            weights = weights[:kept]
+        if not learned_tokens(tokens[:kept], weights, starts, leaves):
+            self._unlearned += 1
+        return True
 
     def _flush(self, window: list[tuple[_Entry, Document]], writer: ShardWriter) -> None:
-        """Pack the documents of one window."""
+        """Pack the documents of a window, and write the packs."""
         settings = self._settings
         if not window:
             return
         if settings.seed is not None:
+            # The order depends on the unit and the window, not on the worker.
             generator = np.random.default_rng((settings.seed, self._unit.index, self._windows))
             window = [window[i] for i in generator.permutation(len(window))]
         self._windows += 1
         lengths = np.array([len(document.tokens) for _, document in window])
-        pieces = cut_oversize(
-            lengths, settings.longest_piece, settings.oversize == "truncate"
-        )  # [n, 3]
-        places = pieces.tolist()
+        is_truncated = settings.oversize == "truncate"
+        pieces = cut_oversize(lengths, settings.longest_piece, is_truncated)
+        places = pieces.tolist()  # n rows: document, start, stop
         padded = padded_lengths(pieces[:, 2] - pieces[:, 1], settings.pad_multiple)
         if settings.max_crops_per_pack is None:
             packing = best_fit_decreasing(padded, settings.seq_length)
@@ -302,35 +355,37 @@ class _UnitRun:
             members = [places[i] for i in packing.pack(p).tolist()]
             segments = [self._segment(window[d], start, stop) for d, start, stop in members]
             writer.add_pack(segments)
-            learned = [
-                learned_tokens(s.tokens, s.weights, s.branch_starts, s.branch_leaves)
-                for s in segments
-            ]
-            self._learned_tokens += sum(learned)
+            for segment in segments:
+                self._learned_tokens += learned_tokens(
+                    segment.tokens, segment.weights, segment.branch_starts, segment.branch_leaves
+                )
+        # Batches never span two windows, so all images in the spool are written by now.
         self._spool.truncate(0)
 
     def _segment(self, packed: tuple[_Entry, Document], start: int, stop: int) -> Segment:
-        """Tokens start..stop of a document as a segment; one with branches or images is never
-        cut.
+        """Return tokens `start` to `stop` of a document as a segment.
+
+        A document with branches or images is never cut.
         """
         entry, document = packed
         place = entry.place.extent.source, entry.place.offset, start
-        if start == 0 and stop == len(document.tokens):
-            tokens, weights, starts, leaves, units, _ = document
-            begins = [
-                unit.item for unit in units if unit.frame <= 0
-            ]  # a file that is named twice is stored twice
-            items = tuple(functools.partial(self._read_back, *entry.items[item]) for item in begins)
-            numbers = itertools.accumulate((unit.frame <= 0 for unit in units), initial=-1)
-            units = tuple(
-                replace(unit, item=item) for unit, item in zip(units, [*numbers][1:], strict=True)
-            )
-            return Segment(tokens, weights, *place, starts, 0, units, items, leaves)
-        weights = None if document.weights is None else document.weights[start:stop]
-        flag = FLAG_TRUNCATED if self._settings.oversize == "truncate" else FLAG_SPLIT
-        return Segment(document.tokens[start:stop], weights, *place, (), flag)
+        if start > 0 or stop < len(document.tokens):
+            weights = None if document.weights is None else document.weights[start:stop]
+            flag = FLAG_TRUNCATED if self._settings.oversize == "truncate" else FLAG_SPLIT
+            return Segment(document.tokens[start:stop], weights, *place, (), flag)
+
+        tokens, weights, starts, leaves, units, _ = document
+        # An image, or the first frame of a video, begins an item; later frames belong to the same
+        # item. A file that is named twice is stored twice, so the items are numbered again.
+        items: list[Callable[[], bytes]] = []
+        numbered: list[SegmentUnit] = []
+        for unit in units:
+            if unit.frame <= 0:
+                items.append(functools.partial(self._read_back, *entry.items[unit.item]))
+            numbered.append(replace(unit, item=len(items) - 1))
+        return Segment(tokens, weights, *place, starts, 0, tuple(numbered), tuple(items), leaves)
 
     def _read_back(self, offset: int, size: int) -> bytes:
-        """An encoded image from the spool."""
+        """Return an encoded image or video from the spool."""
         self._spool.seek(offset)
         return self._spool.read(size)

@@ -1,5 +1,6 @@
-"""Runs tasks in worker processes that may die: a killed worker ends the job, a worker whose parent
-dies ends too.
+"""Run tasks in a pool of worker processes on this machine.
+
+If a worker is killed, the job ends with an error. If the parent dies, its workers exit, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Handler = Callable[[Any], Any]
 
 
 class WorkerFailed(RuntimeError):
-    """A worker died or raised something unforeseen; the message says at which tasks."""
+    """A worker died or raised an unexpected error; the message names its task."""
 
 
 def run_tasks(
@@ -29,24 +30,28 @@ def run_tasks(
     tasks: Sequence[Any],
     workers: int,
 ) -> Iterator[Any]:
-    """Yield `start(settings)(task)` for every task, in the order in which they finish.
+    """Yield `start(settings)(task)` for every task, in the order in which the tasks finish.
 
-    `start` is called once in each worker; it, settings, tasks and results must pickle. With one
-    worker, or one task, everything runs in this process. ValueError and OSError of a handler are
-    raised here as they are; WorkerFailed: a worker died, or raised anything else, and the message
-    says at which task.
+    Each worker calls `start` once. `start`, `settings`, tasks and results must be picklable. With
+    one worker, or one task, everything runs in this process.
+
+    Raise ValueError and OSError of a handler unchanged. Raise WorkerFailed, which names the task,
+    if a worker died or raised another error.
     """
     if not tasks:
         return
     if workers <= 1 or len(tasks) == 1:
         yield from map(start(settings), tasks)
         return
-    context = multiprocessing.get_context("spawn")  # fork would copy the parent's threads' locks
+    # A fork would copy locks that other threads of this process hold.
+    context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _begin, (start, settings))
     processes: list[Any] = []
-    waiting, running = list(reversed(tasks)), dict[Future[Any], Any]()
+    waiting = list(reversed(tasks))  # popped from the end
+    running: dict[Future[Any], Any] = {}
     try:
         while waiting or running:
+            # Submit one task per worker, so that a failure names only tasks that really ran.
             while waiting and len(running) < workers:
                 future = pool.submit(_work, waiting[-1])
                 running[future] = waiting.pop()
@@ -54,7 +59,8 @@ def run_tasks(
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 answer = done.result()
                 yield result_of(answer, f"while working on {running.pop(done)}")
-    except BrokenProcessPool as error:  # of `submit` too, where the worker died before
+    except BrokenProcessPool as error:
+        # `submit` raises this, too, if a worker died before it; then no task may be running.
         at = "; ".join(f"while working on {task}" for task in running.values() or waiting[-1:])
         raise WorkerFailed(f"a worker was killed or ended (out of memory?) {at}") from error
     finally:
@@ -63,24 +69,26 @@ def run_tasks(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+# Cached function that returns the handler of this worker process; `_begin` adds it.
 _handlers: list[Callable[[], Handler]] = []
-"""What starts, once, the handler of this worker process."""
 
 
 def _begin(start: Callable[[Any], Handler], settings: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    """Initialise a worker process."""
+    # Ctrl-C reaches all processes of the terminal; the parent decides what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _handlers.append(functools.cache(functools.partial(start, settings)))
 
 
 def _work(task: Any) -> tuple[str, Any]:
-    return answer_of(
-        lambda each: _handlers[0]()(each), task
-    )  # what `start` refuses is raised by the first task
+    """Run a task in a worker process."""
+    # The first task calls `start` inside `answer_of`, which passes its errors to the parent.
+    return answer_of(lambda each: _handlers[0]()(each), task)
 
 
 def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:
-    """What became of a task in a worker, and its result or why there is none."""
+    """Return the kind of outcome of a task in a worker, and its result or error."""
     try:
         return "result", handler(task)
     except (ValueError, OSError) as error:
@@ -90,8 +98,9 @@ def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:
 
 
 def result_of(answer: tuple[str, Any], at: str) -> Any:
-    """The result of an `answer_of`; raises what a worker refused, WorkerFailed for anything
-    else.
+    """Return the result in an answer of `answer_of`.
+
+    Raise the worker's own ValueError or OSError, and WorkerFailed for other errors.
     """
     kind, value = answer
     if kind == "wrong input":
@@ -102,6 +111,7 @@ def result_of(answer: tuple[str, Any], at: str) -> Any:
 
 
 def _end_with_parent() -> None:
+    """Wait until the parent dies, and exit."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait_for([parent.sentinel])

@@ -1,8 +1,8 @@
-"""Where a pack is written: the shard directories of a packed dataset, each under its name when all
-of it is durable.
+"""Write the shards of a packed dataset.
 
-A pack is a Megatron "document", each segment (source document) one "sequence" of true tokens.
-Weights of 1 everywhere are not stored, and a shard without images is that of a text dataset.
+A shard directory gets its final name when all its files are durable. A pack is a Megatron
+"document", and each of its segments (source documents) is a "sequence" of tokens without padding.
+Weights are stored only if one differs from 1, and image files only if the shard has images.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from megacp.training.data.tables import (
     with_suffix,
 )
 
-# one row each of PACK_DTYPE, SEGMENT_DTYPE, ...: packing a row with struct is several times faster
-# than with numpy
+# One row of PACK_DTYPE, SEGMENT_DTYPE, BRANCH_DTYPE, UNIT_DTYPE and GRID_DTYPE. Packing a row with
+# struct is several times faster than with numpy.
 _PACK_ROW = struct.Struct("<qqiiii")
 _SEGMENT_ROW = struct.Struct("<qqqiiiiiI")
 _BRANCH_ROW = struct.Struct("<iii")
@@ -47,87 +47,85 @@ _GRID_ROW = struct.Struct("<ii")
 
 
 class HashedFile:
-    """A file written once, front to back, whose size and sha256 are known when it is closed (no
-    second pass).
-    """
+    """File that computes its size and sha256 while it is written sequentially."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
+        self.path = path
+        self.size = 0
         self._hash = hashlib.sha256()
         self._stream = open(path, "wb", buffering=1 << 20)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes (a memoryview must be contiguous and of bytes)."""
+        """Append bytes. A memoryview must be contiguous and have one byte per item."""
         self._hash.update(data)
         self._stream.write(data)
         self.size += len(data)
 
     def close(self) -> FileEntry:
-        """Flush to the disk (fsync) and close; name, size and sha256. Call it once."""
+        """Sync the file to disk (fsync) and close it. Return its name, size and sha256.
+
+        Call this once.
+        """
         files.sync_file(self._stream)
         self._stream.close()
         return FileEntry(self.path.name, self.size, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Close without making anything durable; the caller deletes the file."""
-        with contextlib.suppress(
-            OSError
-        ):  # on a full disk what is left in the buffer cannot be written
+        """Close the file without syncing it; the caller deletes it."""
+        # On a full disk, closing fails because the buffer cannot be flushed.
+        with contextlib.suppress(OSError):
             self._stream.close()
 
 
 class IndexedWriter:
-    """Streams sequences to Megatron's `PREFIX.bin`; `close` writes `PREFIX.idx`."""
+    """Writer of Megatron's indexed format: streams to `PREFIX.bin`; `close` writes `PREFIX.idx`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
-        """`prefix` without suffix; `dtype` one of DTYPE_OF_CODE. Existing files of that name are
-        emptied.
+        """Open `PREFIX.bin` and truncate an existing file.
+
+        `prefix` has no suffix; `dtype` is one of DTYPE_OF_CODE.
         """
-        self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
-        self._lengths, self._boundaries = array("i"), array("q", [0])
-        self._crc, self.checksums = 0, array("I")
-        """crc32 of the stored bytes of each document so far."""
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._lengths = array("i")  # one per sequence
+        self._boundaries = array("q", [0])  # number of sequences before each document
+        self._crc = 0  # of the current document
+        self.checksums = array("I")  # crc32 of the stored bytes of each document
         self.data = HashedFile(with_suffix(prefix, ".bin"))
 
     @property
     def num_sequences(self) -> int:
-        """Sequences added so far."""
+        """Number of sequences added so far."""
         return len(self._lengths)
 
     def add_sequence(self, values: np.ndarray) -> None:
-        """Append one sequence, `values[n]`, whose values fit `dtype`."""
+        """Append a sequence, `values[n]`; its values must fit in `dtype`."""
         stored = np.ascontiguousarray(values, self.dtype).view(np.uint8).data
         self._crc = crc32(stored, self._crc)
         self.data.write(stored)
         self._lengths.append(len(values))
 
     def end_document(self) -> None:
-        """Close the current document (one pack): it holds the sequences added since the last
-        call.
-        """
+        """End the current document (one pack): all sequences added since the last call."""
         self._boundaries.append(len(self._lengths))
         self.checksums.append(self._crc)
         self._crc = 0
 
     def close(self) -> list[FileEntry]:
-        """Write the `.idx`, fsync both files; what the manifest says of them."""
-        lengths = np.array(self._lengths, dtype=np.int32)
-        boundaries = np.array(self._boundaries, dtype=np.int64)
+        """Write `PREFIX.idx` and sync both files. Return their entries for the manifest."""
+        lengths = np.array(self._lengths, dtype=np.int32)  # [sequences]
+        boundaries = np.array(self._boundaries, dtype=np.int64)  # [documents + 1]
+        code = CODE_OF_DTYPE[self.dtype]
         index = HashedFile(with_suffix(self.prefix, ".idx"))
-        index.write(
-            HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(lengths), len(boundaries))
-        )
-        for table in (
-            lengths.astype("<i4"),
-            pointers(lengths, self.dtype.itemsize),
-            boundaries.astype("<i8"),
-        ):
-            index.write(table.tobytes())
+        index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(boundaries)))
+        index.write(lengths.astype("<i4").tobytes())
+        index.write(pointers(lengths, self.dtype.itemsize).tobytes())
+        index.write(boundaries.astype("<i8").tobytes())
         return [self.data.close(), index.close()]
 
 
 def write_table(path: Path, table: np.ndarray) -> FileEntry:
-    """Write an `.npy` and fsync it. The same table gives the same bytes."""
+    """Write a table as `.npy` and sync it. Equal tables give equal bytes."""
     file = HashedFile(path)
     np.save(file, table, allow_pickle=False)
     return file.close()
@@ -135,42 +133,37 @@ def write_table(path: Path, table: np.ndarray) -> FileEntry:
 
 @dataclass(frozen=True)
 class Segment:
-    """One source document, or a piece of one, on its way into a pack."""
+    """A source document, or a piece of one, that goes into a pack."""
 
     tokens: np.ndarray
-    """[n] true tokens, n >= 1, integers."""
+    """Integers [n], n >= 1, without padding."""
     weights: np.ndarray | None = None
-    """float32 [n], the weight of the loss term that predicts this token; None = all ones."""
+    """float32 [n]: loss weight of predicting each token; None means 1 everywhere."""
     source_file: int = 0
     """Index into Manifest.sources."""
     source_offset: int = 0
-    """Byte offset of the record in its uncompressed file, or its ordinal where a format has no
-    bytes to point at.
+    """Byte offset of the record in its uncompressed file, or its ordinal in formats without byte
+    offsets.
     """
     source_start: int = 0
-    """Place of the first token in the whole document (> 0 in the later pieces of a split one)."""
+    """Position of the first token in the whole document; > 0 in later pieces of a split one."""
     branch_starts: tuple[int, ...] = ()
-    """Where branches 1, 2, ... begin; what is before the first is the shared prefix. Empty = no
-    branches.
-    """
+    """Start of each branch; the shared prefix ends at the first. Empty without branches."""
     flags: int = 0
     """tables.FLAG_SPLIT | tables.FLAG_TRUNCATED."""
     units: tuple[SegmentUnit, ...] = ()
     """Images and frames of the segment, in the order of their tokens."""
     items: tuple[Callable[[], bytes], ...] = ()
-    """What gives the encoded bytes of each of its images and videos; called once, when the segment
-    is written.
-    """
+    """Functions that return the encoded bytes of each image and video; called once, on writing."""
     branch_leaves: tuple[int, ...] = ()
-    """Where the last branch of each branch ends; empty = none has branches of its own."""
+    """End of the last descendant of each branch; empty if branches have no branches."""
 
 
 class ShardWriter:
-    """Writes one shard directory under a hidden temporary name; `commit` makes it durable and gives
-    it its name.
+    """Writer of a shard directory, which has a hidden temporary name until `commit`.
 
-    Leaving its block without commit removes what was written. The same packs give the same bytes.
-    Memory: the table rows only, about 50 bytes a segment.
+    Leaving the `with` block without `commit` deletes the directory. Equal packs give equal bytes.
+    Only the table rows are kept in memory, about 50 bytes per segment.
     """
 
     def __init__(
@@ -182,29 +175,30 @@ class ShardWriter:
         cp_degrees: Sequence[int] = (1, 2, 4, 8, 16),
         owner: str = "",
     ) -> None:
-        """The parent of `directory` must exist; a temporary directory left by a killed build is
-        removed.
+        """Create the temporary directory, and delete an old one of a killed build.
 
-        `cp_degrees`: for which the boundary tables of image shards are written, in a shard with
-        images. `owner`: who writes, where another process may still write the same shard.
+        The parent of `directory` must exist. A shard with images gets a table of image-shard
+        boundaries for each of `cp_degrees`. `owner` makes the temporary name unique if another
+        process may still be writing the same shard.
         """
         self.directory = Path(directory)
-        self._temporary = self.directory.with_name(
-            f".{self.directory.name}{owner and f'.{owner}'}.partial"
-        )
-        self._seq_length, self._pad_multiple = seq_length, pad_multiple
+        suffix = f".{owner}.partial" if owner else ".partial"
+        self._temporary = self.directory.with_name(f".{self.directory.name}{suffix}")
+        self._seq_length = seq_length
+        self._pad_multiple = pad_multiple
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
         self._tokens = IndexedWriter(self._temporary / "tokens", token_dtype(vocab_size))
+        # Opened by the first pack that needs them.
         self._weights: IndexedWriter | None = None
         self._images: IndexedWriter | None = None
-        self._packs, self._segments, self._branches, self._units = (
-            bytearray(),
-            bytearray(),
-            bytearray(),
-            bytearray(),
-        )
+        # Packed rows of the tables.
+        self._packs = bytearray()
+        self._segments = bytearray()
+        self._branches = bytearray()
+        self._units = bytearray()
         self._grids = bytearray()
+        # For each degree, one row of boundaries per pack.
         self._boundaries: dict[int, list[np.ndarray]] = {degree: [] for degree in cp_degrees}
         self._item_checksums = array("I")
         self._num_tokens = self._num_padded = 0
@@ -212,7 +206,7 @@ class ShardWriter:
 
     @property
     def num_packs(self) -> int:
-        """Packs added so far."""
+        """Number of packs added so far."""
         return len(self._packs) // _PACK_ROW.size
 
     def __enter__(self) -> ShardWriter:
@@ -226,22 +220,20 @@ class ShardWriter:
             shutil.rmtree(self._temporary)
 
     def add_pack(self, segments: Sequence[Segment]) -> None:
-        """Append one pack. ValueError, before anything is written, when it is empty or too long.
+        """Append a pack.
 
-        A segment of n >= 1 tokens has ids 0..vocab_size-1, weights float [n], finite and >= 0, and
-        branches that start at rising places 1..n-1.
+        A segment of n >= 1 tokens has token ids 0..vocab_size-1, float weights [n], finite and
+        >= 0, and ascending branch starts in 1..n-1. Raise ValueError, before anything is written,
+        if the pack is empty or too long.
         """
-        padded = tables.padded_lengths(
-            np.array([len(s.tokens) for s in segments]), self._pad_multiple
-        ).tolist()
+        lengths = np.array([len(segment.tokens) for segment in segments])
+        padded = tables.padded_lengths(lengths, self._pad_multiple).tolist()
         if not segments or sum(padded) > self._seq_length:
             raise ValueError(
                 f"{len(segments)} segments with {sum(padded)} padded tokens; "
                 f"a pack has at least 1 segment and at most --seq-length {self._seq_length} tokens"
             )
-        if self._weights is None and any(
-            s.weights is not None and (s.weights != 1).any() for s in segments
-        ):
+        if self._weights is None and _has_weights(segments):
             self._weights = self._start_weights()
         first = self._tokens.num_sequences
         first_unit, num_units, num_crops = self._add_images(segments)
@@ -256,63 +248,75 @@ class ShardWriter:
         self._num_padded += sum(padded)
 
     def _start_weights(self) -> IndexedWriter:
-        """Open weights.bin with ones for all that is already in the shard."""
+        """Open weights.bin, and write weights of 1 for all tokens that are already in the shard."""
         writer = IndexedWriter(self._temporary / "weights", np.dtype("<f4"))
-        lengths = np.frombuffer(bytes(self._segments), tables.SEGMENT_DTYPE)["true_length"]
+        segments = np.frombuffer(bytes(self._segments), tables.SEGMENT_DTYPE)
+        lengths = segments["true_length"]  # [segments]
         for pack in np.frombuffer(bytes(self._packs), tables.PACK_DTYPE):
             first = int(pack["first_segment"])
-            for length in lengths[first : first + int(pack["num_segments"])].tolist():
+            stop = first + int(pack["num_segments"])
+            for length in lengths[first:stop].tolist():
                 writer.add_sequence(np.ones(length, np.float32))
             writer.end_document()
         return writer
 
     def _add_segment(self, segment: Segment, padded_length: int) -> None:
+        """Append the tokens, weights and table rows of a segment."""
         length = len(segment.tokens)
         self._tokens.add_sequence(segment.tokens)
         if self._weights is not None:
-            ones = np.ones(length, np.float32)
-            self._weights.add_sequence(
-                ones if segment.weights is None else np.asarray(segment.weights, np.float32)
-            )
+            weights = segment.weights
+            if weights is None:
+                weights = np.ones(length, np.float32)
+            self._weights.add_sequence(np.asarray(weights, np.float32))
         starts = segment.branch_starts
+        # Without branches, the whole segment is the prefix.
+        first_branch = 0
+        prefix_length = length
+        if starts:
+            first_branch = len(self._branches) // _BRANCH_ROW.size
+            prefix_length = starts[0]
         self._segments += _SEGMENT_ROW.pack(
             segment.source_offset,
             segment.source_start,
-            len(self._branches) // _BRANCH_ROW.size if starts else 0,
+            first_branch,
             segment.source_file,
             length,
             padded_length,
-            starts[0] if starts else length,
+            prefix_length,
             len(starts),
             segment.flags,
         )
+        # Each branch ends where the next one starts.
         stops = (*starts, length)[1:]
         for start, stop, leave in zip(starts, stops, segment.branch_leaves or stops, strict=True):
             self._branches += _BRANCH_ROW.pack(start, stop - start, leave)
         self._num_tokens += length
 
     def _add_images(self, segments: Sequence[Segment]) -> tuple[int, int, int]:
-        """Items, units and boundaries of a pack that is about to be added; returns first unit,
-        units and crops.
+        """Append the images of the next pack: items, unit rows and boundaries.
+
+        Return the number of the pack's first unit, and its numbers of units and crops. Call this
+        before the pack's tokens are added.
         """
-        units = [unit for segment in segments for unit in segment.units]
+        units: list[SegmentUnit] = []
+        for segment in segments:
+            units += segment.units
         first_unit = len(self._units) // _UNIT_ROW.size
         if self._images is None and not units:
             return 0, 0, 0
-        if (
-            self._images is None
-        ):  # an empty document and empty boundaries for each pack that is there already
-            self._images, none = (
-                IndexedWriter(self._temporary / "images", np.dtype(np.uint8)),
-                np.zeros(0, np.int64),
-            )
+        if self._images is None:
+            # The earlier packs have no images: give each an empty document and empty boundaries.
+            self._images = IndexedWriter(self._temporary / "images", np.dtype(np.uint8))
+            none = np.zeros(0, np.int64)
             for _ in range(self.num_packs):
                 self._images.end_document()
                 self._add_boundaries(none, none)
+        # Sums up to and including each unit, [units].
         crops = np.cumsum([unit.num_crops for unit in units], dtype=np.int64)
         pooled = np.cumsum([unit.num_pooled for unit in units], dtype=np.int64)
         self._add_boundaries(crops, pooled)
-        row = 0
+        row = 0  # position of the unit in the pack
         for number, segment in enumerate(segments, self._tokens.num_sequences):
             first_item = self._images.num_sequences
             for read in segment.items:
@@ -320,6 +324,8 @@ class ShardWriter:
                 self._item_checksums.append(crc32(data))
                 self._images.add_sequence(np.frombuffer(data, np.uint8))
             for unit in segment.units:
+                # 0 is the prefix, 1 the first branch.
+                branch = bisect.bisect_right(segment.branch_starts, unit.start)
                 self._units += _UNIT_ROW.pack(
                     number,
                     first_item + unit.item,
@@ -328,26 +334,28 @@ class ShardWriter:
                     int(crops[row]),
                     int(pooled[row]),
                     unit.frame,
-                    bisect.bisect_right(segment.branch_starts, unit.start),
+                    branch,
                 )
-                self._grids += b"" if unit.grid is None else _GRID_ROW.pack(*unit.grid)
+                if unit.grid is not None:
+                    self._grids += _GRID_ROW.pack(*unit.grid)
                 row += 1
         self._images.end_document()
-        return first_unit, len(units), int(crops[-1]) if len(units) else 0
+        num_crops = int(crops[-1]) if units else 0
+        return first_unit, len(units), num_crops
 
     def _add_boundaries(self, crops: np.ndarray, pooled: np.ndarray) -> None:
+        """Append a pack's image-shard boundaries for every degree, from the sums of its units."""
         for degree, rows in self._boundaries.items():
             rows.append(compute_image_shard_boundaries(crops, pooled, degree))
 
     def commit(self) -> ShardEntry:
-        """Make all files durable, rename the directory to its name, and return what the manifest
-        says of it.
+        """Sync all files, give the directory its final name, and return its manifest entry.
 
-        A directory of that name is replaced: a killed build may have renamed one that it did not
-        enter. ValueError: no pack was added.
+        An existing directory of that name is replaced: a build may have been killed after renaming
+        the shard and before entering it in the journal. Raise ValueError if no pack was added.
         """
         if not self.num_packs:
-            raise ValueError(f"{self.directory}: a shard must hold at least one pack")
+            raise ValueError(f"{self.directory}: a shard must contain at least one pack")
         counts = (self.num_packs, self._tokens.num_sequences, self._num_tokens, self._num_padded)
         written = self._write_tables()
         for writer in filter(None, (self._tokens, self._weights, self._images)):
@@ -359,13 +367,14 @@ class ShardWriter:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            shutil.rmtree(self._temporary)  # another process has put the same bytes there just now
-        return ShardEntry(
-            self.directory.name, *counts, tuple(sorted(written, key=lambda file: file.name))
-        )
+            # Another process has just written the same shard: keep its copy.
+            shutil.rmtree(self._temporary)
+        written.sort(key=lambda file: file.name)
+        return ShardEntry(self.directory.name, *counts, tuple(written))
 
     def _write_tables(self) -> list[FileEntry]:
-        """All `.npy` files, in the temporary directory."""
+        """Write all `.npy` files to the temporary directory, and return their entries."""
+        # Every shard has packs and segments; other tables exist only if they have rows.
         rows = {
             "packs": (self._packs, tables.PACK_DTYPE),
             "segments": (self._segments, tables.SEGMENT_DTYPE),
@@ -382,14 +391,18 @@ class ShardWriter:
         if self._weights is not None:
             found["checksums"]["weights"] = self._weights.checksums
         if self._images is not None:
-            found["image_checksums"] = np.array(self._item_checksums, np.uint32).view(
-                tables.ITEM_CHECKSUM_DTYPE
-            )
-            # each [packs, degree]
-            found |= {
-                f"shards_cp{degree}": np.stack(of_packs)
-                for degree, of_packs in self._boundaries.items()
-            }
+            checksums = np.array(self._item_checksums, np.uint32)  # [items]
+            found["image_checksums"] = checksums.view(tables.ITEM_CHECKSUM_DTYPE)
+            for degree, of_packs in self._boundaries.items():
+                found[f"shards_cp{degree}"] = np.stack(of_packs)  # [packs, degree]
         return [
             write_table(self._temporary / f"{name}.npy", table) for name, table in found.items()
         ]
+
+
+def _has_weights(segments: Sequence[Segment]) -> bool:
+    """Return whether a token has a weight other than 1."""
+    for segment in segments:
+        if segment.weights is not None and (segment.weights != 1).any():
+            return True
+    return False

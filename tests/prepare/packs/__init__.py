@@ -1,1 +1,1 @@
-"""Building datasets."""
+"""Tests for building datasets."""

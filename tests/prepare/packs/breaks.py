@@ -1,29 +1,29 @@
-"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+"""Mistakes that the tests in this folder must detect; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/prepare/packs/packing.py", "tests/prepare/packs/test_packing.py"): [
         (
             "min(len(available), -(-remaining // each))",
             "len(available)",
-            "more packs are taken than items are left",
+            "more packs are filled than there are items left",
         ),
         (
             '-lengths, kind="stable"',
             'lengths, kind="stable"',
-            "the shortest first",
+            "the shortest items are packed first",
         ),
         (
             "(start + longest, lengths[document])",
             "(start + longest, start + longest)",
             "the last piece is too long",
         ),
-        ("[: opened + 1] >= need_crops", "[: opened + 1] >= 0", "the second budget does not count"),
+        ("[: opened + 1] >= need_crops", "[: opened + 1] >= 0", "the second budget is ignored"),
     ],
     ("megacp/prepare/packs/unit.py", "tests/prepare/packs/test_answer_forms.py"): [
         (
             "self._forms.update(entry.forms)",
             "pass",
-            "nobody knows in which form answers are learned",
+            "the forms of learned answers are not counted",
         ),
     ],
     ("megacp/prepare/packs/run.py", "tests/prepare/packs/test_answer_forms.py"): [
@@ -58,33 +58,41 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "document.weights[start:stop]",
             "document.weights[: stop - start]",
-            "all pieces are learned as the first",
+            "all pieces get the weights of the first",
         ),
         (
             "(place.extent) + place.line",
             "(place.extent) + 1",
-            "every reject stands in the first line of its unit",
+            "every reject is reported in the first line of its unit",
         ),
     ],
     ("megacp/prepare/media/reader.py", "tests/prepare/packs/test_urls.py"): [
-        ("if (top.scheme, top.host, top.port) == server", "", "a redirect leads to another host"),
-        ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
-        ("        path = plain\n", "        return False\n", "escapes of dots are no dots"),
+        (
+            "if (top.scheme, top.host, top.port) == server",
+            "",
+            "a redirect to another host is followed",
+        ),
+        (
+            "if not url.raw_path.startswith(inside) or",
+            "if",
+            "a redirect out of the folder is followed",
+        ),
+        ("        path = plain\n", "        return False\n", "escaped dots are not recognised"),
     ],
     ("megacp/storage/url.py", "tests/prepare/packs/test_urls.py"): [
-        ('"auto_decompress": False,', "", "a server's few bytes unpack to many"),
-        ("[url.guard] if url.guard else []", "[]", "nobody looks where a redirect leads"),
+        ('"auto_decompress": False,', "", "a small response is decompressed to a large one"),
+        ("[url.guard] if url.guard else []", "[]", "the target of a redirect is not checked"),
     ],
     ("megacp/prepare/media/reader.py", "tests/prepare/packs/test_qwen_images.py"): [
         (
             "(max(a, start) + by, min(b, stop) + by, w)",
             "(a, b, w)",
-            "what is learned does not move behind a video",
+            "weights are not shifted after a video",
         ),
     ],
     ("megacp/training/data/images.py", "tests/prepare/packs/test_qwen_images.py"): [
-        ("- step - ended", "- step", "a branch counts on behind its sibling"),
-        ("= grids.max(1)", "= grids[:, 0]", "text goes on within a wide image"),
+        ("- step - ended", "- step", "a branch continues the positions of its sibling"),
+        ("= grids.max(1)", "= grids[:, 0]", "text positions continue inside a wide image"),
         ("within // columns", "within % columns", "rows count columns"),
         ("units.grids[mine]", "units.grids", "a rank has the grids of all ranks"),
     ],
@@ -92,14 +100,14 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "known.get(i, known[first])",
             "known.get(i, 0 * known[first])",
-            "half a pair is followed by black",
+            "an incomplete pair is filled with black",
         ),
     ],
     ("megacp/prepare/packs/writer.py", "tests/prepare/packs/test_qwen_images.py"): [
         (
             "_GRID_ROW.pack(*unit.grid)",
             "_GRID_ROW.pack(*unit.grid[::-1])",
-            "grids are stored lying down",
+            "grids are stored with height and width swapped",
         ),
     ],
 }

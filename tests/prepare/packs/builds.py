@@ -1,4 +1,4 @@
-"""Small text corpora, builds of them, and what is in the result."""
+"""Build small text corpora, and read the datasets back."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def visible(directory: Path) -> dict[str, bytes]:
-    """As `files`, without the lock that every build leaves."""
+    """Return `files` without the lock file that every build leaves."""
     return {name: data for name, data in files(directory).items() if name != ".lock"}
 
 
 def documents(directory: Path) -> list[list[int]]:
-    """All documents, in the order of their sources and offsets; pieces of split ones joined."""
+    """Return all documents by source and offset, with split ones joined."""
     dataset = PackedDataset(directory)
     found = []
     for i in range(len(dataset)):

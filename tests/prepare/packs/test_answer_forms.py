@@ -1,6 +1,4 @@
-"""One form of conversation in a dataset: what a build writes, refuses and reports, and how an
-answer is asked for.
-"""
+"""Builds write one form of conversation per dataset, report it, and refuse mixtures."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat model's folder, as far as a build reads it."""
+    """Write the files of a chat model's folder that a build reads."""
     folder = tmp_path_factory.mktemp("chat")
     write_tokenizer(folder, chat_template=TEMPLATES["qwen_25"])
     return folder
@@ -43,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model's folder: it has no chat template."""
+    """Write a base model's folder, which has no chat template."""
     folder = tmp_path_factory.mktemp("base")
     write_tokenizer(folder)
     return folder
@@ -57,16 +55,14 @@ def write(path: Path, *records: Any) -> Path:
 def built(
     output: Path, model: Path, *records: Any, **more: Any
 ) -> tuple[list[list[int]], dict[str, int] | None, str]:
-    """Documents, forms in the manifest, and what the build says of them."""
+    """Return the documents, the forms in the manifest, and the line about answers."""
     source = write(output.with_suffix(".jsonl"), *records)
     summary = run([source], output, tokenizer=str(model), seq_length=512, **more)
     return documents(output), DatasetManifest.read(output).answer_forms, summary.answers
 
 
 def test_all_of_alpacas_records_are_written_by_the_template(model: Path, tmp_path: Path) -> None:
-    """Whether or not a record has a history or a system prompt, as the library renders the same
-    messages.
-    """
+    """A history or a system prompt makes no difference: the result equals the library's messages."""
     system = {"role": "system", "content": "You are a helpful assistant."}
     with_system = {**ALPACA, "system": system["content"], "history": []}
     found, forms, told = built(tmp_path / "d", model, ALPACA, with_system, {"messages": TALK})
@@ -91,7 +87,7 @@ def test_the_old_form_exists_by_name_and_for_base_models(
         }
         assert (
             told.startswith("answers are learned after Alpaca's prompt")
-            and "--prompt asks in it" in told
+            and "--prompt uses this form" in told
         )
         assert ("the tokenizer's folder has no chat template" in told) == (name == "base")
     with pytest.raises(
@@ -107,11 +103,11 @@ def test_answers_in_two_forms_are_refused_with_the_flags_for_one(
     records = [ALPACA, {**ALPACA, "system": "Be brief."}, {"messages": TALK}]
     with pytest.raises(
         ValueError,
-        match="in two forms: 1 record of .* and 2 conversations .*--chat-template ignore",
+        match="in two forms: 1 record .* and 2 conversations .*--chat-template ignore",
     ):
         built(tmp_path / "d", base, *records)
     assert not (tmp_path / "d" / "manifest.json").exists()
-    with pytest.raises(ValueError, match="in two forms"):  # in units of their own too
+    with pytest.raises(ValueError, match="in two forms"):  # also if they are in different units
         built(tmp_path / "units", base, *records, unit_bytes=10, on_error="skip")
     found, forms, _ = built(tmp_path / "one", base, *records, chat_template="ignore")
     assert forms == {"messages": 3} and found[0] == found[2]
@@ -166,7 +162,7 @@ def test_a_base_models_build_says_its_form_and_how_to_ask_and_export(
         )
         == 0
     )
-    assert "has no chat template" not in capsys.readouterr().out  # it was asked for
+    assert "has no chat template" not in capsys.readouterr().out  # it was requested
 
 
 def test_the_converters_own_template_makes_alpaca_a_conversation_of_its_form(
@@ -176,7 +172,7 @@ def test_the_converters_own_template_makes_alpaca_a_conversation_of_its_form(
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(
         "{#- megacp's messages. -#}"
-    )  # as far as a build looks at it
+    )  # the part that a build reads
     found, forms, told = built(tmp_path / "d", folder, ALPACA, {"messages": TALK})
     assert forms == {"messages": 2} and found[0] == found[1] and "has no chat template" not in told
 
@@ -200,7 +196,7 @@ def test_only_stored_records_count_and_a_blend_adds_them_up(
     built(tmp_path / "d", model, ALPACA, chat_template="alpaca")
     with pytest.raises(
         ValueError,
-        match="d has answers after Alpaca's prompt, but .*a has conversations",
+        match="d has answers after Alpaca's prompt, .*a has conversations in another form",
     ):
         PackBlend([PackedDataset(tmp_path / name) for name in "ad"], [Fraction(1)] * 2)
     assert Sources(PackedDataset(tmp_path / "d"), None, "").answer_forms == {"alpaca": 1}
@@ -235,9 +231,9 @@ def test_flags_of_names_are_validated_before_a_record_is_read(
     for flags, named in (
         (
             ["--columns", "question=prompt"],
-            "the name that is read stands first, --columns prompt=question",
+            "reverse the names, as in --columns prompt=question",
         ),
-        (["--columns", "ask=q"], "'ask' is none of the names that are read, text, messages"),
+        (["--columns", "ask=q"], "megacp reads; choose one of text, messages"),
         (["--columns", "prompt=q,completion=q"], "--columns names q twice"),
         (["--columns", "prompt=q,prompt=a"], "--columns names prompt twice"),
         (
@@ -245,7 +241,7 @@ def test_flags_of_names_are_validated_before_a_record_is_read(
             "--ignore-keys q: --columns reads these keys",
         ),
         (["--columns", "text=q", "--text-key", "a"], "--text-key a and --columns both name"),
-        (["--roles", "bot=assistant"], "the name that is read stands first, --roles assistant=bot"),
+        (["--roles", "bot=assistant"], "reverse the names, as in --roles assistant=bot"),
         (
             ["--roles", "user=a", "--context-roles", "a"],
             "--context-roles a: --roles gives these names another role",

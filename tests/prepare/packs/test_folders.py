@@ -1,8 +1,7 @@
-"""Random small folders of records, built and read back: ids, learned weights and rejects are the
-library's.
+"""Build random small folders of records, and compare the datasets with the library.
 
-`check` has run over a thousand seeds with tokenizers and templates of several kinds; the test has
-some of them.
+Token ids, learned weights and rejects must be equal. `check` has passed for over a thousand seeds
+with several kinds of tokenizers and templates; the test runs a few of them.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
 
 
 def some_record(rng: random.Random, most: int) -> tuple[dict[str, Any], list[Any]]:
-    """A record, and what it says: texts, or messages, each with its weight; nothing: it is
-    refused.
-    """
+    """A record with its expected texts or messages, each with a weight; empty if it is refused."""
     form, weight = rng.choice(FORMS), rng.choice([1.0, 1.0, 0.5])
     said, asked, more = (
         "".join(rng.choices(PIECES.split("|"), k=rng.randint(1, most))) for _ in range(3)
@@ -59,7 +56,7 @@ def some_record(rng: random.Random, most: int) -> tuple[dict[str, Any], list[Any
         return record | {"prompt": asked, "completion": said}, [(asked, 0.0), (said, weight)]
     if form == "alpaca":
         inputs = rng.choice([{}, {"input": more}])
-        question = f"{asked}\n{more}" if inputs else asked  # as LLaMA-Factory asks
+        question = f"{asked}\n{more}" if inputs else asked  # the format of LLaMA-Factory
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
         return record | inputs | {"instruction": asked, "output": said}, [(talk, weight)]
     turns = [("system", more)] * rng.randint(0, 1) + [
@@ -75,7 +72,7 @@ def some_record(rng: random.Random, most: int) -> tuple[dict[str, Any], list[Any
 
 
 def meant(says: list[Any], theirs: Any) -> list[tuple[int, float]]:
-    """Ids with their weights by the library's tokenizer and template."""
+    """Return ids and weights by the library's tokenizer and template."""
     if says and isinstance(says[0][0], list):
         return [
             (i, says[0][1] * weight)
@@ -90,7 +87,7 @@ def meant(says: list[Any], theirs: Any) -> list[tuple[int, float]]:
 
 
 def written(path: Path, records: list[dict[str, Any]], rng: random.Random) -> list[int]:
-    """The line, row or place in a tar that each record has in a new file."""
+    """Write the records to a new file. Return the line, row or tar position of each."""
     numbers = np.arange(1, len(records) + 1)
     lines = [json.dumps(record, ensure_ascii=rng.random() < 0.5) for record in records]
     if path.suffix == ".parquet":
@@ -110,9 +107,7 @@ def written(path: Path, records: list[dict[str, Any]], rng: random.Random) -> li
 
 
 def stored(folder: Path) -> tuple[Counter[str], float]:
-    """Documents of a dataset, pieces of one joined, and the weight that training gives all of
-    them.
-    """
+    """Return the documents of a dataset, with pieces joined, and the weights used in training."""
     dataset, total = PackedDataset(folder), 0.0
     found: dict[tuple[int, int], list[tuple[int, list[tuple[int, float]]]]] = {}
     for pack in map(dataset.pack, range(len(dataset))):
@@ -130,9 +125,7 @@ def stored(folder: Path) -> tuple[Counter[str], float]:
 
 
 def check(seed: int, folder: Path, tokenizer: Path, template: str) -> bool:
-    """Build a random folder and compare all that is in it; whether anything of it could be
-    learned.
-    """
+    """Build a random folder and compare the dataset. Return whether it has learned tokens."""
     rng, theirs, source = (
         random.Random(seed),
         library(tokenizer, TEMPLATES[template]),

@@ -1,5 +1,6 @@
-"""Builds with images and videos: what is stored is what the records say, the same however it was
-made.
+"""Build datasets with images and videos: the stored data must match the records.
+
+The bytes must not depend on how the dataset was built.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ def say(role: str, *content: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def inlined(i: int) -> bytes:
-    """The image that record `i` holds in itself."""
+    """Return the image that is embedded in record `i`."""
     return encoded(noise(10 + i, 20, 100 + i))
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """40 records of text, images (by path and base64), videos and branches; the images lie in
-    `images`.
+    """Return 40 records with text, images (by path and base64), videos and branches.
+
+    The image files are in `images`.
     """
     rng = np.random.default_rng(1)
     (tmp_path / "images").mkdir()
@@ -92,8 +94,9 @@ def run(corpus: Path, output: Path, **changes: Any) -> Any:
 
 
 def units_of_records(dataset: PackedDataset) -> dict[int, list[tuple[bytes, int, int, int, int]]]:
-    """By the record's offset: (encoded bytes, frame, crops, pooled tokens, branch) of each unit, in
-    order.
+    """Return the units of each record by offset, in order.
+
+    A unit is (encoded bytes, frame, crops, pooled tokens, branch).
     """
     found: dict[int, list[tuple[bytes, int, int, int, int]]] = {}
     for i in range(len(dataset)):
@@ -196,7 +199,7 @@ def test_a_shard_holds_so_many_records_that_several_workers_have_work(
     builds.write_records(text, 40)
     assert (
         len(builds.run([text], tmp_path / "t", unit_bytes=0).results) == 1
-    )  # the rule for text is as it was
+    )  # the rule for text has not changed
 
 
 def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
 def test_a_caption_is_learned_behind_its_image_from_every_container(
     tmp_path: Path, rules: VisionRules
 ) -> None:
-    """Parquet as datasets writes it, a tar as img2dataset does, lines with an absolute path."""
+    """Parquet of `datasets`, a tar of img2dataset and lines with absolute paths give one dataset."""
     (tmp_path / "a.jpg").write_bytes(encoded(noise(40, 20), "JPEG"))
     picture = (tmp_path / "a.jpg").read_bytes()
     parts = {"content": [{"type": "image", "path": "a.jpg"}, {"type": "text", "text": "A cat."}]}

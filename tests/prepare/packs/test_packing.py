@@ -1,4 +1,4 @@
-"""Packing against its slow twins, and the oversize rules."""
+"""Compare packing with slow reference implementations, and test the oversize rules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_each_once(result: Packing, count: int) -> None:
 
 
 def sums(result: Packing, amounts: Sequence[int] | np.ndarray) -> list[int]:
-    """What each pack holds of a per-item amount."""
+    """Return the sum of a per-item amount in each pack."""
     return [int(np.asarray(amounts)[result.pack(p)].sum()) for p in range(len(result))]
 
 
@@ -46,7 +46,7 @@ def sums(result: Packing, amounts: Sequence[int] | np.ndarray) -> list[int]:
 def test_best_fit_in_bulk_fills_packs_exactly_as_one_item_at_a_time(
     case: tuple[int, list[int]],
 ) -> None:
-    # catches a bulk step that skips a better fit opened by the step itself
+    # a bulk step must not skip a better fit that it created
     capacity, lengths = case
     result = best_fit_decreasing(np.array(lengths, np.int64), capacity)
     check_each_once(result, len(lengths))
@@ -72,7 +72,7 @@ def test_packs_of_equal_free_space_are_filled_in_their_order() -> None:
 def test_two_budgets_keeps_the_fewest_packs_of_the_three_orders(
     items: list[tuple[int, int]], window: int
 ) -> None:
-    # catches a packer that forgets one budget, mixes windows, or keeps the wrong order
+    # the packer must respect both budgets and the windows, and keep the best order
     tokens, crops = [t for t, _ in items], [c for _, c in items]
     result = two_budgets(np.array(tokens, np.int64), np.array(crops, np.int64), 40, 9, window)
     check_each_once(result, len(items))
@@ -114,8 +114,10 @@ def test_each_oversize_rule_does_what_its_name_says() -> None:
 
 
 def mixed_documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, crops): half images of 2 to 9 crops with branches, 40 % videos of 8 to 128 frames,
-    the rest text.
+    """Return (tokens, crops) of a mixture of documents.
+
+    Half are images of 2 to 9 crops with branches, 40 % are videos of 8 to 128 frames, and the
+    remainder is text.
     """
     kind, crops, frames = rng.random(count), rng.integers(2, 10, count), rng.integers(8, 129, count)
     tokens = 100 + crops * 110 + rng.integers(1, 9, count) * 60
@@ -137,7 +139,7 @@ def test_two_budgets_need_at_most_5_percent_more_packs_than_the_lower_bound(
         result = two_budgets(tokens, crops, *capacity)
         check_each_once(result, len(tokens))
         assert max(sums(result, tokens)) <= capacity[0] and max(sums(result, crops)) <= capacity[1]
-        # no packing has fewer packs than either budget alone needs
+        # a lower bound: the number of packs that each budget needs
         bound = max(-(-int(tokens.sum()) // capacity[0]), -(-int(crops.sum()) // capacity[1]))
         assert len(result) <= 1.05 * bound, (len(result), bound)
 
@@ -147,9 +149,7 @@ TOOL = ROOT / "tools" / "preprocess_data.py"
 
 
 def on_full_disk(largest_file: int, *args: Any) -> subprocess.CompletedProcess[str]:
-    """The tool in a process that may write files of `largest_file` bytes at most, as on a disk that
-    is full then.
-    """
+    """Run the tool with a limit of `largest_file` bytes per file, which acts like a full disk."""
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -187,7 +187,7 @@ def build_args(path: Path, output: Path, *more: Any) -> list[Any]:
 def test_a_disk_that_is_full_at_any_write_is_one_message_with_path_and_bytes(
     tmp_path: Path, workers: int, largest: int
 ) -> None:
-    """Journal, tables, tokens: would catch the worker's traceback that some sizes gave."""
+    """Let writes of the journal, tables and tokens fail; some sizes used to print a traceback."""
     corpus = tmp_path / "a.jsonl"
     write_records(corpus, 300)
     full = on_full_disk(
@@ -196,7 +196,7 @@ def test_a_disk_that_is_full_at_any_write_is_one_message_with_path_and_bytes(
     assert full.returncode == 2 and full.stderr.count("\n") == 1, full.stderr
     assert full.stderr.startswith(f"error: --output {tmp_path}/d: File too large"), full.stderr
     assert "bytes are free there" in full.stderr and "run the same command again" in full.stderr
-    if workers == 1:  # another worker is ended where it is; the next run takes its place
+    if workers == 1:  # otherwise a worker may be killed while it writes
         assert not list(tmp_path.glob("d/.shard_*"))
     again = build_args(corpus, tmp_path / "d", "--unit-bytes", 12000, "--workers", 1)
     assert tool(*again).returncode == 0

@@ -1,5 +1,6 @@
-"""Builds by Qwen3.5's rules, and what a model gets of them: patches, grids and positions with three
-axes.
+"""Build by the rules of Qwen3.5, and check the model's inputs.
+
+These are patches, grids and positions with three axes.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ GIVEN = dataclasses.replace(SMALL, token_ids={})
 IDS = SMALL.token_ids
 TIME = re.compile("<[0-9.]+ seconds>")
 PLACE = re.compile(r"<\|vision_start\|><\|(?:image|video)_pad\|><\|vision_end\|>")
+# Frames per video. A build samples 5 and 8 of them.
 FRAMES = {"odd.mp4": 26, "even.mp4": 40}
-"""Frames of videos, of which 5 and 8 are taken."""
 
 
 def parts(*content: dict[str, Any] | str) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def say(role: str, *content: dict[str, Any] | str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 records of text, images of all shapes, videos, trees and trees with images."""
+    """Return 40 records with text, images of all shapes, videos, trees and trees with images."""
     folder = tmp_path_factory.mktemp("corpus")
     for name, frames in FRAMES.items():
         (folder / name).write_bytes(video(frames))
@@ -93,7 +94,7 @@ def dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedDat
 
 
 def rows(dataset: PackedDataset) -> list[list[int]]:
-    """Packs by one and by two."""
+    """Return rows of one pack each, and rows of two consecutive packs."""
     numbers = [*range(len(dataset))]
     return [[i] for i in numbers] + [list(pair) for pair in itertools.pairwise(numbers)]
 
@@ -105,9 +106,7 @@ def loaded(dataset: PackedDataset, numbers: list[int], rank: int = 0, size: int 
 
 
 def library_pixels(corpus: Path, name: str) -> tuple[np.ndarray, list[list[int]], str]:
-    """Patches, the grid of each unit and the text of a file, as the library's processors have
-    them.
-    """
+    """Return patches, grids and text of a file by the library's processors."""
     data = (corpus.parent / name).read_bytes()
     if name.endswith(".png"):
         patches, grid = reference.process_image(load_pixels(data, SMALL), SMALL)
@@ -120,7 +119,7 @@ def library_pixels(corpus: Path, name: str) -> tuple[np.ndarray, list[list[int]]
 
 
 def named(value: Any) -> list[str]:
-    """The files that a record names, in the order of its tokens."""
+    """Return the files that a record names, in the order of its tokens."""
     if isinstance(value, dict):
         own = [value["path"]] if "path" in value else []
         return own + [
@@ -177,7 +176,7 @@ def test_a_build_stores_the_tokens_and_grids_of_the_library_and_its_rows_have_th
 def test_chats_and_videos_have_the_ids_of_the_library_from_their_first_token_to_their_last(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """With a tokenizer that has the special tokens, and a template that writes them."""
+    """Write a tokenizer with the special tokens and a template that uses them."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -252,9 +251,9 @@ def test_positions_are_those_of_the_library_along_every_path(dataset: PackedData
         bounds = batch.vision.cum_token_pooling_bounds
         starts = batch.vision.feature_rows[bounds - np.diff(bounds, prepend=0)]
         ends = np.flatnonzero((batch.leave > 0) & (np.append(batch.leave[1:], 0) != batch.leave))
-        for (
-            end
-        ) in ends.tolist():  # all that the last token of a part sees is a document of the library
+        for end in (
+            ends.tolist()
+        ):  # the tokens visible to a part's last token are one document of the library
             path = np.flatnonzero((np.arange(len(batch)) <= end) & (batch.leave > end))
             on_path = np.flatnonzero(np.isin(starts, path))
             kinds = batch.tokens[starts[on_path]]

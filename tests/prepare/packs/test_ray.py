@@ -1,6 +1,4 @@
-"""Builds on Ray: the bytes of the local pool on any number of nodes, and one clear message for what
-is wrong.
-"""
+"""Builds on Ray equal builds with the local pool, and report problems in one clear message."""
 
 from __future__ import annotations
 
@@ -24,21 +22,19 @@ from tests.prepare.packs.builds import files, run, settings, visible, write_reco
 
 
 class Lost(Exception):
-    """Stands for a worker that died."""
+    """Error of the fake Ray for a worker that died."""
 
 
 @dataclasses.dataclass(eq=False)
 class Answer:
-    """A task that was handed in."""
+    """A submitted task."""
 
     function: Any
     arguments: tuple[Any, ...]
 
 
 class FakeRay(types.SimpleNamespace):
-    """The calls of Ray that a build makes, in this process: tasks are run when their answer is
-    asked for.
-    """
+    """Ray calls of a build, in this process. A task runs when its result is requested."""
 
     def __init__(self, lose: dict[int, int] | None = None, nodes: int = 2) -> None:
         lost = {name: type(name, (Lost,), {}) for name in ("WorkerCrashedError", "NodeDiedError")}
@@ -69,7 +65,7 @@ class FakeRay(types.SimpleNamespace):
     ) -> tuple[list[Any], list[Any]]:
         return answers[-num_returns:], answers[
             :-num_returns
-        ]  # the last one first: no order may be relied on
+        ]  # in reverse, because the build may not rely on an order
 
     def get(self, answer: Any, timeout: float | None = None) -> Any:
         self.flying -= 1
@@ -85,7 +81,7 @@ class FakeRay(types.SimpleNamespace):
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
-    """Ray as a fake; what workers keep in their processes is forgotten."""
+    """Replace Ray by the fake, and clear the caches that workers keep."""
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     versions_here.cache_clear()
@@ -146,7 +142,7 @@ def test_a_worker_that_is_not_like_this_process_does_nothing(
 
     monkeypatch.setattr(fake, "get", get)
     with pytest.raises(
-        ValueError, match=r"is not like this process: the version of numpy is .* there, 9\.9 here"
+        ValueError, match=r"differs from this process: the version of numpy is .* there, 9\.9 here"
     ):
         squares()
 
@@ -185,7 +181,7 @@ def test_a_ray_that_cannot_start_is_told_in_one_line(
     monkeypatch.setattr(fake, "init", init)
     with pytest.raises(
         ValueError,
-        match="^--executor ray: no Ray is reached at --ray-address h:1: Version mismatch: the",
+        match="^--executor ray: cannot connect to Ray at --ray-address h:1: Version mismatch: the",
     ):
         squares(address="h:1")
     with pytest.raises(
@@ -197,9 +193,7 @@ def test_a_ray_that_cannot_start_is_told_in_one_line(
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_one_node_of_the_real_ray_makes_the_bytes_of_the_local_pool(tmp_path: Path) -> None:
-    """Also that a bad record ends a build with its line, and that the signal of an orderly end is
-    left as it was.
-    """
+    """A bad record ends the build with its line, and the SIGTERM handler is restored."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'megacp[ray]'")
     write_records(tmp_path / "a.jsonl", 150)
     run([tmp_path / "a.jsonl"], tmp_path / "one", seed=3)

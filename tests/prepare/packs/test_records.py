@@ -1,6 +1,4 @@
-"""Builds say what records would lose and what they teach: templates, first tokens, learned
-tokens.
-"""
+"""Builds report lost fields and learned tokens, and handle templates and first tokens."""
 
 from __future__ import annotations
 
@@ -75,13 +73,11 @@ def test_a_flag_lets_through_what_it_names(tmp_path: Path) -> None:
     assert (summary.documents, summary.unlearned) == (5, 4)
 
 
-# ---- what is learned
+# ---- learned tokens
 
 
 def test_the_build_and_its_statistics_count_what_training_learns(tmp_path: Path) -> None:
-    """Against the loss weights of the batches themselves: branches, split and truncated documents,
-    weights.
-    """
+    """Compare with the loss weights of batches: branches, cut documents and weights."""
     records = [
         TALK,
         {"text": "plain text"},
@@ -120,7 +116,7 @@ def test_the_build_and_its_statistics_count_what_training_learns(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json whose post-processor begins every text with <s>."""
+    """Return a tokenizer.json whose post-processor starts every text with <s>."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("tokenizer")
     bpe = tokenizers.ByteLevelBPETokenizer()
@@ -134,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def template(content: dict[str, Any], order: list[str]) -> dict[str, Any]:
-    """A post-processor that puts special tokens around a text, A."""
+    """Return a post-processor that puts special tokens around a text, A."""
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
     parts = [
         {"Sequence": {"id": "A", "type_id": 0}}
@@ -149,9 +145,7 @@ def template(content: dict[str, Any], order: list[str]) -> dict[str, Any]:
 
 
 def tokenizer_in(place: Path, folder: Path, order: list[str] | None, **config: Any) -> Path:
-    """A tokenizer.json in a folder of its own, with this post-processor and
-    tokenizer_config.json.
-    """
+    """Write a folder with this post-processor and tokenizer_config.json."""
     place.mkdir()
     content = json.loads((folder / "plain.json").read_text())
     content["post_processor"] = None if order is None else template(content, order)
@@ -238,7 +232,7 @@ def test_a_config_that_contradicts_the_post_processor_asks_for_a_choice(
     )
     with pytest.raises(
         ValueError,
-        match=f"says add_bos_token {says}, and the post-processor of tokenizer.json puts",
+        match=f"says add_bos_token {says}, but the post-processor of tokenizer.json puts",
     ):
         run([a], tmp_path / "d", tokenizer=str(path))
     run([a], tmp_path / "d", tokenizer=str(path), prepend_bos=True)

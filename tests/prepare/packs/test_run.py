@@ -1,6 +1,4 @@
-"""Builds: the same bytes however they were made, nothing lost, and one clear error for whatever is
-wrong.
-"""
+"""Builds give the same bytes however they run, lose nothing, and print one clear error."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def test_what_a_killed_build_was_just_writing_is_gone_when_the_next_one_ends(
 
 
 class _Killed(BaseException):
-    """Stands for a kill: nothing may catch it."""
+    """Simulated kill; no code may catch it."""
 
 
 @pytest.mark.parametrize("survived", [0, 1, 3])
@@ -62,7 +60,7 @@ def test_a_build_killed_anywhere_and_run_again_has_the_same_bytes(
         left = survived
 
         def __call__(self, task: Unit) -> Any:
-            result = super().__call__(task)  # the shard is there, the journal does not know it yet
+            result = super().__call__(task)  # the shard exists, but is not in the journal yet
             if Dies.left == 0:
                 raise _Killed
             Dies.left -= 1
@@ -112,7 +110,7 @@ def test_a_directory_with_other_files_is_left_alone_even_with_overwrite(tmp_path
     write_records(a, 3)
     (tmp_path / "d").mkdir()
     (tmp_path / "d/thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="holds files but no dataset .thesis.tex."):
+    with pytest.raises(ValueError, match="contains files but no dataset .thesis.tex."):
         run([a], tmp_path / "d", overwrite=True)
     assert (tmp_path / "d/thesis.tex").read_text() == "years of work"
 
@@ -175,7 +173,7 @@ def test_a_piece_says_whether_its_document_was_split_or_truncated(tmp_path: Path
 
 
 class CountedFile(io.FileIO):
-    """A file that adds up what is read of it."""
+    """File that adds up the bytes that are read from it."""
 
     total = 0
 
@@ -188,9 +186,7 @@ class CountedFile(io.FileIO):
 def test_lines_of_dropped_and_bad_records_are_counted_in_one_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes read are those of the file twice and of a buffer for each unit, however many records
-    are left out.
-    """
+    """A build reads the file twice, plus a buffer per unit, even if it leaves out many records."""
     a, wrong = tmp_path / "a.jsonl", {7: "x" * 300, 17: ["no text"]}
     a.write_text(
         "".join(json.dumps({"text": wrong.get(i % 20, "short" * 20)}) + "\n" for i in range(3000))

@@ -1,6 +1,4 @@
-"""Builds that read from URLs have the bytes of those that read a disk, and parts those of one
-run.
-"""
+"""Builds from URLs equal builds from disk, and builds in parts equal a single run."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ def test_a_build_from_a_url_has_the_bytes_of_one_from_a_disk_and_sees_a_changed_
     shards = [name for name in local if name.startswith("shard_")]
     assert shards and all(local[name] == there[name] for name in shards)
     url = memory()
-    for name, data in there.items():  # as a store's own tool copies it
+    for name, data in there.items():  # like a copy by the store's own tool
         (url / name).write(data)
     remote, dataset = PackedDataset(url), PackedDataset(tmp_path / "d")
     assert [remote.pack(i).tokens.tolist() for i in range(len(remote))] == [
@@ -163,7 +161,7 @@ def image_records(places: Sequence[str], folder: Path) -> Path:
 
 
 def items_of(dataset: PackedDataset) -> list[bytes]:
-    """The stored images in the order of their records."""
+    """Return the stored images in the order of their records."""
     found = {}
     for i in range(len(dataset)):
         pack = dataset.pack(i)
@@ -226,7 +224,7 @@ PICTURE = encoded(noise(20, 16))
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Gives a picture, one that is 16 MB of zeros packed, and redirects to what its paths say."""
+    """Serve a picture, 16 MB of compressed zeros, and redirects given by the path."""
 
     asked: ClassVar[list[str]] = []
 
@@ -254,7 +252,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_server_is_asked_below_what_is_allowed_alone_and_nothing_is_unpacked(named: bool) -> None:
-    """A URL is compared as the client asks for it, those of redirects too."""
+    """URLs, including redirects, are compared as the client requests them."""
     Handler.asked.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -296,7 +294,7 @@ def test_a_store_is_read_below_the_urls_that_are_named_alone() -> None:
 def part(
     inputs: list[Path], output: Path, index: int, count: int, **changes: Any
 ) -> tuple[int, int]:
-    """Units of a part, and those that were there."""
+    """Build a part. Return its number of units, and how many existed before."""
     summary = build(settings(inputs, output, **changes), io.StringIO(), part=(index, count))
     return len(summary.results), summary.units_resumed
 
@@ -330,7 +328,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     part([a], tmp_path / "d", 2, 4)
     odd = [unit for unit in range(units) if unit % 2]
     with pytest.raises(
-        ValueError, match=f"lacks {len(odd)} of {units} units, {', '.join(map(str, odd))} "
+        ValueError, match=f"lacks {len(odd)} of {units} units, {', '.join(map(str, odd))}:"
     ):
         finish([a], tmp_path / "d")
     assert not (tmp_path / "d/manifest.json").exists()

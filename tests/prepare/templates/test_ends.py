@@ -183,7 +183,7 @@ def test_a_build_that_learns_no_end_says_so(
     ]
     assert preprocess.main(["build", "--input", str(tmp_path / "a.jsonl"), *flags]) == 0
     told = (
-        f"{count} answers are learned without an end, so a model may not stop after them: let "
+        f"{count} answers are learned without an end token, so a model may not stop after them: let "
         "the chat template"
     )
     assert (told in capsys.readouterr().out) == (count > 0)
