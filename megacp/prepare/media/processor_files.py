@@ -124,7 +124,7 @@ class FolderRules:
             if _plain(value) == _plain(own):
                 continue
             flag = flag_of(self.family, name)
-            found.append(f"{flag} is {_as_flag(value)}, {self.fields[name]} is {_as_flag(own)}")
+            found.append(f"{flag} is {_as_flag(value)}, {self.fields[name]} says {_as_flag(own)}")
         return found
 
 

@@ -164,8 +164,8 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "base64 of text": ({"base64": "aGVsbG8="}, "none of Jpeg, Png"),
     "member elsewhere": ({"member": "../x.png"}, "the record has no such member; it has d/1.png"),
     "bytes as text": ({"bytes": "abc"}, "must be bytes"),
-    "nothing": ({}, "needs exactly one of path, base64, member, bytes, .*, found none"),
-    "two": ({"path": "a", "base64": "b"}, "needs exactly one of .*, found path, base64"),
+    "nothing": ({}, "needs exactly one of path, base64, member, bytes, .*none"),
+    "two": ({"path": "a", "base64": "b"}, "needs exactly one of .*; it has path, base64"),
     "an image as video": (
         {"type": "video", "path": "bad.mp4"},
         "bad.mp4': the mov video is cut short or damaged",
