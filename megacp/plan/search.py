@@ -42,7 +42,7 @@ EP = "expert_model_parallel_size"
 _GROUPS = (2, 4, 8)
 # Shares of activations in host memory, in the order that rules out most shares early.
 _OFFLOADS = (0.99, 0.0, 0.5)
-# Tokens of a tile of the MLP, in the same kind of order.
+# Tokens of a tile of the MLP, in a similar order.
 _TILES = (0, 4096, 16384, 8192)
 # The table of fields that have no effect on a grid.
 _NOTHING: tuple[Choice, ...] = ({},)

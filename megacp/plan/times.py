@@ -497,8 +497,8 @@ def step_time(
         if turns:
             waiting = _turns(spans, hardware.cores * len(parts) / world_size)
 
-    # Replicas in lockstep wait for the largest pack of every microbatch. Without lockstep, they wait
-    # for the largest sum over a step.
+    # Replicas in lockstep wait for the largest pack of every microbatch; without lockstep, for the
+    # largest sum over a step.
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
     # `spent` has the attention of the busiest cp rank for a mean pack. A mean cp rank computes
     # `even`. The replica with the largest packs computes `most`, and the other ones wait for it.
