@@ -255,8 +255,9 @@ def _block_of_inputs(
 def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) -> DocumentIds:
     """Return the mask of rows with images.
 
-    Of position ids `[4, B, S]` in transformers, the first axis numbers the text. In Gemma 3 and 4 the
-    tokens of an image attend to each other: neighbours whose `token_type_ids` are 1 (2 in videos).
+    Of position ids `[4, B, S]` in transformers, the first axis numbers the text. In Gemma 3 and 4,
+    the tokens of an image attend to each other: neighbours whose `token_type_ids` are 1 (2 in
+    videos).
     """
     positions = inputs.get("position_ids")
     mask = inputs.get("attention_mask")

@@ -293,7 +293,7 @@ class ContextParallel:
         if not self._unsettled:
             return
         kind = device if self.axis.backend == "nccl" else torch.device("cpu")
-        # One message: whether any rank has a problem, and the longest and (negated) shortest length.
+        # One message: whether any rank has a problem, the longest and the negated shortest length.
         values = [bool(self.noted), self._longest, -self._longest]
         mine = torch.tensor(values, dtype=torch.int64, device=kind)
         some, most, least = all_reduce(mine, self.axis, "max").tolist()

@@ -43,9 +43,9 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     """Sum every `.grad` over the axis, in place. All ranks call this after backward.
 
     Nothing is divided: the loss was already divided by the number of labels on all ranks. Shards
-    of parameters (DTensors) are summed directly; they must not be sharded over the axis.
-    A gradient that is None on some ranks counts as zero there; if it is None
-    on all ranks, it stays None. Gradients of the same dtype are sent together.
+    of parameters (DTensors) are summed directly; they must not be sharded over the axis. A
+    gradient that is None on some ranks counts as zero there; if it is None on all ranks, it stays
+    None. Gradients of the same dtype are sent together.
     """
     wanted = [p for p in parameters if p.requires_grad]
     if axis.size == 1 or not wanted:
