@@ -59,12 +59,11 @@ from megacp.training.start.processes import ranks_asked, start_and_wait
 from megacp.training.start.script import train as train
 from megacp.training.start.status import REFUSED, STOPPED
 
+# How long a rank with an invalid configuration waits for the other ranks, to report one error.
 _SECONDS_TO_REFUSE_TOGETHER = 60.0
-"""How long a rank with an invalid configuration waits for the other ranks, to report one error."""
+# Delay before other local ranks exit, so that the first rank can print: torchrun kills all ranks
+# when one exits.
 _SECONDS_FOR_RANK_0_TO_PRINT = 5.0
-"""Delay before other local ranks exit, so that the first rank can print: torchrun kills all ranks
-when one exits.
-"""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from megacp.integrations.model_rules import HANDS_ON, SEES_WITHIN_IMAGES, stock_
 from megacp.integrations.multimodal import cut_multimodal, find_towers
 from megacp.integrations.transformers import register_with_transformers
 
+# Model inputs with a sequence dimension, and their padding values.
 _PAD = {
     "input_ids": 0,
     "labels": -100,
@@ -36,11 +37,10 @@ _PAD = {
     "position_ids": 0,
 }
 _PAD |= {"token_type_ids": 0}
-"""Model inputs with a sequence dimension, and their padding values."""
+# Inputs that describe packed documents for other kernels. Position ids contain the same.
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Inputs that describe packed documents for other kernels. Position ids contain the same."""
+# `context_parallel` with a fixed axis, transport and layout.
 _Block = Callable[..., contextlib.AbstractContextManager[Any]]
-"""`context_parallel` with a fixed axis, transport and layout."""
 
 
 def shard_sequences(
@@ -95,7 +95,7 @@ def shard_sequences(
     ) -> contextlib.AbstractContextManager[Any]:
         """Return the block for `Accelerator.maybe_context_parallel`."""
         _refuse_other_rows(axis, buffers)
-        # The position ids tell which tokens belong to a document.
+        # The buffers have no names. Find the position ids, which define the documents.
         counting = []
         for x, dim in zip(buffers, buffer_seq_dims, strict=True):
             if dim % x.dim() == 1 and _counts(x, trees):
@@ -162,7 +162,7 @@ def _counts(x: torch.Tensor, trees: bool) -> bool:
     """Whether `x[B, S]` counts up by one from 0 in each document, or in each branch of trees."""
     if x.dim() != 2 or x.is_floating_point() or x.dtype == torch.bool:
         return False
-    up = x.diff(dim=1) == 1
+    up = x.diff(dim=1) == 1  # [B, S - 1]
     restarts = x[:, 1:] == 0
     if trees:  # a branch may begin at any earlier position
         restarts = (x.diff(dim=1) < 1) & (x[:, 1:] >= 0)
@@ -177,6 +177,7 @@ def _refuse_other_rows(axis: Axis, buffers: Sequence[torch.Tensor]) -> None:
     This happens if a loader gives each rank its own batches. Checksums of the integer tensors and
     their shapes are compared, with one small message per step.
     """
+    # A CRC of 32 bits fits in the int64 of the message, and its negative gives the minimum.
     found = 0
     for x in buffers:
         if x.is_floating_point():
@@ -203,6 +204,7 @@ def _block_of_inputs(
     """
     for name in _OF_PACKING:
         inputs.pop(name, None)
+    # Unknown tensors of text models may belong to tokens; models with towers have many inputs.
     towers = find_towers(model) is not None
     ids = inputs.get("input_ids")
     labels = inputs.get("labels")
@@ -225,6 +227,7 @@ def _block_of_inputs(
         documents = read_documents(inputs["position_ids"], inputs.get("attention_mask"))
     if labels is not None and "shift_labels" not in inputs:
         if trees:
+            # A branch begins where positions do not count up: [B, S - 1]
             begins = inputs["position_ids"].diff(dim=1) != 1
             number = int((begins & (labels[:, 1:] != -100)).sum())
             if number:
@@ -235,6 +238,7 @@ def _block_of_inputs(
                 )
         # Documents of packed rows begin without a label, so they need no document_ids here.
         inputs["shift_labels"] = shift_labels(labels)
+    # The inputs of a model with towers are sharded later, by `cut_multimodal`.
     sharded = ("labels", "shift_labels") if towers else tuple(_PAD)
     names = [name for name in sharded if name in inputs]
     buffers = [inputs[name] for name in names]
@@ -251,8 +255,9 @@ def _block_of_inputs(
 def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) -> DocumentIds:
     """Return the mask of rows with images.
 
-    Position ids `[4, B, S]` of transformers begin with those of the text. In Gemma 3 and 4 the
-    tokens of an image attend to each other: neighbours whose `token_type_ids` are 1 (2 in videos).
+    Of position ids `[4, B, S]` in transformers, the first axis numbers the text. In Gemma 3 and 4,
+    the tokens of an image attend to each other: neighbours whose `token_type_ids` are 1 (2 in
+    videos).
     """
     positions = inputs.get("position_ids")
     mask = inputs.get("attention_mask")
@@ -271,18 +276,21 @@ def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) ->
     found = documents_of(positions, mask)
     if kinds is None:
         return found
+    # [B, S]; a single row of documents represents all rows
     numbers = np.broadcast_to(found.cpu().numpy(), ids.shape)
     row = np.arange(len(ids))[:, None]
     # Renumber the documents so that no number occurs in two rows, and number the images.
     document = np.where(numbers >= 0, numbers + row * (numbers.max() + 1), numbers).reshape(-1)
     image = ((kinds == 1) | (kinds == 2)).cpu().numpy()
     begins = np.diff(image, axis=1, prepend=False) & image  # [B, S]
+    # [B * S]: the number of its image for each image token, 0 for text
     number = (begins.cumsum() * image.reshape(-1)).astype(np.int64)
     return Metadata.of_documents(document, span=number)
 
 
 def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None:
     """Make the training and evaluation steps of a Trainer run in blocks."""
+    # Both compute the loss from labels that are not shifted yet.
     wrong = {
         "compute_loss_func": trainer.compute_loss_func,
         "label_smoothing_factor": trainer.label_smoother,
@@ -337,7 +345,9 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
 
         The library assumes that every process has its own rows, but `axis.size` of them share one.
         """
+        # [processes, rows]; keep the rows of the first rank of each axis
         every = accelerator.gather(losses).view(-1, axis.size, len(losses))[:, 0].flatten()
+        # The last batch of a loader is padded with repeated rows: drop them.
         state = accelerator.gradient_state
         if state.end_of_dataloader and state.remainder > 0:
             return every[: state.remainder]

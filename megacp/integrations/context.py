@@ -154,7 +154,7 @@ class ContextParallel:
         # Latent attention has narrower values: pad them to the width of the keys.
         width = q.shape[-1]
         narrow = v.shape[-1]
-        v = torch.nn.functional.pad(v, (0, width - narrow))
+        v = torch.nn.functional.pad(v, (0, width - narrow))  # [B, s, Hkv, D]
         transport = self.transport_on(q.device, q.dtype, layer.cap)
 
         def of_rows(
@@ -179,14 +179,16 @@ class ContextParallel:
         returned as `[B, s, ...]`. The plan is that of the causal mask, or of the mask without
         order.
         """
+        # All ranks raise noted problems together before they exchange anything.
         batch = len(tensors[0])
         device = tensors[0].device
         self._settle(device)
+        # A mask without spans has the same plan with and without `spans`.
         key = batch, causal, spans or not self.mask.span.any()
         if key not in self.plans:
             self.plans[key] = self.mask.plan(self.places, batch, self.axis.rank, *key[1:])
         plan = self.plans[key]
-        rows = [x.flatten(0, 1) for x in tensors]
+        rows = [x.flatten(0, 1) for x in tensors]  # [B * s, ...]
         orders = self._orders(key, device)
         if orders is not None:
             rows = [x.index_select(0, orders[0]) for x in rows]
@@ -194,7 +196,7 @@ class ContextParallel:
             out = function(plan, *rows)
         if orders is not None:
             out = out.index_select(0, orders[1])
-        return out.unflatten(0, (batch, -1))
+        return out.unflatten(0, (batch, -1))  # [B * s, ...] -> [B, s, ...]
 
     @once
     def _orders(
@@ -234,6 +236,7 @@ class ContextParallel:
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Let attention and states of `model` run in this block, and check its calls."""
         self.modules |= {id(module) for module in model.modules()}
+        # Calls are only checked in transformers models: the arguments of other models are unknown.
         stock = stock_model(model)
         hook = None
         if stock is not None:
@@ -252,11 +255,13 @@ class ContextParallel:
         """
         if self.axis.size == 1:
             return
+        # A model with towers takes the whole sequence, which is sharded before its language model.
         cut_later = self.language is not None and module is not self.language
         refuse(*call_problems(module, args, kwargs, None if cut_later else self.places.shape[2]))
         positions = None if cut_later else argument(module, args, kwargs, "position_ids")
         if positions is None:
             return
+        # [B, S], or [axes, B, S] in models with several position axes
         values = np.atleast_2d(positions.detach().cpu().numpy())
         images = self.language is not None and values.ndim == 3
         problem = self.mask.misplaced(values.reshape(-1, *values.shape[-2:]), self.local, images)
@@ -273,8 +278,8 @@ class ContextParallel:
         """Remember a problem with the values of this rank, or "" for none.
 
         Every rank calls this at the same place. In the next attention call all ranks exchange their
-        problems and raise together: a rank that raised at once would leave the others waiting in a
-        collective.
+        problems and raise together: a rank that raised at once would leave the other ranks waiting
+        in a collective.
         """
         if problem:
             self.noted.append(problem)
@@ -288,10 +293,11 @@ class ContextParallel:
         if not self._unsettled:
             return
         kind = device if self.axis.backend == "nccl" else torch.device("cpu")
-        # One message tells whether any rank has a problem, and the longest and shortest length.
+        # One message: whether any rank has a problem, the longest and the negated shortest length.
         values = [bool(self.noted), self._longest, -self._longest]
         mine = torch.tensor(values, dtype=torch.int64, device=kind)
         some, most, least = all_reduce(mine, self.axis, "max").tolist()
+        # Reset before raising, so that a later call does not report the same problems.
         found = self.noted
         self.noted = []
         self._longest = 0
@@ -309,12 +315,11 @@ class ContextParallel:
             )
 
 
+# The open block of this process, if any. Threads share it, because autograd recomputes layers in
+# another thread.
 _open: list[ContextParallel] = []
-"""The open block of this process, if any. Threads share it: autograd recomputes layers in its
-own.
-"""
+# Attention layers whose last forward ran in a block.
 _last_in_block: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Attention layers whose last forward ran in a block."""
 
 
 def current_context() -> ContextParallel | None:
@@ -334,6 +339,7 @@ def block_of(module: torch.nn.Module) -> ContextParallel | None:
     if block is not None:
         if id(module) not in block.modules:
             refuse(f"{type(module).__name__} does not belong to the model given as model=")
+        # Remember the layer: a recomputation after the block must not run without it.
         _last_in_block.add(module)
     elif not _open and module in _last_in_block:
         if torch._C._current_graph_task_id() != -1:  # in backward
@@ -427,6 +433,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
                 "document_ids -1"
             )
         places = mask.deal(dealing, ranks)
+        # Negative dimensions count from the end; `_part_of` expects them from the start.
         triples = [
             (x, dim % x.dim(), pad)
             for x, dim, pad in zip(buffers, self.buffer_seq_dims, pads, strict=True)
@@ -444,7 +451,11 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
             parts = [_part_of(x.data, dim, context.local, pad) for x, dim, pad in triples]
         # The full data is set aside without a copy. Nothing is written to it, so buffers that are
         # views of the same storage work too.
-        whole = [(x, x.data) for x in buffers if not any(x is y for y in self.no_restore_buffers)]
+        whole = []
+        for x in buffers:
+            # `in` would compare the values of tensors
+            if not any(x is y for y in self.no_restore_buffers):
+                whole.append((x, x.data))
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
         del parts
@@ -456,6 +467,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
             _open.clear()
             for x, full in whole:
                 x.data = full
+        # Every attention call makes or uses a plan, so no plan means no call.
         if not context.plans:
             refuse(
                 *context.noted,

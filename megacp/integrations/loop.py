@@ -16,8 +16,8 @@ from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 from megacp.engine.data_parallel.fully_shard import shard_of
 
+# Approximate number of gradient elements per message.
 _AT_ONCE = 16 << 20
-"""Approximate number of gradient elements per message."""
 
 
 def shift_labels(
@@ -33,6 +33,7 @@ def shift_labels(
     shifted[..., :-1] = labels[..., 1:]
     if document_ids is not None:
         document = document_ids.to(labels.device).expand_as(labels)
+        # the last token of each document, and all padding
         last = (document[..., :-1] != document[..., 1:]) | (document[..., :-1] < 0)
         shifted[..., :-1].masked_fill_(last, ignore_index)
     return shifted
@@ -42,13 +43,14 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     """Sum every `.grad` over the axis, in place. All ranks call this after backward.
 
     Nothing is divided: the loss was already divided by the number of labels on all ranks. Shards
-    of parameters (DTensors) are summed one by one; they must be sharded over other ranks than
-    those of the axis. A gradient that is None on some ranks counts as zero there; if it is None
-    on all ranks, it stays None. Gradients of the same dtype are sent together.
+    of parameters (DTensors) are summed directly; they must not be sharded over the axis. A
+    gradient that is None on some ranks counts as zero there; if it is None on all ranks, it stays
+    None. Gradients of the same dtype are sent together.
     """
     wanted = [p for p in parameters if p.requires_grad]
     if axis.size == 1 or not wanted:
         return
+    # A parameter may be unused on some ranks: agree on the gradients that exist anywhere.
     present = torch.tensor(
         [p.grad is not None for p in wanted], dtype=torch.int32, device=wanted[0].device
     )
@@ -66,6 +68,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
         elements += x.numel()
         key = str(x.dtype), str(x.device), elements // _AT_ONCE
         messages.setdefault(key, []).append(x)
+    # Send each message as one flat tensor, and copy the sums back into the gradients.
     for message in messages.values():
         total = all_reduce(torch.cat([x.reshape(-1) for x in message]), axis)
         for x, part in zip(message, total.split([x.numel() for x in message]), strict=True):

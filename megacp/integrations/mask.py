@@ -16,10 +16,8 @@ from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.mask import Metadata
 from megacp.engine.rows.batch import PADDING
 
+# Documents of a caller: int tensor `[B, S]` or `[S]`, `Metadata` of `S` or `B * S` tokens, or None.
 DocumentIds = torch.Tensor | Metadata | None
-"""Documents of a caller: int tensor `[B, S]` or `[S]`, `Metadata` of `S` or `B * S` tokens, or
-None.
-"""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Reasons why a transformers model, or a call of it, cannot run over a sharded sequence.
 
 Each reason follows from the config, the class and the arguments, which are the same on all
-ranks. So all ranks refuse alike, before any message. Names are those of the library's configs
-and signatures.
+ranks. So all ranks refuse alike, before any message. Names come from the library's configs and
+signatures.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+# Values of `layer_types` whose layers are attention.
 _ATTENTION_LAYERS = {
     "full_attention",
     "sliding_attention",
@@ -22,8 +23,9 @@ _ATTENTION_LAYERS = {
     "global",
     "local",
 }
+# Values of `layer_types` whose layers mix tokens by attention only, or not at all.
 _TOKENWISE_LAYERS = {"moe", "mlp", "sparse", "dense"}
-"""Values of `layer_types` whose layers mix tokens by attention only, or not at all."""
+# Models with other kinds of layers, which call the functions of `recurrent.py`, and the kinds.
 _STATEFUL = {
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), {"linear_attention"}
@@ -32,7 +34,9 @@ _STATEFUL = {
     **dict.fromkeys(("falcon_h1", "zamba2"), {"linear_attention", "hybrid"}),
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"conv"}),
 }
-"""Models with other kinds of layers, which call the functions of `recurrent.py`, and the kinds."""
+# Model types with `accepts_loss_kwargs = False` that still pass options to the library's loss. The
+# Trainer does not give them the number of tokens. It takes the mean of each batch, and divides by
+# the accumulated steps.
 HANDS_ON: tuple[str, ...] = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -42,22 +46,17 @@ HANDS_ON: tuple[str, ...] = (
     "qwen3_5_moe",
 )
 HANDS_ON += ("gemma3", "gemma4", "paligemma", "glm4v", "glm46v")
-"""Model types with `accepts_loss_kwargs = False` that still pass options to the library's loss.
-
-The Trainer does not give them the number of tokens. It takes the mean of each batch, and divides by
-the accumulated steps.
-"""
+# Model types whose image tokens (by `token_type_ids`) attend to each other.
 SEES_WITHIN_IMAGES = ("gemma3",)
-"""Model types whose image tokens (by `token_type_ids`) attend to each other."""
+# Other layers that mix tokens, in models whose config has no layer types.
 _MIXING = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.MultiheadAttention)
-"""Other layers that mix tokens, in models whose config has no layer types."""
+# Endings of class names of models that pool the sequence into one vector.
 _ONE_ANSWER: tuple[str, ...] = (
     "ForSequenceClassification",
     "ForMultipleChoice",
     "ForNextSentencePrediction",
 )
 _ONE_ANSWER += ("ForPreTraining", "DoubleHeadsModel")
-"""Endings of class names of models that pool the sequence into one vector."""
 
 
 def refuse(*problems: str) -> None:
@@ -87,7 +86,8 @@ def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
     language = stock.get_decoder() if hasattr(stock, "get_decoder") else stock
     name = str(getattr(config, "model_type", "") or type(config).__name__)
 
-    # Layers that mix tokens in another way than attention
+    # Layers that mix tokens in another way than attention. If the config has no layer types, look
+    # for modules that are known to mix tokens.
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     known = _ATTENTION_LAYERS | _TOKENWISE_LAYERS | _STATEFUL.get(name, set())
     strange = {str(kind) for kind in kinds} - known
@@ -107,6 +107,7 @@ def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
             "tokens "
             f"(attn_temperature_tuning): {tokens} tokens are not supported"
         )
+    # Other implementations do not know the open block; ours has the attribute `is_sharded`.
     chosen = config._attn_implementation
     if not found and not hasattr(AttentionInterface().get(chosen), "is_sharded"):
         found.append(
@@ -129,8 +130,10 @@ def rotary_length(config: Any, longest: int) -> int:
     for one in [rope, *nested]:
         kind = str(one.get("rope_type"))
         if kind == "longrope":
+            # longrope has two sets of angles, below and above this length
             name = "original_max_position_embeddings"
             return int(longest > (one.get(name) or getattr(config, name, None) or limit))
+        # dynamic angles change with every length above the trained one
         if "dynamic" in kind and longest > limit:
             return longest
     return 0
@@ -161,6 +164,7 @@ def call_problems(
             "by the number of these; also give shift_labels (shifted before sharding) and "
             "num_items_in_batch, or compute the loss from logits"
         )
+    # The argument of a call overrides the config.
     router = value("output_router_logits")
     if router is None:
         router = getattr(module.config.get_text_config(), "output_router_logits", False)
@@ -169,6 +173,7 @@ def call_problems(
             f"{name} has output_router_logits: its load-balancing loss is not a sum over tokens; "
             "switch it off, in TRL with SFTConfig(router_aux_loss_coef=0.0)"
         )
+    # Position ids must count through the whole sequence, and be sharded like the tokens.
     if held is None:
         return found
     positions = value("position_ids")
@@ -195,6 +200,7 @@ def argument(
     """Return the argument `name` of a call of `module.forward`, or None if it is not given."""
     if name in kwargs:
         return kwargs[name]
+    # An argument may also be given by its position.
     place = _signature(type(module).forward).get(name, len(args))
     if place >= len(args):
         return None

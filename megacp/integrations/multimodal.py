@@ -24,6 +24,7 @@ from megacp.engine.rows.image_shards import compute_image_shard_boundaries, unit
 from megacp.integrations.context import ContextParallel
 from megacp.integrations.model_rules import model_problems, refuse
 
+# Arguments of language models with a sequence dimension, and that dimension.
 _TOKENS = {
     "inputs_embeds": 1,
     "attention_mask": 1,
@@ -32,16 +33,14 @@ _TOKENS = {
     "input_ids": 1,
 }
 _TOKENS["per_layer_inputs"] = 1  # of Gemma 4
-"""Arguments of language models with a sequence dimension, and that dimension."""
+# Arguments that may have the same length by chance, or that the caller's block shards.
 _OTHERS = ("deepstack_visual_embeds", "labels", "shift_labels")
-"""Arguments that may have the same length by chance, or that the caller's block shards."""
+# Methods that compute features, and their possible arguments: images in dim 0, or concatenated
+# patches with grids.
 _OF_TOWERS = {
     "get_image_features": [["pixel_values"], ["pixel_values", "image_grid_thw"]],
     "get_video_features": [["pixel_values_videos", "video_grid_thw"]],
 }
-"""Methods that compute features, and their possible arguments: images in dim 0, or concatenated
-patches with grids.
-"""
 
 
 @contextlib.contextmanager
@@ -68,11 +67,12 @@ def cut_multimodal(
             "directly"
         )
     language, towers = parts
-    owner = next(
-        module
-        for module in model.modules()
-        if any(child is language for child in module.children())
-    )
+    # The module that contains the language model also computes the image features.
+    owner = model
+    for module in model.modules():
+        if any(child is language for child in module.children()):
+            owner = module
+            break
     if vision not in ("sharded", "replicated"):
         refuse(f"vision is {vision}; choose sharded or replicated")
 
@@ -81,6 +81,7 @@ def cut_multimodal(
     ) -> tuple[Any, dict[str, Any]]:
         return args, _cut_arguments(context, kwargs)
 
+    # A tower sees whole images, so its attention must find no open block.
     def enter(*_: Any) -> None:
         context.outside += 1
 
@@ -98,6 +99,7 @@ def cut_multimodal(
         stack.callback(
             language.register_forward_pre_hook(context.check_call, with_kwargs=True).remove
         )
+        # The context counts running submodules, because they are nested.
         for tower in towers:
             # Every submodule gets the hooks, because recomputation may call it on its own.
             for module in tower.modules():
@@ -123,6 +125,7 @@ def find_towers(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.
     path = next((name for name, module in model.named_modules() if module is language), "")
     if not path:
         return None
+    # Output heads run after the language model, on this rank's tokens, so they are not towers.
     head = stock.get_output_embeddings()
     towers = []
     here = model
@@ -162,7 +165,7 @@ def _sharded_features(
     """Compute the features of this rank's images and gather those of the other ranks.
 
     This replaces the method `name` of a model, whose original is `stock`. `pixels` is `[images,
-    ...]`, or `[patches, ...]` with `grid[images, 3]`. The result is that of `stock` for all
+    ...]`, or `[patches, ...]` with `grid[images, 3]`. The result equals `stock` for all
     images.
     """
     grids = () if grid is None else (grid,)
@@ -179,6 +182,7 @@ def _sharded_features(
     ends = np.cumsum(sizes)
     shares = image_shares(sizes, axis.size)
     smallest = int(np.argmin(sizes))
+    # A rank without images runs the smallest image, see `cut_multimodal`.
     mine = shares[axis.rank] or range(smallest, smallest + 1)
     own = pixels[int(ends[mine.start]) - sizes[mine.start] : int(ends[mine.stop - 1])]
     context.outside += 1
@@ -199,11 +203,11 @@ def _sharded_features(
             "give vision='replicated'"
         )
     counts = [size * tokens // len(own) for size in sizes]  # tokens of each image
-    rows = torch.cat(parts, -1)
+    rows = torch.cat(parts, -1)  # [tokens, sum of H]: one exchange for all layers
     if not shares[axis.rank]:
         rows = rows[:0]  # the smallest image was only run to meet the other ranks
-    tokens_per_rank = [sum(counts[i] for i in share) for share in shares]
-    every = gather_uneven(rows, axis, tokens_per_rank)
+    tokens_per_rank = [sum(counts[share.start : share.stop]) for share in shares]
+    every = gather_uneven(rows, axis, tokens_per_rank)  # [tokens of all images, sum of H]
     widths = [part.shape[-1] for part in parts]
     found = [part.split(counts) for part in every.split(widths, -1)]
     if not isinstance(out.pooler_output, tuple):  # [images, tokens, H]

@@ -24,8 +24,8 @@ from megacp.attention.ops.recurrence import gated_delta_rule, state_space_dual
 from megacp.distributed.grid import Axis
 from megacp.integrations.model_rules import refuse, stock_model
 
+# The type of `ContextParallel.along`, which runs a function on rows in the plan's order.
 Along = Callable[..., torch.Tensor]
-"""`ContextParallel.along`."""
 
 
 def _convolution(
@@ -44,7 +44,7 @@ def _convolution(
 
     if activation not in (None, "silu", "swish"):
         refuse(f"a convolution followed by {activation} is not supported")
-    out = along(of_rows, x.transpose(1, 2))
+    out = along(of_rows, x.transpose(1, 2))  # [B, s, C]
     if bias is not None:
         out = out + bias
     if activation is not None:
@@ -101,11 +101,13 @@ def _state_space(
         dt = dt + bias.to(dt.dtype)
     if more.get("dt_softplus"):
         dt = F.softplus(dt)
+    # the step size of each token, [B, s, heads]
     dt = dt.clamp(*more.get("dt_limit", (0.0, None))).to(rate.dtype)
 
     def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
         return move_states(state_space_dual, plan, axis, *rows)
 
+    # Mamba-2 as linear attention: C reads, B writes, x * dt is the value, and rate * dt the decay.
     read = along(of_rows, c, b, x * dt.unsqueeze(-1).to(x.dtype), rate * dt)
     passed = more.get("D")
     if passed is None:
@@ -120,6 +122,7 @@ def _not_fused(along: Along, axis: Axis, *_: Any, **__: Any) -> None:
     """
 
 
+# Names of functions in the library's modules, and our replacements.
 _OURS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
@@ -143,12 +146,14 @@ def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
     if not stock:
         yield
         return
+    # Older versions copied the functions to attributes of the layers.
     kept = {name.removeprefix("torch_") for name in _OURS}
     if any(kept & vars(layer).keys() for layer in model.modules()):
         refuse(
             "this version of transformers stores the functions in each layer, where they cannot be "
             "replaced: install 5.21 or newer"
         )
+    # Replace the names that the layers look up, and restore them when the block ends.
     for home, found in stock:
         for function in found:
             ours = functools.partial(_OURS[function], along, axis)

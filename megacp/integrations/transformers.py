@@ -15,16 +15,16 @@ from megacp.attention.ops.mask import Reach
 from megacp.integrations.context import ContextParallel, LayerRule, block_of, current_context
 from megacp.integrations.model_rules import refuse
 
+# Arguments of models whose attention is more than softmax(q k) v; `sdpa` would ignore them.
 _NOWHERE = {
     "sinks": "sinks of each token",
     "indices": "indexed attention",
     "block_indices": "indexed attention",
 }
-"""Arguments of models whose attention is more than softmax(q k) v; `sdpa` would ignore them."""
+# Arguments that a block supports and `sdpa` does not.
 _NO_SDPA = {"s_aux": "attention sinks", "softcap": "a soft cap"}
-"""Arguments that a block supports and `sdpa` does not."""
+# Arguments that `sdpa` supports for a whole sequence and a block does not.
 _NOT_SHARDED = ("position_bias", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
-"""Arguments that `sdpa` supports for a whole sequence and a block does not."""
 _OVERLAY = (
     "this model adds its own mask to the causal one (images whose tokens attend to each other, "
     "prefixes): give context_parallel a Metadata with these spans as document_ids"

@@ -1,4 +1,4 @@
-"""The answer of a plan: the best layouts, why others lose, and what would make a layout fit.
+"""The answer of a plan: the best layouts, why other layouts lose, and what would make a layout fit.
 
 The same answer is printed as text or JSON, and drawn as a page (picture.py).
 """
@@ -32,8 +32,8 @@ from megacp.plan.search import (
 )
 from megacp.storage.wording import human_count
 
+# Characters of a full bar.
 _BAR = 50
-"""Characters of a full bar."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Answer:
     def refusal(self) -> str:
         """Explain why no layout is valid, and suggest fewer ranks or a flag to remove."""
         head = f"no layout of {self.world_size} ranks allows these flags"
+        # The largest smaller number of ranks with a valid layout.
         for ranks in range(self.world_size - 1, 0, -1):
             found = layouts(self.config, ranks, self._fixed(self.given))
             if any(not check(one, ranks) and not self.problems(one) for one, _ in found):
@@ -113,6 +114,7 @@ class Answer:
     @functools.cached_property
     def best(self) -> list[Shown]:
         """The first layouts, with the figures that are shown."""
+        # Every layout trains the same global batch, so tokens per second only depend on its time.
         tokens = self.config.training.global_batch_size * self.config.data.seq_length
         tokens_per_gpu = tokens / self.world_size
         shown = []
@@ -129,7 +131,7 @@ class Answer:
         return shown
 
     def _utilisation(self, layout: Candidate) -> float:
-        """Return the FLOPs of a step over those that the GPUs could compute in its time."""
+        """Return the FLOPs of a step, as a share of the peak FLOPs of the GPUs in its time."""
         work = sum(step_work(layout.config, self.sample))
         return work / layout.time.total / self.world_size / self.hardware.peak
 
@@ -142,6 +144,7 @@ class Answer:
             "attention of a causal document"
         )
         source = self.hardware.source
+        # Rates were measured in one dtype. Say so if the run computes in another.
         dtype = self.found[0].config.training.dtype
         if dtype != self.hardware.dtype:
             source += f"; they are of {self.hardware.dtype}, not {dtype}"
@@ -179,6 +182,7 @@ class Answer:
     def freed(self) -> list[tuple[str, Candidate]]:
         """Return the flags whose removal lets a layout fit, each with that layout."""
         found = []
+        # Search again without each flag that fixes a field of the layout.
         for name in sorted(fields_chosen(self.config) & self.given):
             other = self._search(self.given - {name})
             if other and other[0].gib <= self.hardware.memory:
@@ -202,6 +206,7 @@ def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
     """
     if layout is best:
         return ""
+    # Follow the sorting key of `Candidate.order`: verdict, speed, offload, memory.
     more_memory = layout.gib - best.gib
     same_verdict = layout.verdict(hardware) == best.verdict(hardware)
     if layout.gib > hardware.memory or not same_verdict:
@@ -212,6 +217,7 @@ def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
         offloaded = layout.config.training.activation_offload
         if offloaded > best.config.training.activation_offload:
             return "more on the host"
+    # A slower layout: name the term of its step time that grows most.
     first = vars(best.time)
     more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
     term = max(more, key=lambda name: more[name])
@@ -223,6 +229,7 @@ def words(config: RunConfig, world_size: int) -> str:
     p = config.parallel
     t = config.training
     shape = config.grid_shape(world_size)
+    # The grid, then the schedule, the transport, sharding, and savings of memory.
     found = []
     for name in ("dp", "tp", "pp", "cp", "ep"):
         size = getattr(shape, name)
@@ -270,10 +277,10 @@ def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
     return lines
 
 
+# Tokens of the longest row that is tried.
 LONGEST_ROW = 2**22
-"""Tokens of the longest row that is tried."""
+# The same in float64, whose attention kernel computes block after block, so measuring is slow.
 LONGEST_DOUBLE_ROW = 2**16
-"""The same in float64, whose attention kernel computes block after block, so measuring is slow."""
 
 
 def most_tried(config: RunConfig) -> int:
@@ -300,6 +307,7 @@ def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
         tokens = tokens * 2 if grows else tokens // 2
         if rows_per_rank(with_values(layout.config, {"seq_length": tokens})) <= 1:
             return 0
+    # `tokens` does not fit if rows were doubled, and fits if they were halved.
     shorter = tokens // 2 if grows else tokens
     # The longest row is between `shorter` and twice that: try the eighths.
     longest = shorter
@@ -317,6 +325,7 @@ def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[
     """
     least = found[0].gib
     suggestions = []
+    # The first GPU type of the table whose memory is large enough for the first layout.
     for name in GPUS:
         if least <= hardware(name, "infiniband").memory:
             suggestions.append(f"{name} GPUs")
@@ -340,6 +349,7 @@ def _on_more_ranks(configs: Sequence[RunConfig], world_size: int, here: Hardware
     """Return the smallest multiple of the ranks on which one of the layouts fits, in words."""
     for factor in (2, 4, 8, 16):
         for config in configs:
+            # A larger batch keeps the number of microbatches per rank.
             ranks = world_size * factor
             batch = config.training.global_batch_size * factor
             grown = with_values(config, {"global_batch_size": batch})
@@ -380,6 +390,7 @@ def plan_text(answer: Answer) -> str:
     memory = answer.hardware.memory
     time = first.layout.time
     lines = [*answer.heading(), "", table(answer.rows(), left=2), ""]
+    # Layouts that fit come first, so if the first one does not fit, none does.
     if first.verdict == "OOM":
         lines.append("None fits: the first needs least. What would do:")
         lines += [f"  {change}" for change in answer.changes()]

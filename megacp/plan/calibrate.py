@@ -43,21 +43,20 @@ from megacp.training.monitor.flops import cuda_peak
 from megacp.verify.gpu_report import BILLION, MIDDLE, Sizes, run_part, timed_steps
 from megacp.verify.spawn import run_ranks
 
+# Seconds after which no further run is started.
 LAST_BEGIN = 90.0
-"""Seconds after which no further run is started."""
+# Constants that are fitted, by part and name of a sheet.
 FITTED = [
     ("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")
 ]
 FITTED += [("terms", "calls"), ("terms", "beside")]
-"""Constants that are fitted, by part and name of a sheet."""
+# Weight of a factor's logarithm, relative to a step's relative error. It keeps a constant that no
+# run shows at its initial value.
 LOOSE = 1e-4
-"""Weight of a factor's logarithm, relative to a step's relative error.
-
-It keeps a constant that no run shows at its initial value.
-"""
+# Gauss-Newton iterations of the fit.
 FIT_ROUNDS = 20
+# The dtype of the runs on each device.
 COMPUTED_IN = {"cuda": "bfloat16", "cpu": "float32"}
-"""The dtype of the runs on each device."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,7 @@ class ShortRun:
         return sample_of(config, [mask_metadata(row)])
 
 
+# the base of all runs on a GPU: few layers of a model with a billion parameters
 _GPU: Sizes = {
     **BILLION,
     "num_layers": 4,
@@ -109,6 +109,7 @@ _NARROW: Sizes = {
     "ffn_hidden_size": 2048,
     "num_attention_heads": 8,
 }
+# the base of all runs on a CPU
 _CPU: Sizes = {
     **MIDDLE,
     "hidden_size": 256,
@@ -116,8 +117,10 @@ _CPU: Sizes = {
     "global_batch_size": 2,
     "qk_layernorm": "off",
 }
+# a model that spends much of a step on attention, and a model that spends it on launches
 _LONG: Sizes = {**_CPU, "num_layers": 2, "seq_length": 2048, "global_batch_size": 1}
 _THIN: Sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 64}
+# Runs by device, the most informative ones first: late ones are left out.
 RUNS: dict[str, dict[str, ShortRun]] = {
     "cuda": {
         "8,192 tokens": ShortRun(_GPU),
@@ -143,7 +146,6 @@ RUNS: dict[str, dict[str, ShortRun]] = {
         "pp 2": ShortRun({**_CPU, PP: 2, "global_batch_size": 4}, 2),
     },
 }
-"""Runs by device, the most informative ones first: late ones are left out."""
 
 
 def measured(device: str) -> dict[str, float]:
@@ -187,14 +189,15 @@ def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> 
     The sum of squared relative errors is minimised by Gauss-Newton, over the logarithms of factors.
     """
     logs = np.zeros(len(FITTED))  # logarithms of the factors, [constants]
-    units = np.eye(len(FITTED))
-    small = 1e-3
+    units = np.eye(len(FITTED))  # [constants, constants]
+    small = 1e-3  # step of the numerical derivatives
 
     def at(point: np.ndarray) -> Sheet:
         factors = np.exp(point).tolist()
         return scaled(sheet, dict(zip(FITTED, factors, strict=True)))
 
     def errors(point: np.ndarray) -> np.ndarray:
+        # logarithms of planned over measured seconds, [runs]
         trial = at(point)
         return np.log([run.planned(trial) for run in runs]) - np.log(seconds)
 
@@ -202,9 +205,11 @@ def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> 
         now = errors(logs)
         # numerical derivatives, [runs, constants]
         slopes = np.stack([(errors(logs + small * unit) - now) / small for unit in units], 1)
+        # LOOSE pulls every factor to 1, so the system is solvable even if no run shows a constant.
         curvature = slopes.T @ slopes + LOOSE * units
         gradient = slopes.T @ now + LOOSE * logs
         step = np.linalg.solve(curvature, gradient)
+        # A factor changes at most e-fold per iteration, because the plan is not linear in it.
         logs -= np.clip(step, -1, 1)
     return at(logs)
 
@@ -217,6 +222,7 @@ def known_before(device: str, like: str) -> Sheet:
     """
     sheet = nominal_sheet()
     dtype = COMPUTED_IN[device]
+    # Keep the rates of `like`, and replace the values that this machine reports.
     own = sheet["gpus"][like]
     if device == "cuda":
         overlap = 1.0
@@ -226,6 +232,7 @@ def known_before(device: str, like: str) -> Sheet:
         memory = float(total)
         own["flops"] = cuda_peak(torch.device(device), dtype) or own["flops"]
     else:
+        # Each rank has one core and an equal part of the memory. The rates are rough first values.
         overlap = 0.0
         cores = float(os.cpu_count() or 1)
         where = f"{platform.node()}, one thread per rank"

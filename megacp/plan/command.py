@@ -33,10 +33,10 @@ from megacp.storage.files import require_free, write_result
 from megacp.training.data.manifest import DatasetManifest
 from megacp.training.monitor.console import say, warn
 
+# The value of --gpu that means the device of this machine.
 HERE = "here"
-"""The value of --gpu that means the device of this machine."""
+# A function that returns the reasons why a machine cannot run a configuration.
 Problems = Callable[[RunConfig], list[str]]
-"""A function that returns the reasons why a machine cannot run a configuration."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import yaml
 
 from megacp.plan.sheet import Sheet, read_sheet
 
+# Ranks with neighbouring numbers fill machines of this size.
 GPUS_OF_A_MACHINE = 8
 
 
@@ -19,10 +20,10 @@ def nominal_sheet() -> Sheet:
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
+# Names of the known GPUs.
 GPUS = tuple(nominal_sheet()["gpus"])
-"""Names of the known GPUs."""
+# Names of the known networks.
 NETWORKS = tuple(nominal_sheet()["networks"])
-"""Names of the known networks."""
 DEFAULT_GPU = "h100"
 
 
@@ -105,6 +106,7 @@ def hardware(gpu: str, network: str) -> Hardware:
     """
     nominal = nominal_sheet()
     if gpu in GPUS:
+        # Keep only this GPU, and say in its source that nothing was measured.
         own = nominal["gpus"][gpu]
         told = f"Nominal times: no machine was measured ({own['source']})"
         return hardware_of({**nominal, "gpus": {gpu: {**own, "source": told}}}, network)
@@ -123,6 +125,7 @@ def hardware_here(device: str, gib: float | None, network: str) -> Hardware:
     `gib` is its memory in GiB; None keeps the memory of hardware.yaml. A device without an entry,
     such as a CPU, counts as the default GPU of `megacp-plan`.
     """
+    # "NVIDIA H100-SXM5-80GB" has the word h100
     words = device.lower().replace("-", " ").split()
     known = next((gpu for gpu in GPUS if gpu in words), None)
     row = hardware(known or DEFAULT_GPU, network)

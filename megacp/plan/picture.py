@@ -16,6 +16,7 @@ from megacp.plan.answer import Answer, flags, large
 from megacp.plan.search import fullest_stage
 from megacp.storage.page import page_head
 
+# Palette of Okabe and Ito, whose colours stay distinct under common colour blindness.
 _COLORS = (
     "#0072B2",
     "#E69F00",
@@ -28,7 +29,6 @@ _COLORS = (
     "#1b1f24",
     "#b8c8e8",
 )
-"""Palette of Okabe and Ito, whose colours stay distinct under common colour blindness."""
 _STYLE = """
 body { max-width: 80em; } pre { background: #eee; }
 table { border-collapse: collapse; font-size: .9em; }
@@ -38,12 +38,12 @@ i { padding: 0 .5em; margin: 0 .3em 0 1em; } svg { width: 100%; height: 18em; ba
 """
 
 
+# Phases of each kind of action.
 _PHASES_OF = {
     Kind.FORWARD: ("forward", "loss"),
     Kind.BACKWARD: ("table", "backward", "vision"),
     Kind.WEIGHTS: ("forward",),  # like forward, it needs no temporaries of a block's backward
 }
-"""Phases of each kind of action."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
 
 def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]]:
     """Return two panels, of seconds and of GiB: title, a bar per layout, value of a full bar."""
+    # The slowest layout fills the bar of times; the memory of a GPU fills the bar of memory, unless
+    # a layout needs more.
     slowest = max(one.layout.time.total for one in answer.best)
     times: list[Mapping[str, float]] = [large(vars(one.layout.time)) for one in answer.best]
     most = max(answer.hardware.memory, *(one.layout.gib for one in answer.best))
@@ -158,6 +160,7 @@ def _timeline(answer: Answer) -> Iterator[str]:
             points.append(f"{at},{height:.4f} {at + 1},{height:.4f}")
         line = " ".join(points)
         yield f'<polygon fill="{colors[part]}" points="0,1 {line} {len(steps)},1"/>'
+    # Mark the fullest moment by a red column above it.
     at = steps.index(peak)
     above = 1 - peak.total / end
     yield f'<rect x="{at}" width="1" y="0" height="{above:.4f}" fill="#D55E00"/></svg>'

@@ -37,6 +37,7 @@ def kept_layout(
         saved_by = counted(manifest.world_size, "rank")
         note = f"A new layout: {folder} was saved by {saved_by}, this run has {world_size}"
         return None, note
+    # Take the layout from the checkpoint, and everything else from the flags of this run.
     stored = flatten(from_yaml(text))
     chosen = {name: stored[name] for name in sorted(fields_chosen(config) - fixed)}
     kept = with_values(config, chosen)

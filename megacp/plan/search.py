@@ -27,22 +27,24 @@ from megacp.engine.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
 from megacp.plan.times import StepTime, step_time
 
+# Share of a GPU's memory that an `OK` layout may fill, as communicators need memory too.
 TIGHT = 0.9
-"""Share of a GPU's memory that an `OK` layout may fill, as communicators need memory too."""
+# Steps whose times differ by a smaller factor count as equally fast.
 EQUALLY_FAST = 1.01
-"""Steps whose times differ by a smaller factor count as equally fast."""
+# Number of layouts that are shown.
 BEST = 5
-"""Number of layouts that are shown."""
+# Values of some configuration fields, by field name.
 Choice = Mapping[str, Value]
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP = "expert_model_parallel_size"
+# Numbers of ranks that swap heads under `a2a+p2p`.
 _GROUPS = (2, 4, 8)
-"""Numbers of ranks that swap heads under `a2a+p2p`."""
+# Shares of activations in host memory, in the order that rules out most shares early.
 _OFFLOADS = (0.99, 0.0, 0.5)
-"""Shares of activations in host memory. The first ones rule out most of the others."""
+# Tokens of a tile of the MLP, in a similar order.
 _TILES = (0, 4096, 16384, 8192)
-"""Tokens of a tile of the MLP, in the same order."""
+# The table of fields that have no effect on a grid.
 _NOTHING: tuple[Choice, ...] = ({},)
 
 
@@ -138,6 +140,7 @@ def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choic
         transports = _transports(cp)
     else:  # with cp, ranks already share a row, so several rows at once gain nothing
         micro_batches = [{"micro_batch_size": size} for size in (1, 2, 4)]
+    # One copy of the optimizer, or one per machine.
     instances = [{"num_distributed_optimizer_instances": n} for n in sorted({1, machines})]
     return [schedules, transports, strategies, instances, micro_batches, [{"dtype": dtype}]]
 
@@ -187,6 +190,7 @@ class Candidate:
         Layouts that fit are sorted by speed, then by offloaded activations, then by memory. Layouts
         that do not fit are sorted by memory.
         """
+        # Smaller keys come first. Logarithms rounded to EQUALLY_FAST put equal times together.
         verdict = ("OK", "TIGHT", "OOM").index(self.verdict(hardware))
         if verdict == 2:
             return verdict, 0.0, 0.0, self.gib
@@ -227,9 +231,11 @@ def layouts(
         if math.gcd(world_size, base.model_ranks) != base.model_ranks:  # 0 ranks too
             continue
         tables = [_untold(choices, told) for choices in _others(base, world_size, dtype)]
+        # If the first choices are invalid together, no combination on this grid is valid.
         plainest = merged(table[0] for table in tables)
         if check(with_values(base, plainest), world_size):
             continue
+        # Test each choice once with the first choices, instead of all combinations.
         valid = []
         for first, *rest in tables:
             kept = [first]
@@ -284,8 +290,8 @@ def no_problems(config: RunConfig) -> list[str]:
     return []
 
 
+# How far a choice goes in each way of saving memory: recomputation, offload, number of tiles.
 Saving = tuple[int, float, int]
-"""How far a choice goes in each way of saving memory: recomputation, offload, number of tiles."""
 
 
 def _saved(base: RunConfig, choice: Choice) -> Saving:
@@ -341,6 +347,8 @@ def search(
         tried: list[Candidate] = []
         well: list[Saving] = []  # savings with which the layout fits well, or is slow
         over: list[Saving] = []  # savings with which it does not fit
+        # Choices that save alike on this grid count once. Try the smallest saving first: if it fits
+        # well, larger ones are skipped.
         savings = {_saved(base, choice): choice for choice in savings_tried}
         for saved in dict.fromkeys((min(savings), *savings)):
             if _goes_too_far(saved, well) or _is_not_enough(saved, over):
@@ -366,7 +374,9 @@ def search(
         alike = frozenset(choice for choice in chosen.items() if choice[0] != "cp_layout")
         if alike in found:
             tried.append(found[alike])
+        # Reversed: on a tie, the layout of an earlier round wins.
         found[alike] = min(reversed(tried), key=lambda one: one.order(hardware))
+        # The slowest of the best layouts is the bound for `is_slow`.
         fitting = [one.time.total for one in found.values() if one.verdict(hardware) == "OK"]
         best = sorted([*fitting, *[math.inf] * BEST])[:BEST]
     return sorted(found.values(), key=lambda one: one.order(hardware))

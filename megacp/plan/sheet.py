@@ -15,19 +15,22 @@ from megacp.engine.config.yaml_file import load_yaml, nearest
 from megacp.storage.files import read_regular
 from megacp.storage.wording import listed
 
+# The content of hardware.yaml; a measured sheet has one GPU, and the `terms` of its host.
 Sheet = dict[str, Any]
-"""The content of hardware.yaml; a measured sheet has one GPU, and the `terms` of its host."""
 
+# Bytes of a sheet, at most.
 _LARGEST_SHEET = 1 << 20
-"""Bytes of a sheet, at most."""
+# Problems that a message lists, at most.
 _MOST_REASONS = 20
+# FLOP/s or bytes/s.
 _RATE = Range(1, 1e24)
-"""FLOP/s or bytes/s."""
+# Gibibytes of memory.
 _GIB = Range(1e-6, 1e9)
+# Factor of a rate. It may exceed 1 for a CPU, whose peak is the measured rate of products.
 _SHARE = Range(1e-9, 1e9)
-"""Factor of a rate. It may exceed 1 for a CPU, whose peak is the measured rate of products."""
 _SECONDS = Range(0, 1e6)
 
+# The parts of a sheet, each with its fields and their ranges.
 _GPU: dict[str, Range | type] = {
     "flops": _RATE,
     "memory": _GIB,
@@ -39,8 +42,8 @@ _REACHED: dict[str, Range] = {
     **dict.fromkeys(("products", "experts", "bandwidth", "link", "network", "host"), _SHARE),
     "latency": _SECONDS,
 }
+# Shares in `reached` that have two numbers, for forward and backward.
 _PAIRS = ("fused", "flex")
-"""Shares in `reached` that have two numbers, for forward and backward."""
 _TERMS: dict[str, Range] = {
     "calls": _SECONDS,
     "overlap": Range(0, 1),
@@ -48,8 +51,8 @@ _TERMS: dict[str, Range] = {
     "beside": _SHARE,
 }
 _DTYPES = ("float32", "bfloat16", "float64")
+# The only number that may be infinite: GPU ranks do not take turns.
 _ENDLESS = "cores"
-"""The only number that may be infinite: GPU ranks do not take turns."""
 _PARTS = ("gpus", "networks", "host", "host_memory", "reached", "terms")
 
 
@@ -64,6 +67,7 @@ def read_sheet(path: str, network: str) -> Sheet:
     except ValueError as error:
         raise ValueError(f"--gpu: {error}") from error
     sheet = load_yaml(text, source)
+    # A damaged file may have thousands of problems, so stop after enough of them.
     reasons = list(itertools.islice(_problems(sheet, network), 10 * _MOST_REASONS))
     if reasons:
         between = "\n  - "
@@ -82,6 +86,7 @@ def _problems(sheet: Any, network: str) -> Iterator[str]:
     yield from _names(sheet, _PARTS, "", optional)
     gpus = sheet.get("gpus")
     if isinstance(gpus, dict) and len(gpus) == 1:
+        # A measured sheet describes a single GPU, under any name.
         (own,) = gpus.values()
         yield from _fields(own, _GPU, "gpus", ())
     elif "gpus" in sheet:
@@ -102,6 +107,7 @@ def _problems(sheet: Any, network: str) -> Iterator[str]:
 
 def _reached(reached: Any) -> Iterator[str]:
     """Yield the problems of the part `reached`."""
+    # Pairs are lists, which `_fields` does not check: it only knows their names.
     yield from _fields(reached, _REACHED, "reached", (), _PAIRS)
     if not isinstance(reached, dict):
         return
@@ -163,6 +169,7 @@ def _number(values: Mapping[str, Any], name: str, allowed: Range, before: str) -
     if name not in values:
         return
     value = values[name]
+    # `bool` is a subclass of `int` in Python, but YAML's true is not a number.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         yield f"{before}{name}: expected a number, got {_shown(value)}"
     elif value == float("inf") and name == _ENDLESS:

@@ -141,8 +141,10 @@ def _layer(
     tokens = t.micro_batch_size * config.data.seq_length
     ranks = p.tensor_model_parallel_size * p.context_parallel_size
 
-    # FLOPs of the block. The busiest rank of experts counts, and experts have few rows each, which
-    # makes their products slower.
+    # Attended pairs: a causal row, times the share that packs have of them, times the
+    # imbalance of the cp ranks.
+    # The busiest rank of experts counts, and experts have few rows each, which makes their products
+    # slower.
     causal = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
     pairs_seen = int(causal * sample.area * sample.shared(config)[0])
     flops = layer.flops(model, tokens, pairs_seen)
@@ -153,6 +155,7 @@ def _layer(
     experts = grouped * busiest / hardware.experts
     products = (flops.matmul - grouped + experts) / ranks / hardware.products
     pairs = costs.pair_flops(model, tokens, number).matmul / ranks / hardware.products
+    # A backward computes gradients of inputs and of weights; frozen weights need only the former.
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
 
     # Attention. Narrow heads are slower: an H200 reaches 0.72 of the rate with heads of 64.
@@ -171,6 +174,7 @@ def _layer(
     if layer.is_routed:
         routed = expert_rows(config) * model.hidden_size * t.element_bytes
         passes += 6 * routed / hardware.bandwidth
+    # The host launches kernels ahead of the GPU, so launches only cost time in small blocks.
     calls = hardware.exposed(hardware.calls, products + passes + there)
 
     # Recomputation. Attention keeps its output, but a layer with a state computes it again.
@@ -210,6 +214,7 @@ def _layer(
         swap_backward += swap
     attention_backward = ATTENTION_BACKWARD * back
 
+    # Tokens travel to their experts and back, in forward and again in backward: half each.
     exchange = expert_bytes(config, number) / hardware.exchange(p.expert_model_parallel_size, 1)
     forward = _Part(
         work=products + pairs + passes + calls,
@@ -263,6 +268,7 @@ def _context(
         swap = swap_bytes(config) / hardware.exchange(heads, tp) + 2 * hardware.latency
     sent = 0.0
     if ring > 1:
+        # A ring talks to one neighbour, a gather uses a collective, and kv_exchange an all-to-all.
         rates = {"ring": hardware.link, "gathered": hardware.ring, "needed": hardware.exchange}
         rate = rates[transport.keys](ring, tp * heads)
         launches = transport.messages(cp, sizes) * hardware.latency
@@ -306,6 +312,7 @@ def _stage(
     summed = trained * (t.element_bytes + 2 * t.accumulation_bytes) / hardware.bandwidth
     backward += _Part(work=summed)
 
+    # Offloaded activations are copied out during forward, and back during backward.
     if t.activation_offload:
         kept = sum(block_memory(config, layer).kept * count for layer, count in alike.items())
         moved = kept * sum(costs.offloaded_blocks(config, chunks)) / alike.total() / hardware.host
@@ -350,10 +357,12 @@ def _tower(config: RunConfig, world_size: int, hardware: Hardware) -> tuple[_Par
     """Return forward and backward of the vision tower for one microbatch."""
     factor, sharers = costs.encoders(config, world_size)
     tp = config.parallel.tensor_model_parallel_size
+    # The images of `factor` packs are divided among `sharers` x tp ranks.
     packs = config.training.micro_batch_size * factor / sharers / tp
     crops, pooled = costs.planned_images(config)
     of_crops = costs.crop_flops(config).times(crops).forward
     of_pooled = costs.pooled_flops(config).times(pooled).forward
+    # `once` is the forward; `every` also contains the backward of trained parts.
     once = (of_crops + of_pooled) * packs / hardware.products
     every = costs.vision_flops(config, crops, pooled) * packs / hardware.products
     again = 0.0
@@ -414,6 +423,7 @@ def stage_parts(
     * its seconds of data parallelism per step that no microbatch hides,
     * its seconds of the optimizer.
     """
+    # Stages of the same kind take equally long, so each kind is estimated once.
     kinds = [stage_kind(config, *stage) for stage in enumerate(layers)]
     alike = dict(zip(kinds, enumerate(layers), strict=True))
     known = {}
@@ -426,12 +436,14 @@ def stage_parts(
     p = config.parallel
     t = config.training
 
+    # Messages of a whole step hide under one forward (gathers) and one backward (sums).
     exposed = 0.0
     if not p.sharding.parameters:
         gather, scatter = _sharded(config, world_size, hardware, layers[busiest])
         exposed = hardware.exposed(gather, forward.total)
         if not p.sharding.gradients:
             exposed += hardware.exposed(scatter, backward.total)
+    # Copies of the optimizer also sum their gradients with each other.
     instances = p.num_distributed_optimizer_instances
     if instances > 1:
         dp = config.data_parallel_size(world_size)
@@ -477,6 +489,7 @@ def step_time(
     if len(parts) == 1:
         waiting = turns * span
     elif idles:
+        # Run the schedule's actions on a clock; the last stage to finish ends the step.
         times = [kind_seconds(config, *part) for part in parts]
         chunks = config.parallel.num_virtual_stages_per_pipeline_rank
         spans = timeline(orders(config, world_size), chunks, times)
@@ -484,8 +497,11 @@ def step_time(
         if turns:
             waiting = _turns(spans, hardware.cores * len(parts) / world_size)
 
-    # Replicas in lockstep wait for the largest of each microbatch, others for the largest sum.
+    # Replicas in lockstep wait for the largest pack of every microbatch; without lockstep, for the
+    # largest sum over a step.
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
+    # `spent` has the attention of the busiest cp rank for a mean pack. A mean cp rank computes
+    # `even`. The replica with the largest packs computes `most`, and the other ones wait for it.
     even = spent.attention / sample.shared(config)[0]
     most = spent.attention * sample.largest(dp, drawn)
 
@@ -512,6 +528,7 @@ def _turns(spans: Sequence[Sequence[Span]], cores: float) -> float:
 
     While more stages compute at once than there are cores, they take turns.
     """
+    # Sweep over the times at which a stage begins (+1) or ends (-1) an action.
     edges = []
     for stage in spans:
         for span in stage:

@@ -1,3 +1,1 @@
-"""Images and videos: bytes to pixels, pixels to crops and pooled tokens, and which rank encodes
-which.
-"""
+"""Images and videos of records: rules from model folders, stored bytes, and image tokens."""

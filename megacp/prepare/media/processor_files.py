@@ -1,9 +1,7 @@
-"""How a model folder says that images and videos become patches: its processor files as rules of a
-vision family.
+"""Read the processor files of a model folder as image and video rules of a vision family.
 
-The transformers library decides which file counts, what a missing field means and which fields act.
-A field that acts and that the rules cannot express is refused by its name. A field that the library
-ignores is reported.
+Files are chosen, and missing fields get defaults, as in the transformers library. A field that the
+library uses but our rules cannot express is an error. Fields that the library ignores are reported.
 """
 
 from __future__ import annotations
@@ -25,9 +23,10 @@ IMAGES = "preprocessor_config.json"
 VIDEOS = "video_preprocessor_config.json"
 PROCESSOR = "processor_config.json"
 PROCESSOR_NAMES = (PROCESSOR, IMAGES, VIDEOS)
+# An object of a JSON file.
 Content = Mapping[str, Any]
-"""An object of a JSON file."""
 
+# Values outside these bounds are certainly mistakes in a file.
 _MOST_COUNT = 2**31 - 1
 _MOST_PIXELS = 2**48
 _MOST_NUMBER = 1e6
@@ -40,40 +39,37 @@ class OtherProcessorError(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of the library that becomes a rule."""
+    """A field of a processor file that becomes a rule."""
 
     rule: str
     default: Any
-    """The library's value where the field is missing. A null is not missing: the library keeps it,
-    and fails.
-    """
+    """The library's default for a missing field. For a null, the library uses no default."""
     read: Callable[[Any], Any]
-    """The rule's value, as JSON has it. ValueError says what was expected."""
+    """Convert a JSON value to the rule's value; raise ValueError with the expected form."""
 
 
 @dataclass(frozen=True)
 class ProcessorPart:
-    """A processor class of the library, for images or for videos."""
+    """A processor class of the library, either for images or for videos."""
 
     cls: str
-    """Its name in the files, without the ending `Fast` or `Pil`."""
+    """The class name in the files, without the suffix `Fast` or `Pil`."""
     size: Setting
-    """The field `size`; its reader takes the whole part, since older fields may override it."""
+    """The field `size`. Its reader gets the whole part, because older fields may override it."""
     settings: Mapping[str, Setting]
     only: Mapping[str, tuple[Any, Any]]
-    """Field -> the one value that our rules express, and the library's where the field is missing.
-    """
+    """Field -> the only supported value, and the library's default."""
     further: tuple[str, ...] = ()
-    """Fields that the reader of `size` takes too."""
+    """Additional fields that the reader of `size` uses."""
 
     @property
     def all_settings(self) -> dict[str, Setting]:
-        """All fields that become rules."""
+        """The fields that become rules."""
         return {"size": self.size, **self.settings}
 
     @property
     def names(self) -> set[str]:
-        """Names of all fields that act."""
+        """Names of all fields that the library uses."""
         return {*self.all_settings, *self.only, *self.further}
 
 
@@ -84,61 +80,58 @@ class ProcessorFiles:
     images: ProcessorPart
     videos: ProcessorPart
     switches: Mapping[str, tuple[str, bool | None]] = field(default_factory=dict)
-    """Fields of the processor as a whole -> our rule, and the library's value where the field is
-    missing.
-    """
+    """Top-level field of processor_config.json -> our rule, and the library's default."""
     only: Mapping[str, bool] = field(default_factory=dict)
-    """Such fields that can have one value here, which is also the library's where the field is
-    missing.
-    """
+    """Top-level field -> the only supported value, which is also the library's default."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Rules that follow from the family's processor, whatever the files say."""
+    """Rules that follow from the processor class, independent of the files."""
 
 
 @dataclass(frozen=True)
 class FolderRules:
-    """The rules that a folder's processor files describe."""
+    """The rules in the processor files of a folder."""
 
     folder: Path
     family: str
     values: Mapping[str, Any]
-    """Rules by name as a manifest has them, without ids of tokens and without limits of our own."""
+    """Rules by name, as in a manifest; without token ids and our own limits."""
     fields: Mapping[str, str]
-    """Each of these rules -> the file and the field that say it."""
+    """Rule -> the file and field that define it."""
     notes: tuple[str, ...]
-    """A line for each file or field that is not used."""
+    """One line per unused file or field."""
 
     @property
     def files(self) -> list[str]:
-        """Names of the folder's files that say any of the rules."""
-        said = {place.partition(" ")[0].removesuffix(":") for place in self.fields.values()}
-        return [
-            name for name in PROCESSOR_NAMES if name in said and os.path.lexists(self.folder / name)
-        ]
+        """Names of the files in the folder that define at least one rule."""
+        # A place is `FILE FIELD` or `FILE: PART FIELD`.
+        used = {place.partition(" ")[0].removesuffix(":") for place in self.fields.values()}
+        found = [name for name in PROCESSOR_NAMES if name in used]
+        return [name for name in found if os.path.lexists(self.folder / name)]
 
     def with_ids(self, token_ids: Mapping[str, int]) -> VisionRules:
-        """Return these rules with ids of image tokens. ValueError for ids that cannot be."""
+        """Return these rules with the ids of image tokens; raise ValueError for invalid ids."""
         return RULES[self.family].from_dict({**self.values, "token_ids": dict(token_ids)})
 
     def differences(self, given: Content) -> list[str]:
-        """List the rules in `given`, by name as a manifest has them, that differ from the
-        folder's.
+        """Return a message for each rule in `given` that differs from the rule of the folder.
+
+        `given` has rules by name, as in a manifest. Missing rules have the family's defaults.
         """
         usual = RULES[self.family]().to_dict()
         found = []
-        for name, said in self.values.items():
+        for name, own in self.values.items():
             value = given.get(name, usual[name])
-            if _plain(value) != _plain(said):
-                flag = flag_of(self.family, name)
-                found.append(
-                    f"{flag} is {_as_flag(value)}, {self.fields[name]} says {_as_flag(said)}"
-                )
+            if _plain(value) == _plain(own):
+                continue
+            flag = flag_of(self.family, name)
+            found.append(f"{flag} is {_as_flag(value)}, {self.fields[name]} says {_as_flag(own)}")
         return found
 
 
 def flag_of(family: str, rule: str) -> str:
-    """Return the flag of `preprocess_data.py build` for a rule."""
-    named = {one.name: one for one in dataclasses.fields(RULES[family])}  # type: ignore[arg-type]
+    """Return the flag of `preprocess_data.py build` that sets a rule."""
+    rules = dataclasses.fields(RULES[family])  # type: ignore[arg-type]
+    named = {one.name: one for one in rules}
     return str(named[rule].metadata["flag"] or f"--{rule.replace('_', '-')}")
 
 
@@ -147,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_flag(value: Any) -> str:
-    """Return a value as the command line has it."""
+    """Return a value as it is written on the command line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
@@ -156,13 +149,13 @@ def _as_flag(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value of a file for a message; long ones are cut."""
+    """Return a value of a file for a message, at most 80 characters."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def printable(name: str) -> str:
-    """Return the name of a field for a message: without control characters, long ones cut."""
+    """Return a field name for a message, at most 80 characters and without control characters."""
     return name if name.isprintable() and len(name) <= 60 else _shown(name)
 
 
@@ -171,6 +164,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _count(low: int = 1) -> Callable[[Any], int]:
+    """Return a reader of whole numbers of at least `low`."""
+
     def read(value: Any) -> int:
         if type(value) is not int or not low <= value <= _MOST_COUNT:
             raise ValueError(f"expected a whole number of at least {low}")
@@ -180,22 +175,22 @@ def _count(low: int = 1) -> Callable[[Any], int]:
 
 
 def _rate(value: Any) -> float:
+    """Read a positive number."""
     if not _is_number(value) or not 0 < value <= _MOST_NUMBER:
         raise ValueError("expected a number above 0")
     return float(value)
 
 
 def _colours(least: float) -> Callable[[Any], list[float]]:
-    """Return the reader of a number for each of red, green and blue; one number counts for all
-    three.
-    """
+    """Return a reader of three numbers for red, green and blue; one number applies to all three."""
+
+    def is_valid(number: Any) -> bool:
+        return _is_number(number) and least <= number <= _MOST_NUMBER
 
     def read(value: Any) -> list[float]:
         numbers = [value] * 3 if _is_number(value) else value
-        is_sound = isinstance(numbers, list) and len(numbers) == 3
-        if not is_sound or not all(
-            _is_number(one) and least <= one <= _MOST_NUMBER for one in numbers
-        ):
+        is_triple = isinstance(numbers, list) and len(numbers) == 3
+        if not is_triple or not all(map(is_valid, numbers)):
             raise ValueError(f"expected three numbers of at least {least:g}")
         return [float(one) for one in numbers]
 
@@ -203,6 +198,8 @@ def _colours(least: float) -> Callable[[Any], list[float]]:
 
 
 def _pair(low: int) -> Callable[[Any], list[int]]:
+    """Return a reader of two whole numbers of at least `low`."""
+
     def read(value: Any) -> list[int]:
         if not isinstance(value, list) or len(value) != 2:
             raise ValueError("expected two whole numbers")
@@ -211,14 +208,18 @@ def _pair(low: int) -> Callable[[Any], list[int]]:
     return read
 
 
+# `size` of the Qwen classes gives pixels of a whole image, not lengths of edges as its names say.
 _EDGES = ("shortest_edge", "longest_edge")
 _OLDER_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-_WORDS_OF_EDGES = "expected shortest_edge and longest_edge: the least and most pixels"
+_WORDS_OF_EDGES = (
+    "expected shortest_edge and longest_edge, the minimum and maximum number of pixels"
+)
 
 
 def _pixels(part: Content, default: list[int], has_older: bool) -> list[int]:
-    """Return the least and the most pixels; fields of older files override `size` in the class for
-    images.
+    """Return the minimum and maximum number of pixels of an image or a video.
+
+    With `has_older` (images), the fields min_pixels and max_pixels override `size`.
     """
     size = part.get("size")
     if "size" not in part or (size is None and has_older):
@@ -230,15 +231,15 @@ def _pixels(part: Content, default: list[int], has_older: bool) -> list[int]:
         for older, edge in _OLDER_EDGES.items():
             if part.get(older) is not None:
                 size[edge] = part[older]
+                # the older name may also be inside `size`, where its value no longer counts
                 size.pop(older, None)
-    if {*size} != {*_EDGES}:
+    if set(size) != set(_EDGES):
         raise ValueError(_WORDS_OF_EDGES)
     found = [size[edge] for edge in _EDGES]
-    if (
-        not all(type(pixels) is int and 1 <= pixels <= _MOST_PIXELS for pixels in found)
-        or found[0] > found[1]
-    ):
-        raise ValueError(f"{_WORDS_OF_EDGES}, two whole numbers in order")
+    # `type` and not `isinstance`: a JSON true is not a number of pixels
+    in_range = all(type(pixels) is int and 1 <= pixels <= _MOST_PIXELS for pixels in found)
+    if not in_range or found[0] > found[1]:
+        raise ValueError(f"{_WORDS_OF_EDGES}, as two whole numbers in order")
     return found
 
 
@@ -251,8 +252,10 @@ def _video_pixels(part: Content) -> list[int]:
 
 
 def _square(part: Content) -> int:
-    """Return the side of a crop: of an object, of two numbers, or of one where the library makes it
-    a square.
+    """Return the side of a crop in pixels.
+
+    `size` is an object with height and width, two numbers, or one number that the library turns
+    into a square.
     """
     if "size" not in part:
         return 378
@@ -267,9 +270,9 @@ def _square(part: Content) -> int:
 
 
 _HALF = [0.5, 0.5, 0.5]
+# OpenAI CLIP's, the defaults of Qwen2VLImageProcessor.
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_DEVIATION = [0.26862954, 0.26130258, 0.27577711]
-"""OpenAI's, which the library's class for images in windows has where a file is silent."""
 
 
 def _normalized(mean: list[float], deviation: list[float]) -> dict[str, Setting]:
@@ -279,12 +282,14 @@ def _normalized(mean: list[float], deviation: list[float]) -> dict[str, Setting]
     }
 
 
+# megacp always takes these steps: a file that switches one off is an error.
 _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 _PIXELS_ONLY: dict[str, tuple[Any, Any]] = {
     **{name: (True, True) for name in _STEPS},
     "rescale_factor": (1 / 255, 1 / 255),
     "input_data_format": (None, None),
 }
+# Pillow's numbers of the filters that resize an image.
 _BILINEAR = 2
 _BICUBIC = 3
 _WINDOWS_ONLY: dict[str, tuple[Any, Any]] = {
@@ -292,6 +297,7 @@ _WINDOWS_ONLY: dict[str, tuple[Any, Any]] = {
     "resample": (_BICUBIC, _BICUBIC),
     "temporal_patch_size": (2, 2),
 }
+# Qwen3.5: patches of whole images, in windows that become one token each.
 _MERGED = {"merge_size": Setting("merge_size", 2, _count())}
 _WINDOWS = ProcessorFiles(
     images=ProcessorPart(
@@ -324,6 +330,7 @@ _WINDOWS = ProcessorFiles(
         },
     ),
 )
+# Molmo2: square crops, and pooled tokens.
 _PATCHES = {"patch_size": Setting("patch_size", 14, _count()), **_normalized(_HALF, _HALF)}
 _CROPS = ProcessorFiles(
     images=ProcessorPart(
@@ -349,8 +356,8 @@ _CROPS = ProcessorFiles(
         },
         {
             **_PIXELS_ONLY,
-            # the library's class for videos has no values of its own for these two, so it leaves
-            # both steps out
+            # The library's video class has no defaults for these two, so it skips both steps if
+            # the fields are missing.
             "do_rescale": (True, False),
             "do_normalize": (True, False),
             "resample": (_BILINEAR, _BILINEAR),
@@ -367,37 +374,41 @@ _CROPS = ProcessorFiles(
     only={"use_single_crop_start_token": True, "use_frame_special_tokens": True},
     constants={"time_mode": "per-frame"},
 )
+# Vision family -> its processor files.
 PROCESSOR_FILES: dict[str, ProcessorFiles] = {"molmo2": _CROPS, "qwen3_5": _WINDOWS}
-"""The files of each vision family."""
 
+# Fields that are ignored without a note: no rule depends on them, or another field decides.
 _SILENT = frozenset(
-    (
+    {
+        # names of classes
         "processor_class",
         "image_processor_type",
         "video_processor_type",
         "feature_extractor_type",
         "auto_map",
-    )
-    + (
+        # the form of the library's results
         "data_format",
         "return_tensors",
         "device",
         "disable_grouping",
         "return_metadata",
+        # read together with `size`
         "default_to_square",
-    )
-    + (
+        # metadata, and fields without effect on pixels
         "max_video_tokens",
         "image_seq_length",
         "_valid_processor_keys",
         "use_fast",
         "transformers_version",
-    )
-    + ("image_processor", "video_processor", "chat_template")
+        # parts that are read separately
+        "image_processor",
+        "video_processor",
+        "chat_template",
+    }
 )
-"""Fields that never decide a number, or that other fields decide about."""
 
-
+# Rules that config.json also defines for the vision tower: the possible paths of the field, and the
+# library's default.
 _SIZES_OF_CONFIG: dict[str, dict[str, tuple[tuple[str, ...], int]]] = {
     "molmo2": {
         "image_size": (("vision_config.image_size", "vit_config.image_default_input_size"), 378),
@@ -408,46 +419,44 @@ _SIZES_OF_CONFIG: dict[str, dict[str, tuple[tuple[str, ...], int]]] = {
         "merge_size": (("vision_config.spatial_merge_size",), 2),
     },
 }
-"""Rules that the tower's config says too: where, and what the library takes where config.json is
-silent.
-"""
 
 
 def misfit_of_config(told: FolderRules) -> str | None:
-    """Return how a folder's processor contradicts the tower in its config.json; None where both
-    agree.
-    """
+    """Return how a folder's rules contradict the vision tower in its config.json, or None."""
     content = read_object(told.folder / "config.json")
     problems = []
     for rule, (paths, usual) in _SIZES_OF_CONFIG[told.family].items():
-        path, size = paths[0], usual
+        path = paths[0]
+        size = usual
         for candidate in paths:
             section, _, name = candidate.partition(".")
             inside = content.get(section)
             if isinstance(inside, dict) and inside.get(name) is not None:
-                path, size = candidate, inside[name]
+                path = candidate
+                size = inside[name]
+        # the older config of Molmo2 gives the height and the width
         sides = size if isinstance(size, list) else [size]
-        if any(side != told.values[rule] for side in sides):
-            problems.append(
-                f"{told.fields[rule]} is {told.values[rule]}, {path} of config.json is "
-                f"{_shown(size)}"
-            )
+        value = told.values[rule]
+        if any(side != value for side in sides):
+            place = told.fields[rule]
+            problems.append(f"{place} is {value}, {path} of config.json is {_shown(size)}")
     return "; ".join(problems) or None
 
 
+# A part of a processor: its place for messages, and its fields.
 _NamedPart = tuple[str, dict[str, Any]]
-"""Part of a processor: where it is, for messages, and its fields."""
 
 
 def read_processor(folder: Path, family: str) -> FolderRules | None:
-    """Read the processor files of a folder for a vision family; None where the folder has none for
-    images.
+    """Return the rules in a folder's processor files, or None if it has no files for images.
 
-    ValueError names the file and each field that the rules cannot express; OtherProcessorError, a
-    ValueError, where the files are of another family's processor.
+    Raise ValueError with the file and every field that the rules cannot express, and its subclass
+    OtherProcessorError if the files belong to the processor of another family.
     """
     files = PROCESSOR_FILES[family]
-    whole = read_object(folder / PROCESSOR) if os.path.lexists(folder / PROCESSOR) else {}
+    whole: dict[str, Any] = {}
+    if os.path.lexists(folder / PROCESSOR):
+        whole = read_object(folder / PROCESSOR)
     notes: list[str] = []
     image = _part(folder, IMAGES, whole, "image_processor", notes)
     video = _part(folder, VIDEOS, whole, "video_processor", notes)
@@ -455,34 +464,35 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
         if video is None:
             return None
         raise ValueError(
-            f"{folder} has {video[0]} and no {IMAGES}: the library cannot load such a folder"
+            f"{folder} has {video[0]} but no {IMAGES}: the library cannot load such a folder"
         )
-    others = _other_class(image, "image_processor_type", files.images.cls)
+    # Check the classes first: fields of another class would only lead to misleading messages.
+    wrong_classes = _other_class(image, "image_processor_type", files.images.cls)
     if video is not None:
-        others += _other_class(video, "video_processor_type", files.videos.cls)
-    if others:
+        wrong_classes += _other_class(video, "video_processor_type", files.videos.cls)
+    if wrong_classes:
         raise OtherProcessorError(
-            f"{folder}: {'; '.join(others)}, --vision-family {family} has another processor"
+            f"{folder}: {'; '.join(wrong_classes)}; --vision-family {family} has another processor"
         )
     values, fields, problems = _read_parts(image, video, files, notes)
     problems += _read_switches(whole, files, values, fields, notes)
     if problems:
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     found = FolderRules(folder, family, values, fields, tuple(notes))
+    # Each number is valid by itself. Building the rules also checks them together.
     try:
-        found.with_ids({})  # checks the numbers together
+        found.with_ids({})
     except ValueError as error:
-        raise ValueError(
-            f"{folder}: its processor files say what no rules can have: {error}"
-        ) from error
+        raise ValueError(f"{folder}: its processor files contradict each other: {error}") from error
     return found
 
 
 def _read_parts(
     image: _NamedPart, video: _NamedPart | None, files: ProcessorFiles, notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Return the rules of both parts, the field of each, and the problems: fields at fault, rules
-    said differently.
+    """Return the rules of both parts, the place of each rule, and problems.
+
+    Problems are unsupported fields, and rules that differ between both parts.
     """
     values, fields, problems = _read_part(image, files.images)
     if video is None:
@@ -491,25 +501,28 @@ def _read_parts(
         return {**video_values, **values}, {**video_fields, **fields}, problems
     video_values, video_fields, of_videos = _read_part(video, files.videos)
     problems += of_videos
+    # We have one rule for images and videos where the library has two fields, such as patch_size.
     for rule in values.keys() & video_values.keys():
         if values[rule] != video_values[rule]:
-            one, other = (_shown(each[rule]) for each in (video_values, values))
-            problems.append(f"{video_fields[rule]} is {one}, {fields[rule]} is {other}")
+            of_video = _shown(video_values[rule])
+            of_image = _shown(values[rule])
+            problems.append(f"{video_fields[rule]} is {of_video}, {fields[rule]} is {of_image}")
     _note_names(*video, files.videos.names, notes)
     _note_names(*image, files.images.names, notes)
     return {**video_values, **values}, {**video_fields, **fields}, problems
 
 
 def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -> _NamedPart | None:
-    """Return a part inside `processor_config.json`, which counts first, or the older file; None for
-    neither.
+    """Return a part inside `processor_config.json`, or else the older file `name`, or else None.
 
-    ValueError for a part that is not an object.
+    Raise ValueError if the part is not an object.
     """
     path = folder / name
     inside = whole.get(key)
     if inside is None:
-        return (name, read_object(path)) if os.path.lexists(path) else None
+        if not os.path.lexists(path):
+            return None
+        return name, read_object(path)
     if not isinstance(inside, dict):
         raise ValueError(f"{folder / PROCESSOR}: {key} is {_shown(inside)}, expected an object")
     if os.path.lexists(path) and not _is_same(path, inside):
@@ -518,16 +531,17 @@ def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -
 
 
 def _is_same(path: Path, inside: Content) -> bool:
-    """Whether a file of older versions says what the part inside `processor_config.json` says."""
+    """Whether an older file has the same fields as the part inside `processor_config.json`."""
     try:
         outside = read_object(path)
     except (ValueError, OSError):
         return False
-    return all(outside.get(key) == inside.get(key) for key in {*outside, *inside} - _SILENT)
+    keys = {*outside, *inside} - _SILENT
+    return all(outside.get(key) == inside.get(key) for key in keys)
 
 
 def _other_class(part: _NamedPart, key: str, expected: str) -> list[str]:
-    """Return the reason why a part is of another class than `expected`, if it names one."""
+    """Return a message if a part names another class than `expected`; otherwise an empty list."""
     where, content = part
     name = content.get(key)
     if name is None:
@@ -540,43 +554,42 @@ def _other_class(part: _NamedPart, key: str, expected: str) -> list[str]:
 def _read_part(
     part: _NamedPart, spec: ProcessorPart
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Return the rules of a part, the field that says each of them, and what the rules cannot
-    express.
-    """
+    """Return the rules of a part, the place of each rule, and messages about unsupported fields."""
     where, content = part
     values: dict[str, Any] = {}
     fields: dict[str, str] = {}
     problems: list[str] = []
     for name, setting in spec.all_settings.items():
-        fields[setting.rule] = f"{where} {name}"
-        given = content.get(name)
+        rule = setting.rule
+        fields[rule] = f"{where} {name}"
         try:
             if name == "size":
-                values[setting.rule] = setting.read(content)
+                values[rule] = setting.read(content)
+            elif name in content:
+                values[rule] = setting.read(content[name])
             else:
-                values[setting.rule] = setting.read(given) if name in content else setting.default
+                values[rule] = setting.default
         except ValueError as error:
-            names = [
-                name,
-                *(further for further in spec.further if name == "size" and further in content),
-            ]
-            told = ", ".join(f"{one} is {_shown(content.get(one))}" for one in names)
-            problems.append(f"{where}: {told}; {error}")
+            names = [name]
+            if name == "size":
+                # any of the fields that the reader of `size` uses may be wrong
+                names += [further for further in spec.further if further in content]
+            given = ", ".join(f"{one} is {_shown(content.get(one))}" for one in names)
+            problems.append(f"{where}: {given}; {error}")
     for name, (expected, usual) in spec.only.items():
         given = content.get(name, usual)
         if _acts_otherwise(given, expected):
-            told = (
-                f"is {_shown(given)}"
-                if name in content
-                else f"is missing, which the library reads as {usual}"
-            )
-            problems.append(f"{where}: {name} {told}, megacp can only express {_shown(expected)}")
+            found = f"is {_shown(given)}"
+            if name not in content:
+                found = f"is missing, which the library reads as {usual}"
+            problems.append(f"{where}: {name} {found}, megacp can only express {_shown(expected)}")
     return values, fields, problems
 
 
 def _acts_otherwise(value: Any, expected: Any) -> bool:
-    """Whether a value differs from the only one that can be expressed; true is not 1, and a null is
-    false.
+    """Whether a value differs from the only supported one.
+
+    A null equals false, as in the library, but true does not equal 1.
     """
     if expected is False and value is None:
         return False
@@ -588,27 +601,28 @@ def _acts_otherwise(value: Any, expected: Any) -> bool:
 def _without_videos(
     image: _NamedPart, values: Content, files: ProcessorFiles, notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return rules of videos for a folder without settings of videos, and the place of each.
+    """Return the rules of videos, and their places, for a folder without video settings.
 
-    The library reads those of images for videos too, by a class whose name follows from that for
-    images.
+    The library then reads the file for images with a video class, whose name it derives from the
+    image class.
     """
     where, content = image
+    videos = files.videos
     cls = content.get("image_processor_type")
-    inferred = (
-        files.videos.cls if cls is None else str(cls).replace("ImageProcessor", "VideoProcessor")
-    )
-    if inferred == files.videos.cls:
-        found, fields, problems = _read_part(image, files.videos)
-        if not problems and all(values.get(rule, value) == value for rule, value in found.items()):
+    inferred = videos.cls
+    if cls is not None:
+        inferred = str(cls).replace("ImageProcessor", "VideoProcessor")
+    if inferred == videos.cls:
+        found, fields, problems = _read_part(image, videos)
+        agrees = all(values.get(rule, value) == value for rule, value in found.items())
+        if not problems and agrees:
             return found, fields
-    notes.append(
-        f"there is no {VIDEOS}: videos follow the defaults of the library's {files.videos.cls}"
-    )
-    usual = f"the library's {files.videos.cls}"
-    found = {files.videos.size.rule: files.videos.size.read({})}
-    found |= {setting.rule: setting.default for setting in files.videos.settings.values()}
-    return found, dict.fromkeys(found, usual)
+    # Our rules cannot express the library's choice, so take the defaults of the family's class.
+    notes.append(f"there is no {VIDEOS}: videos follow the defaults of the library's {videos.cls}")
+    found = {videos.size.rule: videos.size.read({})}
+    for setting in videos.settings.values():
+        found[setting.rule] = setting.default
+    return found, dict.fromkeys(found, f"the library's {videos.cls}")
 
 
 def _read_switches(
@@ -618,22 +632,24 @@ def _read_switches(
     fields: dict[str, str],
     notes: list[str],
 ) -> list[str]:
-    """Add the rules that the processor as a whole says; return what the rules cannot express."""
+    """Add the rules of the top-level fields; return messages about unsupported fields."""
     problems = []
     for name, (rule, usual) in files.switches.items():
-        # a null is false to the library, but where it means that another field decides
         given = whole.get(name, usual)
-        value = bool(given) if given is None and usual is not None else given
+        # The library reads a null as false, except if null is the default: another field decides
+        # then.
+        value = given
+        if given is None and usual is not None:
+            value = False
         if value is not None and not isinstance(value, bool):
             problems.append(f"{PROCESSOR}: {name} is {_shown(given)}, expected true or false")
         values[rule] = value
         fields[rule] = f"{PROCESSOR} {name}"
     for name, expected in files.only.items():
-        if (given := whole.get(name, expected)) is not expected:
-            problems.append(
-                f"{PROCESSOR}: {name} is {_shown(given)}, megacp can only express "
-                f"{_shown(expected)}"
-            )
+        given = whole.get(name, expected)
+        if given is not expected:
+            found = f"{name} is {_shown(given)}"
+            problems.append(f"{PROCESSOR}: {found}, megacp can only express {_shown(expected)}")
     for rule, value in files.constants.items():
         values[rule] = value
         fields[rule] = "the library's processor"
@@ -642,14 +658,11 @@ def _read_switches(
 
 
 def _note_names(where: str, content: Content, used: set[str], notes: list[str]) -> None:
-    """Add a line about fields with a value that nothing reads here; the library's classes ignore
-    them as well.
-    """
-    left = [
-        name
-        for name, value in content.items()
-        if name not in used | _SILENT and value not in (None, False)
-    ]
+    """Add a line about fields that are not used, because the library ignores them as well."""
+    left = []
+    for name in sorted(content.keys() - used - _SILENT):
+        # a null or false field asks for nothing, so it needs no note
+        if content[name] not in (None, False):
+            left.append(f"{printable(name)} {_shown(content[name])}")
     if left:
-        told = listed([f"{printable(name)} {_shown(content[name])}" for name in sorted(left)], 10)
-        notes.append(f"{where}: not used, as in the library: {told}")
+        notes.append(f"{where}: not used, as in the library: {listed(left, 10)}")

@@ -12,6 +12,7 @@ from megacp.engine.config.run import flag
 from megacp.training.monitor.console import say
 
 HELP_ALL = "--help-all"
+# Fields whose flags `--help` shows.
 FIRST_FIELDS = (
     "dry_run",
     "world_size",
@@ -42,9 +43,8 @@ FIRST_FIELDS = (
     "save_interval",
     "auto_resume",
 )
-"""Fields whose flags `--help` shows."""
+# Columns of a help line, at most.
 _WIDEST = 100
-"""Columns of a help line, at most."""
 _INDENT = 8 * " "
 
 
@@ -60,7 +60,8 @@ def show_help(arguments: Sequence[str]) -> None:
     """
     others = [argument for argument in arguments if argument not in (*HELP, HELP_ALL)]
     if HELP_ALL in arguments:
-        parse([*others, *HELP])  # prints, and ends the program
+        # argparse prints the help of all flags and ends the program
+        parse([*others, *HELP])
     # take the texts from the parser, so that defaults and groups are always right
     shown = {flag(name) for name in FIRST_FIELDS}
     lines = [f"usage: {PROGRAM} [-h] [OPTIONS]", DESCRIPTION]
@@ -82,6 +83,7 @@ def _described(action: argparse.Action) -> list[str]:
     """Return the lines of a flag: its names and allowed values, then its help text."""
     names = ", ".join(action.option_strings)
     values = f" {action.metavar}" if action.metavar else ""
+    # fit the terminal, but keep lines readable on a wide one
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     text = " ".join((action.help or "").split())  # docstrings contain line breaks
     wrapped = textwrap.wrap(

@@ -1,6 +1,6 @@
 """Ctrl-C before a command can save anything: it prints one word and exits with status 130.
 
-This module is imported before torch, which takes seconds, so it imports only what is fast.
+This module is imported before torch, which takes seconds, so it only has fast imports.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import signal
 from pathlib import Path
 from typing import NoReturn
 
+# Exit status of a command that Ctrl-C ended before there was anything to save.
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit status of a command that Ctrl-C ended before there was anything to save."""
 
 
 def leave_at_ctrl_c() -> None:

@@ -32,16 +32,15 @@ from megacp.distributed.large_blocks import BLOCKS, LARGE
 from megacp.distributed.shape import GridShape
 from megacp.storage.wording import listed
 
+# How long rank 0 waits for the other ranks to read its verdict: its process may hold the store.
 _READING_SECONDS = 5.0
-"""How long rank 0 waits for the other ranks to read its verdict: its process may hold the store."""
+# Make torch record the last NCCL collectives and write them to a file per rank at a timeout.
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""Make torch record the last NCCL collectives and write them to a file per rank at a timeout."""
+# The address of this machine that only this machine can reach.
 _LOOPBACK = "127.0.0.1"
-"""The address of this machine that only this machine can reach."""
+# Rows differ in length. Without expandable segments the allocator loses memory to fragments, and
+# waits for the device to release some.
 _CUDA = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Rows differ in length. Without expandable segments the allocator loses memory to fragments, and
-waits for the device to release some.
-"""
 
 
 @dataclass(frozen=True)
@@ -204,6 +203,7 @@ class Rendezvous:
             return judge([value])
         store.set(f"{topic}/{self.rank}", value)
         store.set_timeout(datetime.timedelta(seconds=seconds))
+        # Rank 0 collects all values and writes the verdict; the other ranks only wait for it.
         values: list[str] = []
         try:
             while self.rank == 0 and len(values) < self.size:
@@ -289,6 +289,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
     while time.monotonic() < deadline:
         if rank == 0:
             store.set("life/proposal", ",".join(read(f"word/{other}") for other in range(size)))
+        # An old proposal does not contain the new word of this rank.
         proposal = read("proposal")
         words = proposal.split(",")
         if len(words) == size and words[rank] == word:
@@ -302,6 +303,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
                 return dist.PrefixStore(f"life/{name}", store)
         # Many ranks ask one store, so they ask less often.
         time.sleep(0.02 * max(1.0, size / 128))
+    # Out of time: name the ranks without a word, or else the ranks that did not agree.
     missing = [other for other in range(size) if not read(f"word/{other}")]
     if not missing:
         missing = [other for other in range(size) if read(f"agreed/{other}") != agreed]
@@ -322,7 +324,8 @@ def join(
 ) -> ProcessGrid:
     """Build the grid: choose the device, create the process groups (gloo or NCCL) and the axes.
 
-    `timeout_minutes` limits collectives, `file_timeout_minutes` those that wait for files.
+    `timeout_minutes` limits collectives; `file_timeout_minutes` limits collectives that wait for
+    files.
     """
     device = pick_device(world_from_environment())
     timeout = datetime.timedelta(minutes=timeout_minutes)
@@ -446,6 +449,7 @@ def _listen(heard: dict[int, str], world: Axis, seconds: float) -> None:
     store = run_store()
     deadline = time.monotonic() + seconds
     store.set(f"megacp_failure/{world.rank}", heard[world.rank])
+    # Poll with `check`, because `get` would wait for a rank that may be dead.
     while len(heard) < world.size and time.monotonic() < deadline:
         for rank in range(world.size):
             if rank not in heard and store.check([f"megacp_failure/{rank}"]):

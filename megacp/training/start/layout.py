@@ -15,6 +15,7 @@ from megacp.engine.config.yaml_file import values_of_file
 from megacp.storage.place import Place
 from megacp.storage.wording import counted
 
+# Fields of a layout, which megacp-plan chooses; for another machine it also chooses the dtype.
 LAYOUT_FIELDS = frozenset(
     {
         "tensor_model_parallel_size",
@@ -34,9 +35,8 @@ LAYOUT_FIELDS = frozenset(
         "mlp_chunk_tokens",
     }
 )
-"""Fields of a layout, which megacp-plan chooses; for another machine it also chooses the dtype."""
+# File name of the planned layout in the suggested commands.
 PLANNED = "best.yaml"
-"""File name of the planned layout in the suggested commands."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list
     mixed: dict[str, list[str]] = {}
     replaced: list[str] = []
     for words in _by_flag(arguments):
+        # both `--flag=value` and `--flag value`
         name, equals, value = words[0].partition("=")
         field = name.removeprefix("--").replace("-", "_")
         if field in LAYOUT_FIELDS | {"dry_run", "world_size"}:

@@ -16,8 +16,8 @@ from megacp.training.start import launch
 from megacp.training.start.interrupts import handles
 from megacp.training.start.status import FAILED, STOPPED
 
+# How long other ranks may continue after one has failed: an NCCL collective would wait forever.
 _SECONDS_AFTER_A_FAILURE = 60.0
-"""How long other ranks may continue after one has failed: an NCCL collective would wait forever."""
 
 
 def ranks_asked(arguments: Sequence[str]) -> tuple[int, list[str]]:

@@ -11,8 +11,8 @@ from typing import Any
 from megacp.engine.config.run import flag
 from megacp.training.start.status import REFUSED, STOPPED
 
+# Last lines of the output in which an error message is looked for.
 _LINES_OF_AN_ERROR = 50
-"""Last lines of the output in which an error message is looked for."""
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
@@ -43,9 +43,11 @@ def train(values: Mapping[str, Any], nproc: int = 1) -> int:
         command += ["--nproc", str(nproc)]
     command += flags_of(values)
     pipe, joined = subprocess.PIPE, subprocess.STDOUT
+    # Keep the end of the output, where the reason of a failure is printed.
     last = collections.deque[str](maxlen=_LINES_OF_AN_ERROR)
     with subprocess.Popen(command, stdout=pipe, stderr=joined, text=True, errors="replace") as run:
-        for _ in range(2):  # the first ends with a Ctrl-C
+        # Ctrl-C ends the first pass; the second one prints the remaining output of the run.
+        for _ in range(2):
             try:
                 for line in run.stdout or ():
                     print(line, end="", flush=True)

@@ -1,4 +1,4 @@
-"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+"""Mistakes in the code that the tests of this folder detect; see tests/mutants.py."""
 
 BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("megacp/engine/rows/image_shards.py", "tests/prepare/media/test_molmo2_rules.py"): [
@@ -7,7 +7,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "running[start] + low, start)",
             "a rank takes one unit too many",
         ),
-        ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
+        ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks get no units"),
         (
             '(start, stop), side="right"',
             '(start, stop), side="left"',
@@ -18,100 +18,100 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "    inside = whole.get(key)\n",
             "    inside = None\n",
-            "older processor files count before the newest",
+            "older processor files override the newest one",
         ),
-        ("if has_older:", "if True:", "older names of sizes count for videos"),
+        ("if has_older:", "if True:", "older names of sizes apply to videos"),
         (
             '"size" not in part or (size is None and has_older)',
             "size is None",
-            "a null is a missing size",
+            "a null counts as a missing size",
         ),
         (
             '"do_normalize": (True, False)',
             '"do_normalize": (True, True)',
-            "videos that stay bytes are normalised",
+            "a skipped normalisation is accepted",
         ),
         (
             "_normalized(_CLIP_MEAN, _CLIP_DEVIATION)",
             "_normalized(_HALF, _HALF)",
-            "a missing mean is another one",
+            "a missing mean gets the wrong default",
         ),
         (
             "if _acts_otherwise(given, expected):",
             "if False:",
-            "steps that a folder leaves out are taken",
+            "a step that a folder switches off is taken",
         ),
         (
-            "        if not problems and all(",
-            "        if all(",
-            "videos follow images against the library",
+            "        if not problems and agrees:",
+            "        if agrees:",
+            "videos use unsupported settings of images",
         ),
     ],
     ("megacp/storage/files.py", "tests/prepare/media/test_reader.py"): [
         (
             "os.open(name, _FOR_READING | os.O_NOFOLLOW, ",
             "os.open(name, _FOR_READING, ",
-            "an exchanged file leads out",
+            "a replaced file leads outside the root",
         ),
         (
             "inner = os.open(\n                folder, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor\n            )",
             "inner = os.open(folder, _FOR_READING | os.O_DIRECTORY, dir_fd=descriptor)",
-            "an exchanged folder leads out",
+            "a replaced folder leads outside the root",
         ),
     ],
     ("megacp/prepare/media/reader.py", "tests/prepare/media/test_reader.py"): [
         (
             "return url.content(limit)",
             "return url.content(LARGEST_ITEM)",
-            "an image without an end takes 2 GiB",
+            "an endless image takes 2 GiB",
         ),
         (
             "read_within(stream, path, limit)",
             "read_within(stream, path, LARGEST_ITEM)",
-            "files have no bound",
+            "file sizes are not limited",
         ),
         (
             "if os.path.commonpath((path, str(self._root))) != self._root:",
             "if False:",
-            "a path leads out of the root",
+            "a path leads outside the root",
         ),
     ],
     ("megacp/training/data/vision/decoding.py", "tests/prepare/media/test_pixels.py"): [
         (
             "[i for i in range(unit * step, (unit + 1) * step) if i not in known]",
             "range(unit * step, (unit + 1) * step)",
-            "frames that are kept are decoded again",
+            "cached frames are decoded again",
         ),
         (
             "= self._videos.pop(data, {})",
             "= self._videos.pop(data[:0], {})",
-            "kept frames are forgotten",
+            "cached frames are lost",
         ),
-        ("len(video[0]) + sum", "sum", "kept files cost nothing"),
+        ("len(video[0]) + sum", "sum", "cached files do not count towards the limit"),
     ],
     ("megacp/training/data/vision/qwen3_5.py", "tests/prepare/media/test_qwen3_5_rules.py"): [
-        ("round(count / step) * step", "count", "the frames of a video are not counted in pairs"),
+        ("round(count / step) * step", "count", "the number of frames is not rounded to pairs"),
         (
             "(0, 2, 5, 3, 6, 8, 1, 4, 7)",
             "(0, 2, 3, 5, 6, 8, 1, 4, 7)",
-            "the patches of a token are torn apart",
+            "the patches of a token are separated",
         ),
         (
             "(width, pixels.shape[0])",
             "(pixels.shape[1], height)",
-            "columns are blended before rows",
+            "columns are resized before rows",
         ),
         (
             "frames[-1] / fps",
             "frames[0] / fps",
-            "half a pair has the mean of two times",
+            "an incomplete pair gets a wrong time",
         ),
         (
             "shrink = math.sqrt(count *",
             "shrink = math.sqrt(",
-            "each frame has all pixels of the video",
+            "each frame may use the pixels of the whole video",
         ),
-        ('"video_patch", self)', '"image_patch", self)', "a video is told as images"),
+        ('"video_patch", self)', '"image_patch", self)', "a video gets image tokens"),
     ],
     ("megacp/training/data/vision/molmo2.py", "tests/prepare/media/test_molmo2_rules.py"): [
         (
@@ -119,7 +119,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "(size - size // 2, size // 2)",
             "the larger half of the padding is at the start",
         ),
-        ("index[:-1, :, -right:]", "index[1:, :, -right:]", "a margin is cut at the wrong side"),
+        ("index[:-1, :, -right:]", "index[1:, :, -right:]", "a margin is cut on the wrong side"),
         ("grid + rules.patches_per_crop", "grid", "high-resolution windows pool the small crop"),
         (
             "np.array(rules.image_std, np.float32) * np.float32(255)",
@@ -129,12 +129,12 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (
             "windows = grid.reshape(rows, pool[0], columns, pool[1]).swapaxes(1, 2)",
             "windows = grid.reshape(rows, pool[0], columns, pool[1])",
-            "windows are rows of patches",
+            "windows consist of rows of patches",
         ),
         (
             "(np.arange(after, dtype=np.float32) + half) - half",
             "(np.arange(after, dtype=np.float32) + half) - np.float32(0)",
-            "pixels are half a place off",
+            "pixels are half a position off",
         ),
     ],
 }

@@ -1,4 +1,4 @@
-"""Small images and videos for tests, made here."""
+"""Small generated images and videos for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megacp.training.data.vision.molmo2 import Molmo2Rules
 
 
 class WordTokenizer:
-    """Enough of a tokenizer to give image tokens their ids."""
+    """A minimal tokenizer whose image tokens get ids from 257."""
 
     vocab_size = 257
 
@@ -24,11 +24,12 @@ TINY = Molmo2Rules(
 
 
 def noise(width: int, height: int, seed: int = 0) -> np.ndarray:
-    """uint8 [height, width, 3]."""
+    """Return random pixels, uint8 `[height, width, 3]`."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def encoded(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return an image file of `kind`, with Pillow's options."""
     image = Image.fromarray(pixels) if isinstance(pixels, np.ndarray) else pixels
     stream = io.BytesIO()
     image.save(stream, kind, **options)
@@ -36,7 +37,7 @@ def encoded(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options: Any)
 
 
 def moving(num_frames: int, width: int = 48, height: int = 32) -> list[np.ndarray]:
-    """Frames that all differ."""
+    """Return frames that all differ, uint8 `[height, width, 3]`."""
     frames = []
     for i in range(num_frames):
         frame = np.full((height, width, 3), (i * 5) % 256, np.uint8)
@@ -54,8 +55,9 @@ def video(
     first: int = 0,
     every: int = 1,
 ) -> bytes:
-    """The frames of `moving`; those of the file begin at number `first` of its rate and take each
-    `every`-th.
+    """Return a video file of the frames of `moving`.
+
+    Its timestamps begin at `first` and are `every` apart, in units of 1 / `fps` seconds.
     """
     import av
 
@@ -65,10 +67,12 @@ def video(
         track.width, track.height = 48, 32
         track.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
         track.codec_context.gop_size = key_every
-        output.start_encoding()  # a header also without a frame
+        # write a header even without frames
+        output.start_encoding()
         for number, pixels in enumerate(moving(num_frames)):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            frame.pts, frame.time_base = first + every * number, Fraction(1, fps)
+            frame.pts = first + every * number
+            frame.time_base = Fraction(1, fps)
             output.mux(track.encode(frame))
         output.mux(track.encode())
     return stream.getvalue()

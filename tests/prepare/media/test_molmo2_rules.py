@@ -1,6 +1,4 @@
-"""Crops, patches, pooling and tokens of an image against the transformers library's Molmo2
-processor.
-"""
+"""The crops, patches, pooling and tokens of Molmo2 match the transformers library."""
 
 from __future__ import annotations
 
@@ -49,9 +47,8 @@ SIZES = {
         (113, 112),
     ],
 }
-ONE_LEVEL = (
-    2 / 255 * 1.001
-)  # of 255 levels, over a deviation of 0.5, and a rounding of the last float32 digit
+# One of 255 levels divided by a deviation of 0.5, with a margin for float32 rounding.
+ONE_LEVEL = 2 / 255 * 1.001
 
 
 @pytest.mark.slow
@@ -61,11 +58,11 @@ def test_pixels_and_pooling_are_those_of_the_transformers_library(name: str) -> 
     for number, (width, height) in enumerate(SIZES.get(name, SIZES["tiny"][:40])):
         pixels = noise(width, height, number)
         patches, pooling, _ = reference.process_image(pixels, rules)
-        mine, layout = image_patches(pixels, rules), image_layout(width, height, rules)
-        assert mine.dtype == np.float32 and mine.shape == patches.shape == (
-            layout.num_crops,
-            *mine.shape[1:],
-        )
+        mine = image_patches(pixels, rules)  # [crops, patches, patch pixels]
+        layout = image_layout(width, height, rules)
+        assert mine.dtype == np.float32
+        assert mine.shape == patches.shape
+        assert len(mine) == layout.num_crops
         assert np.array_equal(layout.pooling, pooling), (width, height)
         assert np.abs(mine - patches).max() <= ONE_LEVEL, (width, height)
 
@@ -182,7 +179,8 @@ def test_a_frame_of_the_models_size_keeps_its_pixels_and_their_ends_are_one() ->
         WordTokenizer
     )
     pixels = np.arange(0, 240, 5, dtype=np.uint8).reshape(4, 4, 3)
-    pixels[0, 0], pixels[3, 3] = 0, 255
+    pixels[0, 0] = 0
+    pixels[3, 3] = 255
     patches = rules.pixels_of_frames(rules.fitted(pixels, 1)[None, None])[0][0]  # [4, 2 * 2 * 3]
     expected = pixels.reshape(2, 2, 2, 2, 3).swapaxes(1, 2).reshape(4, 12) / 127.5 - 1.0
     np.testing.assert_allclose(patches, expected, atol=1e-6)
@@ -193,19 +191,20 @@ UNITS = st.lists(st.integers(1, 9), max_size=8)
 
 
 def shards(images: list[int], ranks: int) -> list[list[int]]:
-    """Images of the units of each rank, for pooled tokens = 10 x images; the table is checked on
-    the way.
+    """Return the images of each unit of each rank, and check the table of boundaries.
+
+    Each image has 10 pooled tokens.
     """
-    bounds = np.cumsum(images, dtype=np.int64), np.cumsum(images, dtype=np.int64) * 10
+    ends = np.cumsum(images, dtype=np.int64)  # [units]
+    bounds = ends, ends * 10
     table = compute_image_shard_boundaries(*bounds, ranks)
     assert table.dtype == BOUNDARY_DTYPE and np.array_equal(
         table["end_pool_idx"], 10 * table["end_image_idx"]
     )
     parts = [units_of(table, bounds[0], rank) for rank in range(ranks)]
-    assert list(itertools.chain(*parts)) == list(range(len(images))), (
-        "every unit once, in ascending order"
-    )
-    return [[images[u] for u in part] for part in parts]
+    in_order = list(itertools.chain(*parts))
+    assert in_order == list(range(len(images))), "every unit once, in ascending order"
+    return [[images[unit] for unit in part] for part in parts]
 
 
 @pytest.mark.slow
@@ -223,15 +222,19 @@ def test_the_largest_cost_is_the_optimum_and_no_rank_starves_needlessly(
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=12), st.integers(1, 8))
 @pytest.mark.slow
 def test_every_field_of_the_table_counted_by_hand(units: list[tuple[int, int]], ranks: int) -> None:
-    crops, pooled = [c for c, _ in units], [p for _, p in units]
+    crops = [c for c, _ in units]
+    pooled = [p for _, p in units]
     bounds = np.cumsum(crops, dtype=np.int64), np.cumsum(pooled, dtype=np.int64)
     table = compute_image_shard_boundaries(*bounds, ranks)
+    # A rank's range must begin and end between units.
     edges = {(sum(crops[:unit]), sum(pooled[:unit])) for unit in range(len(units) + 1)}
-    before, largest = (0, 0), 0
+    before = (0, 0)
+    largest = 0
     for row in table.tolist():
         start_image, end_image, start_pool, end_pool, most = row
         assert (start_image, start_pool) == before and (end_image, end_pool) in edges
-        before, largest = (end_image, end_pool), max(largest, end_pool - start_pool)
+        before = (end_image, end_pool)
+        largest = max(largest, end_pool - start_pool)
         assert most == table["max_num_tokens"][0]
     assert before == (sum(crops), sum(pooled)) and largest == table["max_num_tokens"][0]
 

@@ -1,6 +1,4 @@
-"""Image files: each kind becomes the same upright RGB everywhere, and each way to be bad has its
-own message.
-"""
+"""Decoding of images and videos: exact pixels for good files, a clear message for bad ones."""
 
 from __future__ import annotations
 
@@ -56,7 +54,8 @@ def test_other_kinds_of_pixels_become_rgb_in_a_defined_way(mode: str) -> None:
         source.putalpha(100)
     kind = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
     pixels = load_pixels(encoded(source, kind), RULES)
-    if "A" in mode:  # over white: what is 100 / 255 there
+    if "A" in mode:
+        # an opacity of 100 / 255 over white
         colour = np.asarray(source.convert("RGB")).astype(float)
         assert np.abs(pixels - (colour * 100 + 255 * 155) / 255).max() <= 1
     else:
@@ -94,7 +93,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png_of_one_frame() -> bytes:
-    """An animation by its header, of one frame."""
+    """Return a PNG that declares an animation but has a single frame."""
     data = encoded(noise(8, 8))
     place = data.index(b"IDAT") - 4
     frame = struct.pack(">IIIIIHHBB", 0, 8, 8, 0, 0, 1, 10, 0, 0)
@@ -159,7 +158,7 @@ def test_a_bad_image_is_refused_with_its_own_message(name: str) -> None:
 
 
 def test_a_giant_header_is_refused_before_anything_is_decoded() -> None:
-    # Pillow only warns up to twice its limit, and a warning stops nothing
+    # up to twice its limit, Pillow only warns and still decodes
     data = encoded(Image.new("1", (10_000, 10_000)))
     with pytest.raises(
         ImageError, match="10000 x 10000 = 100000000 pixels, more than --max-pixels 89478485"
@@ -168,8 +167,8 @@ def test_a_giant_header_is_refused_before_anything_is_decoded() -> None:
 
 
 av = pytest.importorskip("av")
+# Samples all frames of short videos.
 EVERY = dataclasses.replace(TINY, max_frames=64, video_fps=10.0)
-"""Takes all frames of short videos."""
 
 
 def decoded(data: bytes, frames: Sequence[int] = range(99)) -> np.ndarray:
@@ -213,7 +212,7 @@ def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec
     info = video_info(data, TINY)
     assert info == (43, 10.0)
     taken = TINY.sampled(43, 10.0)
-    with av.open(io.BytesIO(data)) as source:  # all frames in order, the slow way
+    with av.open(io.BytesIO(data)) as source:  # decode all frames in order
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])[
             taken
         ]
@@ -227,11 +226,11 @@ def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec
 def test_a_video_that_is_asked_for_again_is_not_decoded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Frames that a rank has not had yet are; of several videos those that were asked for last are
-    kept.
-    """
-    one, two = video(43), video(20)
-    whole, asked = decoded(one), []
+    """Only new frames are decoded, and the cache keeps the videos that were used last."""
+    one = video(43)
+    two = video(20)
+    whole = decoded(one)
+    asked = []
 
     def noted(
         data: bytes, rules: Molmo2Rules, frames: Sequence[int], fit: Any
@@ -247,11 +246,8 @@ def test_a_video_that_is_asked_for_again_is_not_decoded_again(
     monkeypatch.setattr(decoding, "KEPT_BYTES", len(one) + 2 * 3 * TINY.image_size**2)
     for data, frames in ((two, [0, 1]), (one, [0]), (two, [0, 1, 2]), (one, [0])):
         decoder.video(data, frames)
-    assert asked[2:] == [
-        (False, [0, 1]),
-        (True, [0]),
-        (False, [2]),
-    ]  # four frames of the first were too many
+    # the cache had no room for the four frames of the first video
+    assert asked[2:] == [(False, [0, 1]), (True, [0]), (False, [2])]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
@@ -282,7 +278,7 @@ def test_a_rate_that_the_frames_contradict_is_not_believed() -> None:
 
 
 def in_order(data: bytes) -> np.ndarray:
-    """All frames, decoded from the first to the last on one thread."""
+    """Return all frames, decoded in order on one thread."""
     with av.open(io.BytesIO(data)) as source:
         source.streams.video[0].codec_context.thread_count = 1
         return np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])
@@ -292,7 +288,9 @@ def test_what_the_first_packet_alone_says_is_known_behind_a_seek() -> None:
     now = h264(30, "cabac=1:8x8dct=1:crf=14:keyint=1")
     old = claiming_an_old_x264(now)
     expected = in_order(old)
-    assert (expected != in_order(now)).any(axis=(1, 2, 3)).sum() > 1, "the name decides on pixels"
+    assert (expected != in_order(now)).any(axis=(1, 2, 3)).sum() > 1, (
+        "the encoder name changes the pixels"
+    )
     for number in range(30):
         (found,) = video_pixels(old, EVERY, [number])
         assert np.array_equal(found, expected[number]), number

@@ -1,6 +1,4 @@
-"""Processor files of model folders: which file counts and what its fields mean, against the
-transformers library.
-"""
+"""Rules from processor files equal the attributes of the transformers library's processors."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def library(module: str, name: str, folder: Path) -> Any:
 
 
 def by_library(folder: Path, family: str) -> dict[str, Any]:
-    """Rules as the attributes of the library's processors of a folder."""
+    """Return the rules of a folder according to the library's processors."""
     if family == "qwen3_5":
         image = library(
             "qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil", folder
@@ -182,7 +180,7 @@ def test_rules_of_a_folder_are_the_attributes_of_the_library(name: str, tmp_path
 
 
 def test_an_image_has_the_tokens_of_the_library_by_the_folder(tmp_path: Path) -> None:
-    """96 x 64 pixels are 3 x 2 windows of 32."""
+    """An image of 96 x 64 pixels has 3 x 2 windows of 32 x 32 pixels."""
     told = read(written(tmp_path, {IMAGES: QWEN_IMAGE, VIDEOS: QWEN_VIDEO}), "qwen3_5")
     rules = told.with_ids({}).with_token_ids(WordTokenizer)
     image = library("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil", tmp_path)
@@ -191,7 +189,7 @@ def test_an_image_has_the_tokens_of_the_library_by_the_folder(tmp_path: Path) ->
 
 
 def test_switches_of_the_processor_as_a_whole_follow_its_signature(tmp_path: Path) -> None:
-    """`image_use_col_tokens` is true where the file is silent, and false where it has a null."""
+    """`image_use_col_tokens` is true if it is missing, and false if it is null."""
     files = {IMAGES: MOLMO_IMAGE, VIDEOS: MOLMO_VIDEO}
     assert read(written(tmp_path, files), "molmo2").values["use_column_tokens"] is True
     whole = {
@@ -230,7 +228,7 @@ def test_what_is_not_used_is_told_once_a_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_settings_of_videos_says_so(tmp_path: Path) -> None:
-    """By this name the library takes another class for videos."""
+    """With this class name, the library uses another class for videos."""
     image = {**QWEN_IMAGE, "image_processor_type": "Qwen2VLImageProcessor"}
     told = read(written(tmp_path, {IMAGES: image}), "qwen3_5")
     assert told.notes == (
@@ -239,7 +237,7 @@ def test_a_folder_without_settings_of_videos_says_so(tmp_path: Path) -> None:
     assert (
         told.values["video_resize_pixels"] == [131072, 786432] and told.values["video_fps"] == 2.0
     )
-    # the library would take all frames here, which no rule expresses
+    # the library would use all frames here, which our rules cannot express
     told = read(written(tmp_path, {IMAGES: {**QWEN_IMAGE, "do_sample_frames": False}}), "qwen3_5")
     assert (
         f"there is no {VIDEOS}: videos follow" in told.notes[0] and told.values["video_fps"] == 2.0
@@ -408,7 +406,7 @@ REFUSED: dict[str, tuple[str, str, Files, str]] = {
 
 
 def test_videos_that_the_library_would_not_normalise_are_refused(tmp_path: Path) -> None:
-    """Its class for Molmo2's videos has no values of its own for these steps."""
+    """The library's video class of Molmo2 has no defaults for these steps."""
     video = {name: value for name, value in MOLMO_VIDEO.items() if name != "do_normalize"}
     written(tmp_path, {IMAGES: MOLMO_IMAGE, VIDEOS: video})
     assert not library(
@@ -466,7 +464,7 @@ NAMES = {
 
 @pytest.mark.parametrize("family", NAMES)
 def test_whatever_is_taken_is_what_the_library_reads(family: str, tmp_path: Path) -> None:
-    """Random fields with random values; a refusal is one ValueError."""
+    """Random fields with random values are read like the library, or raise a ValueError."""
     drawn = random.Random(0)
     base = (QWEN_IMAGE, QWEN_VIDEO) if family == "qwen3_5" else (MOLMO_IMAGE, MOLMO_VIDEO)
     taken = 0

@@ -1,6 +1,4 @@
-"""Sizes, patches, tokens and times of images and videos against the transformers library's Qwen3.5
-processors.
-"""
+"""The sizes, patches, tokens and times of Qwen3.5 match the transformers library."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ SMALL = dataclasses.replace(
 MEAN = dataclasses.replace(
     SMALL, image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.25, 0.3), merge_size=3
 )
+# Tolerance for rounding: the library's processor without torchvision scales before it subtracts.
 ROUNDED = 1e-6
-"""The library's processor for bytes without torchvision scales before it subtracts."""
 
 
 def two_levels(rules: Qwen35Rules) -> float:
-    """torch blends with weights of 16 bits, which may move a byte by one in each of two passes."""
+    """Return the tolerance: torch's 16-bit weights may change a byte by one in each of two passes."""
     return 2 / 255 / min(rules.image_std) + ROUNDED
 
 
@@ -39,7 +37,7 @@ def spelled(text: str, rules: Qwen35Rules) -> list[int]:
 
 
 def sizes(count: int, seed: int, least: int = 1) -> list[tuple[int, int]]:
-    """Widths and heights from tiny to large, most with other sides."""
+    """Return widths and heights from tiny to large; most images are not square."""
     drawn = np.random.default_rng(seed).uniform(np.log(least), np.log(300), (count, 2))
     return [(int(w), int(h)) for w, h in np.exp(drawn) if 1 / 200 <= int(w) / int(h) <= 200]
 
@@ -88,7 +86,8 @@ def test_frames_patches_grids_times_and_tokens_of_videos_are_those_of_the_librar
 ) -> None:
     rng = np.random.default_rng(5)
     for width, height in sizes(22, 2, least=4):
-        num_frames, fps = int(rng.integers(2, 60)), float(rng.choice([2.0, 3.7, 24.0, 29.97]))
+        num_frames = int(rng.integers(2, 60))
+        fps = float(rng.choice([2.0, 3.7, 24.0, 29.97]))
         taken = rules.sampled(num_frames, fps)
         assert taken == reference.sampled_frames(num_frames, fps, rules)
         frames = np.stack([noise(width, height, number) for number in taken])
@@ -101,12 +100,11 @@ def test_frames_patches_grids_times_and_tokens_of_videos_are_those_of_the_librar
         )
         text = reference.video_text(grid, taken, fps, rules)
         assert re.findall("<[0-9.]+ seconds>", text) == [time for time, _ in units]
-        assert [token for _, layout in units for token in layout.tokens.tolist()] == spelled(
-            text, rules
-        )
-        fitted = np.stack(
-            [rules.fitted(frame, len(taken)) for frame in [*frames, frames[-1]]][: 2 * len(units)]
-        )
+        tokens = np.concatenate([layout.tokens for _, layout in units]).tolist()
+        assert tokens == spelled(text, rules)
+        # Units are pairs of frames; an odd number of frames repeats the last one.
+        padded = [*frames, frames[-1]][: 2 * len(units)]
+        fitted = np.stack([rules.fitted(frame, len(taken)) for frame in padded])
         patches, pooling = rules.pixels_of_frames(fitted.reshape(-1, 2, *fitted.shape[1:]))
         assert np.abs(patches[:, 0] - expected).max() <= two_levels(rules), (width, height)
         assert len(patches) == sum(layout.num_crops for _, layout in units) and pooling.size == len(
@@ -137,7 +135,7 @@ def test_what_the_library_refuses_is_refused() -> None:
 def test_rules_survive_json_by_the_name_of_their_family() -> None:
     assert rules_from_dict(QWEN.to_dict()) == QWEN and QWEN.to_dict()["family"] == "qwen3_5"
     assert rules_from_dict({"patch_size": 7}) == Molmo2Rules(patch_size=7), (
-        "what names no family is Molmo2's"
+        "rules without a family belong to Molmo2"
     )
     with pytest.raises(ValueError, match="--vision-family is 'llava', allowed are molmo2, qwen3_5"):
         rules_from_dict({"family": "llava"})

@@ -1,6 +1,4 @@
-"""What records name: every way to give an image, and nothing outside of the root and the record is
-ever opened.
-"""
+"""Every way to name an image in a record; files outside the root are never opened."""
 
 from __future__ import annotations
 
@@ -51,11 +49,15 @@ def expand(
     members: dict[str, bytes] | None = None,
     **changes: Any,
 ) -> tuple[tuple[RecordPart, ...], list[bytes]]:
-    content = [
-        {k: v.replace("ROOT", str(root)) if isinstance(v, str) else v for k, v in p.items()}
-        for p in content
-    ]
-    pieces = parse_record({"content": content}, RecordRules(media=True)).prefix
+    """Expand a record's content, in which "ROOT" is the path of `root`; return parts and items."""
+    found = []
+    for part in content:
+        part = dict(part)
+        for key, value in part.items():
+            if isinstance(value, str):
+                part[key] = value.replace("ROOT", str(root))
+        found.append(part)
+    pieces = parse_record({"content": found}, RecordRules(media=True)).prefix
     items: list[bytes] = []
     reader = MediaReader(dataclasses.replace(TINY, **changes), None if root is None else str(root))
     return reader.expand(pieces, members or {}, items), items
@@ -104,7 +106,7 @@ def test_a_video_is_its_frames_with_their_times_between(root: Path) -> None:
     items: list[bytes] = []
     parts = MediaReader(TINY, str(root)).expand(pieces, {}, items)
     texts = [part.text for part in parts if isinstance(part, SamplePart)]
-    # the first time joins the text before it, as in a prompt that is written out
+    # the first time joins the text before it, as in a written prompt
     assert texts[:4] == ["<|user|>\n", "now0.0 ", " 0.2 ", " 0.5 "]
     placed = [part for part in parts if isinstance(part, Placed)]
     assert [part.frame for part in placed] == list(range(12)) and {
@@ -121,11 +123,11 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "climbing within": ({"path": "sub/../../secret.png"}, "climbs with `..`"),
     "absolute": ({"path": "/etc/passwd"}, "absolute"),
-    "absolute link": ({"path": "ROOT/out.png"}, "it is a URL or absolute"),
+    "absolute link": ({"path": "ROOT/out.png"}, "it is a URL or an absolute path"),
     "absolute climbing": ({"path": "ROOT/../secret.png"}, "climbs with `..`"),
     "file url": (
         {"path": "file:///etc/passwd"},
-        "it is a URL or absolute, allowed are URLs below --image-urls",
+        "it is a URL or an absolute path.*--image-urls",
     ),
     "short file url": ({"path": "file:/etc/passwd"}, "it is a URL"),
     "web url": ({"path": "https://example.org/a.png"}, "it is a URL"),
@@ -135,7 +137,7 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "url key": (
         {"url": "https://example.org/a.png"},
-        "it is a URL or absolute, allowed are URLs below --image-urls",
+        "it is a URL or an absolute path.*--image-urls",
     ),
     "link to a file": ({"path": "out.png"}, "a symbolic link leads out of --image-root"),
     "link to a folder": ({"path": "up/secret.png"}, "a symbolic link leads out of --image-root"),
@@ -149,12 +151,12 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
         "it cannot be read .Too many levels of symbolic links",
     ),
     "long name": ({"path": "a" * 300}, "it cannot be read .File name too long"),
-    "half a character": ({"path": "a\ud800.png"}, "the path holds half a character"),
+    "half a character": ({"path": "a\ud800.png"}, "half of a surrogate pair"),
     "damaged video": (
         {"type": "video", "path": "grey.mp4"},
         "grey.mp4': the video is damaged: its frame at",
     ),
-    "zero byte": ({"path": "a\0.png"}, "it is a URL or absolute"),
+    "zero byte": ({"path": "a\0.png"}, "it is a URL or an absolute path"),
     "empty path": ({"path": ""}, r"`content\[0\].path` is empty"),
     "no text": ({"path": 5}, r"`content\[0\].path` is a number \(5\), but it must be a string"),
     "not base64": ({"base64": "%%%"}, r"`content\[0\].base64`: it is not base64"),
@@ -162,8 +164,8 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "base64 of text": ({"base64": "aGVsbG8="}, "none of Jpeg, Png"),
     "member elsewhere": ({"member": "../x.png"}, "the record has no such member; it has d/1.png"),
     "bytes as text": ({"bytes": "abc"}, "must be bytes"),
-    "nothing": ({}, "needs exactly one of path, base64, member, bytes, .*, it has none"),
-    "two": ({"path": "a", "base64": "b"}, "needs exactly one of .*, it has path, base64"),
+    "nothing": ({}, "needs exactly one of path, base64, member, bytes, .*none"),
+    "two": ({"path": "a", "base64": "b"}, "needs exactly one of .*; it has path, base64"),
     "an image as video": (
         {"type": "video", "path": "bad.mp4"},
         "bad.mp4': the mov video is cut short or damaged",
@@ -182,9 +184,7 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
 
 
 def test_a_link_that_is_exchanged_while_it_is_read_leads_nowhere(root: Path) -> None:
-    """A file of the root becomes a link to one outside, and a file again, as fast as a thread
-    can.
-    """
+    """A thread keeps replacing a file in the root by a link to an outside file, and back."""
     (root.parent / "secret.png").write_bytes(b"a secret")
     changing, new = root / "changing.png", root / "new"
     changing.write_bytes(PICTURE)
@@ -250,4 +250,4 @@ def test_a_file_above_its_bound_is_refused_with_the_flag(root: Path, kind: str) 
             reader._from_path(
                 f"{server.url}/endless.png", {"image": "video", "video": "image"}[kind]
             )
-    assert server.sent < 64 << 20  # what the sockets hold, too
+    assert server.sent < 64 << 20  # including the buffers of the sockets

@@ -85,9 +85,9 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/prepare/media/reader.py", "tests/prepare/packs/test_qwen_images.py"): [
         (
-            "(max(a, start) + by, min(b, stop) + by, w)",
-            "(a, b, w)",
-            "weights are not shifted after a video",
+            "(begin + shift, end + shift, weight)",
+            "(begin, end, weight)",
+            "learned ranges do not move after a video",
         ),
     ],
     ("megacp/training/data/images.py", "tests/prepare/packs/test_qwen_images.py"): [
