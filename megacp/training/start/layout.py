@@ -100,7 +100,7 @@ def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list
     mixed: dict[str, list[str]] = {}
     replaced: list[str] = []
     for words in _by_flag(arguments):
-        # both `--flag=value` and `--flag value`
+        # The value is in the same word after `=`, or it is the last word.
         name, equals, value = words[0].partition("=")
         field = name.removeprefix("--").replace("-", "_")
         if field in LAYOUT_FIELDS | {"dry_run", "world_size"}:
