@@ -24,10 +24,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make setup      create $(VENV) with all packages of the tests and demos (the targets below do this too)'
-	@echo 'make demo       train a vision-language model on 8 CPU ranks, ask it about new digits (4 minutes on two cores)'
-	@echo 'make demo-chat  fine-tune SmolLM2 with 100 chats on 2 CPU ranks, compare with transformers (4 minutes on two cores)'
+	@echo 'make demo       train a vision-language model on 8 CPU ranks, ask it about new digits (5 minutes on two cores)'
+	@echo 'make demo-chat  fine-tune SmolLM2 with 100 chats on 2 CPU ranks, compare with transformers (5 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (2 minutes)'
-	@echo 'make test       run all tests except long ones, faults and architecture (about 12 minutes on two cores)'
+	@echo 'make test       run all tests except long ones, faults and architecture (about 16 minutes on two cores)'
 	@echo 'make test-all   run these, the long ones and the faults (about 25 minutes)'
 	@echo 'make test-fast  run the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  run the tests with kills, full disks, lost ranks and damaged files at random moments (5 minutes)'

@@ -162,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 1 if no layout fits, 2 if the flags are wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(
+        prog="megacp-plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -280,7 +280,7 @@ def test_rules_come_back_from_the_files(rules: Molmo2Rules, tmp_path: Path) -> N
     older: Any = read_rules(tmp_path, rules.token_ids, "molmo2")
     assert (older.max_crops, older.video_fps) == (rules.max_crops, rules.video_fps)
     (tmp_path / IMAGES).unlink()
-    with pytest.raises(ValueError, match=f"has {VIDEOS} and no {IMAGES}"):
+    with pytest.raises(ValueError, match=f"has {VIDEOS} but no {IMAGES}"):
         read_rules(tmp_path, rules.token_ids, "molmo2")
     (tmp_path / VIDEOS).unlink()
     assert read_rules(tmp_path, rules.token_ids, "molmo2") is None

@@ -241,7 +241,7 @@ def test_the_tokenizer_is_kept_with_the_dataset(tmp_path: Path) -> None:
     bpe.save_model(str(tmp_path))
     a = tmp_path / "a.jsonl"
     records = write_records(a, 10)
-    with pytest.raises(ValueError, match="--eod-token, or give --no-append-eod"):
+    with pytest.raises(ValueError, match="--eod-token, or use --no-append-eod"):
         run([a], tmp_path / "d", tokenizer=f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
     run(
         [a],

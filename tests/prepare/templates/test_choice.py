@@ -185,7 +185,7 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
         assert built("words", "text")[:2] == ("", None)
         with pytest.raises(
             ValueError,
-            match=r"tokenizer_config.json has a chat template: .* or --chat-template ignore",
+            match=r"chat template in .*tokenizer_config.json cannot be used: .*--chat-template ignore",
         ):
             built(f"broken{len(broken)}", "talks", on_error="skip")
     for other, by in {"own": kept, "ignored": None}.items():  # texts fit any template
