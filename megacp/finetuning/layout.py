@@ -67,8 +67,9 @@ def choose(
     documents, from which packs are sampled to compare layouts. Raise ValueError if no layout is
     valid or none fits, even with LoRA adapters.
     """
-    # The packs do not exist yet, so the number of their epochs cannot be checked.
-    config = with_values(config, {"train_epochs": None})
+    # The packs do not exist yet, so the fields that belong to them cannot be checked.
+    unknown: dict[str, Value] = {"train_epochs": None, "valid_data_path": None, "eval_interval": 0}
+    config = with_values(config, unknown)
     # With LoRA flags, or with frozen parts, the user has decided what is trained.
     ways: list[dict[str, Value]] = [{}]
     if (

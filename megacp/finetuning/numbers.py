@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from megacp.engine.config.run import Value
 from megacp.prepare.packs.lengths import Lengths
 
-EPOCHS = 3.0
-"""Passes over the data. LLaMA-Factory's examples and transformers' Trainer have the same default.
-"""
 WARMUP = 0.05
 """Share of the steps in which the learning rate grows."""
 # Tokens of the data up to which an update sees a number of tokens. Small data sets get small
@@ -68,27 +65,33 @@ def learning_rate(parameters: int, data_tokens: int, uses_lora: bool) -> float:
     return next(rate for most, rate in _RATES if parameters <= most)
 
 
-def rows(lengths: Lengths, device_type: str, positions: int | None) -> Rows:
+def rows(
+    lengths: Lengths, device_type: str, positions: int | None, given: int | None = None
+) -> Rows:
     """Return the row length for documents of these lengths.
 
-    `positions` is the maximum length that the model supports, or None if it is unknown. A row is a
-    power of two, so any number of ranks that is a power of two can share it.
+    `positions` is the maximum length that the model supports, or None if it is unknown; `given` is
+    a row length that the user wants. A chosen row is a power of two, so that any number of ranks
+    that is a power of two can share it.
     """
-    usual = min(update_tokens(lengths.all_tokens), _ROW_TOKENS[device_type])
-    if lengths.talks == 0:
-        # Texts can be cut, so their length does not matter.
+    usual = given or min(update_tokens(lengths.all_tokens), _ROW_TOKENS[device_type])
+    whole = lengths.longest_whole
+    if whole == 0:
+        # Plain texts can be cut, so their length does not matter.
         return Rows(usual, "split", "longer texts continue in the next row")
-    longest = f"the longest document has {lengths.longest:,} tokens"
-    needed = 2 ** math.ceil(math.log2(lengths.longest))
-    most = positions or needed
-    if needed > most:
-        reason = f"{longest}, but the model supports {most:,}; longer documents are left out"
-        return Rows(most, "drop", reason)
+    needed = given or 2 ** math.ceil(math.log2(whole))
+    row_tokens = min(max(usual, needed), positions or math.inf)
+    reason = f"the longest document has {whole:,} tokens"
     if not lengths.is_whole:
-        measured = f"of the first {lengths.documents:,} documents, the longest has "
-        reason = f"{measured}{lengths.longest:,} tokens; longer documents are left out"
-        return Rows(max(usual, needed), "drop", reason)
-    return Rows(max(usual, needed), "error", longest)
+        reason = f"the longest of the first {lengths.documents:,} documents has {whole:,} tokens"
+    if whole > row_tokens:
+        why = "" if given else f", but the model supports {positions:,}"
+        return Rows(int(row_tokens), "drop", f"{reason}{why}; longer ones are left out")
+    if not lengths.is_whole:
+        return Rows(int(row_tokens), "drop", f"{reason}; longer ones are left out")
+    # A text among conversations may be longer than the row.
+    oversize = "split" if lengths.longest > row_tokens else "error"
+    return Rows(int(row_tokens), oversize, reason)
 
 
 def batch(row_tokens: int, data_tokens: int) -> int:

@@ -22,6 +22,7 @@ from megacp.prepare.packs.settings import VALID_FOLDER
 from megacp.storage.files import write_result
 from megacp.storage.wording import counted, human_count
 from megacp.training.checkpoint.commit import peek
+from megacp.training.loop.stored import FINETUNING_EPOCHS
 from megacp.training.monitor.console import say
 from megacp.training.start.status import STOPPED
 
@@ -155,18 +156,19 @@ def planned(request: Request) -> Plan:
 def _choose_rows(plan: Plan) -> None:
     """Choose the row length, and what happens to longer documents."""
     lengths = plan.data.lengths
-    positions = plan.config.model.max_position_embeddings
-    rows = numbers.rows(lengths, layout.device_type(), positions)
-    flags = {word.partition("=")[0] for word in plan.words.build}
+    given = None
     if "seq_length" in plan.given:
-        rows = numbers.Rows(plan.config.data.seq_length, rows.oversize, f"{rows.reason} (given)")
-    else:
+        given = plan.config.data.seq_length
+    positions = plan.config.model.max_position_embeddings
+    rows = numbers.rows(lengths, layout.device_type(), positions, given)
+    if given is None:
+        # Training takes the length of a row from the packs, so only the build needs the flag.
         plan.build["seq_length"] = rows.tokens
-        # Packs determine the length of a run, so the training command does not need the flag.
         plan.config = with_values(plan.config, {"seq_length": rows.tokens})
+    flags = {word.partition("=")[0] for word in plan.words.build}
     if "--oversize" not in flags and rows.oversize != "error":
         plan.build["oversize"] = rows.oversize
-    plan.lines.append(("rows", f"{rows.tokens:,} tokens: {rows.reason}"))
+    plan.show("rows", f"{rows.tokens:,} tokens: {rows.reason}", "seq_length")
 
 
 def _choose_steps(plan: Plan, request: Request) -> None:
@@ -184,7 +186,7 @@ def _choose_steps(plan: Plan, request: Request) -> None:
     if "train_iters" in plan.given:
         plan.lines.append(("steps", f"{counted(steps, 'update')} (given)"))
     else:
-        plan.choose({"train_epochs": numbers.EPOCHS})
+        plan.choose({"train_epochs": FINETUNING_EPOCHS})
         epochs = float(plan.config.training.train_epochs or 0)
         packs = max(1, round(lengths.all_tokens / row_tokens))
         steps = max(1, round(epochs * packs / batch))

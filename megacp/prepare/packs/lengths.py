@@ -27,6 +27,11 @@ class Lengths:
     """Tokens of these documents, including the tokens of images and the ends of documents."""
     longest: int
     """Tokens of the longest document."""
+    longest_whole: int
+    """Tokens of the longest document that is not a plain text; 0 if there are only texts.
+
+    A conversation would lose its question if it were cut, and images and branches are never cut.
+    """
     talks: int
     """Documents with answers: conversations and instructions, but not plain texts."""
     is_whole: bool
@@ -71,14 +76,18 @@ def measure(settings: BuildSettings, most_documents: int = MOST_DOCUMENTS) -> Le
     all_bytes = sum(size_of(place_of(path)) for path in paths)
     read_bytes = 0
     lengths: list[int] = []
+    longest_whole = 0
     talks = 0
     with tempfile.TemporaryFile() as spool:
         for unit in units:
             for documents in UnitRun(builder, unit, spool).documents():
                 for entry, document in documents:
-                    lengths.append(len(document.tokens))
+                    tokens = len(document.tokens)
+                    lengths.append(tokens)
                     if entry.forms:
                         talks += 1
+                    if entry.forms or document.units or document.branch_starts:
+                        longest_whole = max(longest_whole, tokens)
                 # The images of these documents are no longer needed.
                 spool.truncate(0)
                 if len(lengths) >= most_documents:
@@ -95,6 +104,7 @@ def measure(settings: BuildSettings, most_documents: int = MOST_DOCUMENTS) -> Le
         documents=len(lengths),
         tokens=sum(lengths),
         longest=max(lengths),
+        longest_whole=longest_whole,
         talks=talks,
         is_whole=is_whole,
         some=tuple(lengths[:_SOME]),
