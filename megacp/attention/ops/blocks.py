@@ -68,7 +68,7 @@ class BlockCover:
 
 @dataclass(frozen=True)
 class _Stretches:
-    """Weights on lines of numbered positions: `weight` on each of `[start, stop)` of a `line`.
+    """Weights on lines of numbered positions: `weight` on positions `[start, stop)` of a `line`.
 
     All arrays are int64 `[stretches]`.
     """
@@ -117,7 +117,7 @@ def _concatenated(parts: list[_Stretches]) -> _Stretches:
 def _in_blocks(line: np.ndarray, start: np.ndarray, stop: np.ndarray, size: int) -> _Stretches:
     """Count the tokens `[start, stop)` of each line per block.
 
-    Every interval becomes a cut block at the front, whole blocks, and a cut block at the back. For
+    Every interval is split into a partial block, whole blocks, and another partial block. For
     example, tokens `[3, 14)` in blocks of 4 are 1 token of block 0, 4 tokens each of blocks 1 and
     2, and 2 tokens of block 3.
     """
@@ -160,15 +160,15 @@ def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
 def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
     """Return the allowed pairs of the triangles of a kind; lines are query blocks.
 
-    Each query block cuts a smaller triangle out of the tile. The part is this triangle and a
-    rectangle, which is left of a causal triangle and right of a window's.
+    The part of a tile in one query block is a smaller triangle and a rectangle. The rectangle is to
+    the left of a causal triangle, and to the right of a window's triangle.
     """
     tile = np.flatnonzero(table.kind == kind)
     row = table.row_of_tile[tile]
     k_start = table.k_start[tile]
     q_start = table.row_start[row]
     q_stop = table.row_stop[row]
-    # one part per tile and query block, with `height` queries from `top` on; arrays are [parts]
+    # one part per tile and query block, with `height` queries from `top`; arrays are [parts]
     block, owner = expand(q_start // size, -(-q_stop // size))
     top = np.maximum(block * size, q_start[owner])
     height = np.minimum((block + 1) * size, q_stop[owner]) - top
