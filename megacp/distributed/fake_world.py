@@ -92,7 +92,7 @@ def recorded(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Ca
 
 
 def differences(one: int, calls: Sequence[Call], other: int, others: Sequence[Call]) -> list[str]:
-    """Return one line per shared group that two ranks use differently, with the first difference."""
+    """Return a line for each shared group in which the calls of two ranks differ."""
     shared = {one, other}
     calls = [call for call in calls if shared <= {*call.ranks}]
     others = [call for call in others if shared <= {*call.ranks}]

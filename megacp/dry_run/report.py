@@ -1,4 +1,4 @@
-"""Text of a dry run: grid, pipeline stages, memory per rank, messages and FLOPs per step.
+"""The report of a dry run: grid, pipeline stages, memory per rank, messages and FLOPs per step.
 
 The report for 4,096 ranks is as long as the report for 8 ranks: long tables omit their middle rows.
 """
@@ -123,7 +123,7 @@ def _vision_line(config: RunConfig) -> str:
     return (
         f"Vision: {tower} parameters, {v.vision_num_layers} layers, hidden {v.vision_hidden_size}, "
         f"crops of {v.vision_image_size} pixels in {v.patches_per_crop} patches; connector "
-        f"{connector}; planned for {crops:,} crops a pack"
+        f"{connector}; planned for {crops:,} crops per pack"
     )
 
 
@@ -136,15 +136,15 @@ def _expert_line(config: RunConfig) -> str:
     on_rank = m.num_experts // config.parallel.expert_model_parallel_size
     return (
         f"Experts: {m.moe_router_topk} of {m.num_experts} per token, {human_count(active)} active "
-        f"parameters; a rank has {on_rank} experts of a layer"
+        f"parameters; a rank has {on_rank} experts per layer"
     )
 
 
 def _expert_load(config: RunConfig) -> list[str]:
     """Return a line with the rows of a rank's experts, the memory of a block, and the bytes sent.
 
-    The memory is the peak of the block's backward. Rows and memory are given for an even, the
-    planned and the worst load.
+    The memory is the peak of the block's backward pass. Rows and memory are given for an even load,
+    the planned load and the worst load.
     """
     ep = config.parallel.expert_model_parallel_size
     loads = []
@@ -153,7 +153,7 @@ def _expert_load(config: RunConfig) -> list[str]:
     cases = (
         (1.0, "even"),
         (planned_load(config), "planned"),
-        (most_load(config), "at the worst"),
+        (most_load(config), "in the worst case"),
     )
     for load, name in cases:
         loaded = with_values(config, {"moe_planned_imbalance": load})
@@ -164,7 +164,7 @@ def _expert_load(config: RunConfig) -> list[str]:
         return [f"Expert rows of a rank in a layer: {loads[0]}; no exchange"]
     # ep varies fastest among the ranks, so its groups fit into machines of 8 if ep divides 8
     reach = "between machines of 8 GPUs" if 8 % ep else "within a machine of 8 GPUs"
-    sent = f"a layer sends {human_bytes(exchange_bytes(config))} a microbatch {reach}"
+    sent = f"a layer sends {human_bytes(exchange_bytes(config))} per microbatch {reach}"
     return [f"Expert rows of a rank in a layer: {', '.join(loads)}; {sent}"]
 
 
@@ -208,7 +208,7 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
     if config.parallel.defers_weight_gradients:
         kind += ", deferred weight gradients"
-    title = f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)"
+    title = f"Pipeline stages ({kind}; in flight: sets of chunk activations held at once)"
     return _section(title, rows, left=3)
 
 
@@ -255,7 +255,7 @@ def _any_nonzero(stages: Sequence[object], name: str) -> bool:
 
 
 def _messages(config: RunConfig, world_size: int, sample: PackSample) -> str:
-    """Return the table of bytes that a rank of each stage sends over each axis.
+    """Return the table of bytes that a rank of each stage sends on each axis.
 
     The table omits axes without messages.
     """
@@ -281,7 +281,8 @@ def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
     `flops` are the forward FLOPs of any part of the model; only their ratios matter.
     """
     lists = orders(config, world_size)
-    # relative times: the gradients of inputs and of weights each cost as much as forward's products
+    # relative times: the gradients of inputs and of weights each cost as much as the forward
+    # pass's matrix products
     times = {
         Kind.FORWARD: flops.forward,
         Kind.BACKWARD: flops.matmul + ATTENTION_BACKWARD * flops.attention,
@@ -292,9 +293,9 @@ def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
 
 
 def step_work(config: RunConfig, sample: PackSample) -> tuple[float, float]:
-    """Return the FLOPs of a step, for text and for vision, by the convention of published MFU.
+    """Return the FLOPs of a step, for text and for vision, as counted for published MFU values.
 
-    Attention's backward counts twice its forward.
+    Attention's backward pass counts twice as much as its forward pass.
     """
     packs = config.training.global_batch_size
     tokens = packs * config.data.seq_length
@@ -304,10 +305,7 @@ def step_work(config: RunConfig, sample: PackSample) -> tuple[float, float]:
 
 
 def _mean_area(config: RunConfig, sample: PackSample) -> int:
-    """Return the allowed (query, key) pairs in the packs of a step, on average per attention layer.
-
-    Layers without attention are not part of the average.
-    """
+    """Return the number of allowed (query, key) pairs in a step, averaged over attention layers."""
     areas = [area for area in costs.layer_areas(config.model, config.data.seq_length) if area]
     return int(config.training.global_batch_size * sample.area * sum(areas) / max(1, len(areas)))
 

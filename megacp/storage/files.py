@@ -113,9 +113,7 @@ def read_within(stream: BufferedReader, path: StrPath, limit: int) -> bytes:
         content = stream.read(limit + 1)  # one more byte, because the file may be growing
         if len(content) <= limit:
             return content
-    raise TooLargeError(
-        f"{os.fspath(path)} has more than {limit:,} bytes, the limit for this file"
-    )
+    raise TooLargeError(f"{os.fspath(path)} has more than {limit:,} bytes, the limit for this file")
 
 
 def refuse_pointer(path: StrPath) -> None:
