@@ -146,7 +146,7 @@ def _collectives(calls: Sequence[Call], other: int, first: bool) -> list[tuple[o
 
 
 def _messages(calls: Sequence[Call], way: str, peer: int) -> list[tuple[object, ...]]:
-    """Return dtype and sizes of the messages to (`send`) or from (`recv`) a peer."""
+    """Return the dtypes and sizes of the messages to (`send`) or from (`recv`) a peer."""
     name = f"c10d::{way}"
     return [
         (call.dtype, call.elements)

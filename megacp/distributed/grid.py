@@ -1,6 +1,6 @@
 """The DP x TP x PP x CP grid of processes: a `GridShape` with process groups, as frozen axes.
 
-A layer that communicates only needs one `Axis`.
+A layer that communicates needs only one `Axis`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WorldAxis(Axis):
     """The axis with all ranks of a grid."""
 
     host: HostGroup | None = field(default=None, compare=False, repr=False)
-    """Host group of the grid. If None, waits for slow files have the timeout of other messages."""
+    """Host group of the grid, or None if slow files have the same timeout as other messages."""
 
 
 def single_axis(name: str, global_rank: int = 0) -> Axis:
@@ -100,7 +100,7 @@ class ProcessGrid:
 
     @property
     def ep(self) -> Axis:
-        """The expert-parallel axis: ranks that divide the experts of a layer among them."""
+        """The expert-parallel axis: ranks among which a layer's experts are divided."""
         return self._of_experts("ep")
 
     @property
@@ -109,7 +109,7 @@ class ProcessGrid:
         return self._of_experts("edp")
 
     def _of_experts(self, name: str) -> Axis:
-        """Return an expert axis; a single rank needs none and uses the world."""
+        """Return an expert axis, or the world axis if there is a single rank."""
         assert self.shape.ep or self.world.size == 1, (
             "the grid was built for a model without experts"
         )
@@ -123,9 +123,9 @@ class ProcessGrid:
         """Return the pp axis for messages that `source_stage` sends in one direction.
 
         `direction` is `forward` or `backward`. With two stages and virtual stages, the next and the
-        previous peer are the same rank. Directions, and senders at even and odd stages, have
-        separate process groups. Every ordered pair of ranks in a group therefore exchanges only one
-        kind of message, in the order of sending.
+        previous peer are the same rank. Each direction, and each parity of the sending
+        stage, has a separate process group. Every ordered pair of ranks in a group therefore
+        exchanges only one kind of message, in the order of sending.
         """
         return self.channels[direction, source_stage % 2]
 

@@ -5,8 +5,8 @@ model. Here, a sender announces the address of its tensor and keeps the tensor u
 confirms that it has read the contents. Small messages are part of the announcement. A waiting rank
 processes all messages that have arrived, so no order of waits can deadlock two ranks.
 
-Only Linux provides the copy (`process_vm_readv`). Every rank tests it with all other ranks on its
-machine before the first message. gloo is used if a test fails, and between machines.
+The copy uses `process_vm_readv`, which only Linux provides. Every rank tests it with all other
+ranks on its machine before the first message. gloo is used if a test fails, and between machines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 _SMALL = 4096
-"""Largest message in bytes that is sent with its announcement; its sender does not wait."""
+"""Maximum size in bytes of a message sent with its announcement; its sender does not wait."""
 _HEADER = struct.Struct("<cQQQ")  # kind, channel, address, bytes
 # kinds of words: a tensor is at an address; a small tensor follows; the oldest announced tensor of
 # the channel has been read

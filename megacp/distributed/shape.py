@@ -25,7 +25,7 @@ class GridShape:
     dp: int = 1
     pp: int = 1
     ep: int = 0
-    """Number of ranks of a stage that divide its experts; 0 for models without experts."""
+    """Number of ranks among which a stage's experts are divided; 0 for models without experts."""
 
     @property
     def world_size(self) -> int:

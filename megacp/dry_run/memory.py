@@ -446,7 +446,7 @@ def stage_memory(
 ) -> RankMemory:
     """Return the bytes on one rank of a pipeline stage with the layers `chunks`.
 
-    `chunks` has one range per model chunk. The result is for the moment `at` of the step, or an
+    `chunks` has one range per model chunk. The result is for the moment `at` in the step, or an
     upper bound for the whole step if `at` is None.
     """
     model, p = config.model, config.parallel
@@ -516,7 +516,7 @@ def stage_memory(
 
 
 def _transfers(config: RunConfig, stage: int, chunks: int) -> int:
-    """Return the number of residual streams that a stage has in transfer at once.
+    """Return the number of residual streams that a stage transfers at once.
 
     These are two sends in each direction, and the gradient that the stage is processing.
     """

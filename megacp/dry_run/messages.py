@@ -54,7 +54,7 @@ class StageMessages:
 
 
 def stream_bytes(config: RunConfig) -> float:
-    """Return the bytes that a gather or scatter of a microbatch's residual stream across tp sends.
+    """Return the bytes sent by one gather or scatter of a microbatch's residual stream across tp.
 
     An all-reduce sends twice this amount.
     """
@@ -65,7 +65,7 @@ def stream_bytes(config: RunConfig) -> float:
 
 
 def stream_messages(config: RunConfig, number: int) -> int:
-    """Return the number of `stream_bytes` messages of a block per microbatch.
+    """Return the number of `stream_bytes` messages per microbatch for a block.
 
     The forward pass gathers the inputs of attention and MLP and scatters their outputs. The
     backward pass sends gradients in the opposite direction and gathers the inputs again for the
@@ -95,11 +95,11 @@ def stream_messages(config: RunConfig, number: int) -> int:
 
 
 def end_messages(config: RunConfig, stage: int) -> int:
-    """Return the number of `stream_bytes` messages of embedding and head per microbatch."""
+    """Return the number of `stream_bytes` messages per microbatch for embedding and head."""
     count = 0
     trains = "text" not in config.frozen_parts
     if stage == 0:
-        # a scatter and a gather in the backward pass, or only an all-reduce in the forward pass
+        # a scatter and, in the backward pass, a gather; or an all-reduce and no other message
         count += 2 if trains or not config.parallel.sequence_parallel else 1
     if stage == config.parallel.pipeline_model_parallel_size - 1:
         # a gather of the head's input, and a scatter of its gradient
@@ -108,7 +108,7 @@ def end_messages(config: RunConfig, stage: int) -> int:
 
 
 def swap_bytes(config: RunConfig) -> float:
-    """Return the bytes per layer and forward pass to exchange tokens for heads, and back."""
+    """Return the bytes that a layer's forward pass sends to exchange tokens for heads and back."""
     heads, key_values, queries = _context(config)
     # keys, values and queries in one direction, outputs as large as queries in the other
     return (key_values + 2 * queries) * (heads - 1) / heads

@@ -66,7 +66,7 @@ class Follow(TorchDispatchMode):
         self.alive = 0
         """Current number of bytes."""
         self.most = 0
-        """Highest value of `alive` since the last assignment."""
+        """Highest value of `alive` since this attribute was last set."""
         self._known: set[int] = set()
         self._inside_a_chain = False
 

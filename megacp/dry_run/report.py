@@ -161,11 +161,11 @@ def _expert_load(config: RunConfig) -> list[str]:
         loads.append(f"{expert_rows(loaded):,} ({human_bytes(peak)}) {name}")
     # without expert parallelism a rank has all experts, so the load is always even
     if ep == 1:
-        return [f"Expert rows of a rank in a layer: {loads[0]}; no exchange"]
+        return [f"Expert rows per rank and layer: {loads[0]}; no exchange"]
     # ep varies fastest among the ranks, so its groups fit into machines of 8 if ep divides 8
     reach = "between machines of 8 GPUs" if 8 % ep else "within a machine of 8 GPUs"
     sent = f"a layer sends {human_bytes(exchange_bytes(config))} per microbatch {reach}"
-    return [f"Expert rows of a rank in a layer: {', '.join(loads)}; {sent}"]
+    return [f"Expert rows per rank and layer: {', '.join(loads)}; {sent}"]
 
 
 def _grid(config: RunConfig, world_size: int) -> str:
@@ -205,7 +205,7 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         held = in_flight.most_held(config, stage, world_size).in_flight
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
-    kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
+    kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks per stage"
     if config.parallel.defers_weight_gradients:
         kind += ", deferred weight gradients"
     title = f"Pipeline stages ({kind}; in flight: sets of chunk activations held at once)"
@@ -269,7 +269,7 @@ def _messages(config: RunConfig, world_size: int, sample: PackSample) -> str:
     for stage, of_stage in enumerate(found):
         sent = [getattr(of_stage, axis) for axis in axes]
         rows.append([str(stage), *map(human_bytes, [*sent, of_stage.total])])
-    text = _section("Messages of one rank in a step (bytes sent over each axis)", rows)
+    text = _section("Messages of one rank in a step (bytes sent on each axis)", rows)
     if missing := uncounted(config):
         text += f"\n  not counted: {', '.join(missing)}"
     return text
@@ -318,15 +318,15 @@ def _step(config: RunConfig, world_size: int, sample: PackSample) -> str:
     text, seeing = step_work(config, sample)
     # forward FLOPs, separately for linear layers and attention
     flops = costs.model_flops(config.model, tokens, _mean_area(config, sample))
-    # forward and backward of attention, as a share of all FLOPs of text
+    # forward and backward FLOPs of attention, as a share of all text FLOPs
     share = flops.attention * (1 + PUBLISHED_BACKWARD) / text
     microbatches = config.num_microbatches(world_size)
     plural = "s" if t.micro_batch_size > 1 else ""
     work = human_count(text, "FLOP")
     rows = [
         ["packs", f"{packs:,} of {length:,} tokens = {human_count(tokens)} tokens"],
-        ["microbatches", f"{microbatches:,} a rank, {t.micro_batch_size} pack{plural} each"],
-        ["tokens on a rank", f"{tokens_per_rank(config):,} a microbatch"],
+        ["microbatches", f"{microbatches:,} per rank, {t.micro_batch_size} pack{plural} each"],
+        ["tokens on a rank", f"{tokens_per_rank(config):,} per microbatch"],
         ["model FLOPs", f"{work} ({share:.0%} attention, mask area {sample.area:.2f} of causal)"],
     ]
     if seeing:

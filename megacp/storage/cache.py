@@ -25,8 +25,8 @@ _FILES, _RECORD = "files", "sha256.json"
 def cache_folder(name: str) -> Path:
     """Return a folder of the cache in which new files can be written.
 
-    If a file has its name or the disk is read-only, return a temporary folder of this process
-    instead.
+    If a file with this name exists or the disk is read-only, return a temporary folder of this
+    process instead.
     """
     folder = _root() / name
     try:
@@ -44,7 +44,7 @@ def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
     """Return a cached folder with the files that `make` writes into an empty folder.
 
     `key` must identify everything that the files depend on. An existing folder is reused if each of
-    its files still has its original hash. An error of `make` is raised, and nothing is kept.
+    its files still has its original hash. Errors from `make` propagate, and nothing is kept.
     """
     kept = _root() / "folders" / key
     # the common case: an earlier run or another process has created the folder

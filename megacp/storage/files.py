@@ -57,8 +57,8 @@ def open_below(root: StrPath, path: StrPath) -> BufferedReader:
     """Open a regular file below a folder for reading bytes.
 
     Both paths must be resolved (`os.path.realpath`). Each part of the path is opened relative to
-    its folder and must not be a link. A link that is created after the path was resolved therefore
-    leads nowhere.
+    its folder and must not be a link. A link created after the path was resolved is therefore
+    never followed.
 
     Raise the errors of `open_regular`, and OSError for a link.
     """
@@ -81,7 +81,7 @@ def open_below(root: StrPath, path: StrPath) -> BufferedReader:
 
 
 def _regular(descriptor: int, path: StrPath, size: int | None) -> BufferedReader:
-    """Return a stream for a descriptor; close it if it is not a regular file of this size.
+    """Return a stream for a descriptor, or close it if it is not a regular file of this size.
 
     Raise the errors of `open_regular`.
     """
@@ -320,7 +320,7 @@ def rename(path: StrPath, target: StrPath) -> None:
 
 
 def replace_folder(folder: StrPath, target: StrPath) -> None:
-    """Rename a folder like `place_folder`, and remove a file, link or folder at `target` first."""
+    """Rename a folder as `place_folder` does, replacing any file, link or folder at `target`."""
     folder = Path(folder)
     target = Path(target)
     # a rename cannot replace a file or a non-empty folder, so move the old target aside

@@ -1,4 +1,4 @@
-"""Functions that read and write both local paths and URLs; only URLs import fsspec."""
+"""Functions that read and write both local paths and URLs; fsspec is imported only for URLs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def place_of(text: files.StrPath | Url) -> Place:
 
 
 def suffix_of(path: str) -> str:
-    """Return the suffix of a name, including the dot and without the query of a URL."""
+    """Return the suffix of a name, including the dot but not the query of a URL."""
     return Path(Url(path).name if is_url(path) else path).suffix
 
 

@@ -49,7 +49,7 @@ _VERSIONS = (
 )
 """Fields of `info` that change with an object's content, most reliable first."""
 _PART = 64 << 20
-"""Bytes that are sent or requested at a time."""
+"""Number of bytes that are sent or requested at a time."""
 _CONNECT_SECONDS, _SILENT_SECONDS = 10, 30
 _ANSWER_SECONDS = 30.0
 """Time limit for a whole response, regardless of how often bytes arrive."""
@@ -62,7 +62,7 @@ _PAGE_BYTES = 64 << 20
 _ATTEMPTS, _SECONDS = 6, 15.0
 """A request is not retried after this number of attempts or seconds."""
 _TRANSIENT = (408, 425, 429)
-"""Client errors (4xx) that may pass; server errors (500 and above) may pass too."""
+"""Client errors (4xx) that may be temporary; server errors (500 and above) may be, too."""
 
 
 class UnreachableError(ValueError):
@@ -101,7 +101,7 @@ class Url:
     def scheme(self) -> str:
         """The scheme, such as `s3` in `s3://bucket/key`.
 
-        Raise ValueError for chains of URLs and for local paths.
+        Raise ValueError for URL chains and for local paths.
         """
         match = _SCHEME.match(self.text)
         # fsspec chains URLs with `::`; on a web server it is part of an IPv6 address or a name
@@ -176,7 +176,7 @@ class Url:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read(self, offset: int, count: int) -> bytes:
-        """Return a part of the object with a single request."""
+        """Return part of the object, using a single request."""
 
         def attempt(fs: Any, path: str) -> bytes:
             # a web server gets one request with limits on time and bytes
@@ -285,12 +285,12 @@ class Url:
             return []
 
     def unlink(self, recursive: bool = False) -> None:
-        """Remove an object if it exists; with `recursive`, remove all objects of a folder."""
+        """Remove an object if it exists; with `recursive`, remove all objects in a folder."""
         with contextlib.suppress(FileNotFoundError):
             self._do(lambda fs, path: fs.rm(path, recursive=recursive))
 
     def remove_below(self) -> None:
-        """Remove all objects of a folder if it exists."""
+        """Remove all objects in a folder if it exists."""
         self.unlink(recursive=True)
 
     def _do(self, action: Callable[[Any, str], _T], seconds: float | None = None) -> _T:

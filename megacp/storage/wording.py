@@ -17,7 +17,7 @@ _LONG_LINE = re.compile(rf"[^\n]{{{_LINE + 1},}}")
 
 
 def escaped(text: str) -> str:
-    r"""Return a text with control characters and direction overrides escaped (`\x1b`, `\u202e`).
+    r"""Return text with control characters and direction overrides escaped (`\x1b`, `\u202e`).
 
     Newlines, tabs and all other characters of any language stay unchanged.
     """
@@ -54,7 +54,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Return bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
+    """Return a number of bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 

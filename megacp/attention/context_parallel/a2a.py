@@ -1,9 +1,10 @@
 """Heads for sequence (DeepSpeed-Ulysses, Jacobs et al., 2023): an all-to-all gives each rank some
 heads of all tokens.
 
-The inner attention can be any transport over few heads of many tokens: the whole row on one rank
-(`a2a`), or a ring over the outer axis of a hierarchy (`a2a+p2p`). One message contains q, k and v,
-and a second one the output. In the backward pass, autograd runs both messages in reverse.
+The inner attention can be any transport for a few heads of many tokens: the whole row on one rank
+(`a2a`), or a ring over the outer axis of a hierarchy (`a2a+p2p`). One message contains q, k and
+v, and a second one contains the output. In the backward pass, autograd runs both messages in
+reverse.
 
 The number of heads must be divisible by the number of ranks. The number of K/V heads need not be,
 because K/V heads are copied as required. The rank that owns a token sums the gradients of its

@@ -85,7 +85,7 @@ def density_order(metadata: Metadata, cost: np.ndarray) -> np.ndarray:
 
 
 def keys_crossing(metadata: Metadata) -> np.ndarray:
-    """Return the number of K/V rows that two ranks would exchange for a cut before each token.
+    """Return, for a cut before each token, the number of K/V rows that two ranks would exchange.
 
     int64 `[T + 1]`. A key is exchanged if a query on the other side of the cut attends to it.
     Documents must be contiguous in `metadata[T]`, with tokens in the order of the row.

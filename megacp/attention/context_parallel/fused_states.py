@@ -52,7 +52,7 @@ def linear_attention_problem() -> str | None:
     if hopper and (3, 4) <= release < (3, 7, 1):
         return (
             "flash-linear-attention computes wrong gradients on Hopper with Triton "
-            f"{version('triton')}: use Triton 3.7.1"
+            f"{version('triton')}: use Triton 3.7.1 or newer"
         )
     return None
 
@@ -74,7 +74,7 @@ _CHUNK = 64
 
 
 class SegmentLevel(NamedTuple):
-    """Segments of one kernel call; all tensors are int64."""
+    """Segments for one kernel call; all tensors are int64."""
 
     rows: torch.Tensor
     bounds: torch.Tensor
@@ -189,7 +189,7 @@ def segment_levels(plan: AttentionPlan, device: torch.device, to_exits: bool) ->
 
 @once
 def _levels_on(plan: AttentionPlan, device: torch.device, to_exits: bool) -> SegmentLevels:
-    """Return the same levels on the device; the first layer that needs them copies them."""
+    """Return `segment_levels` on the device; the first layer that needs them copies them."""
     return segment_levels(plan, device, to_exits).moved(lambda x: to_device(x, device))
 
 
@@ -214,7 +214,7 @@ def fused_recur(
     first = v.new_zeros(1, heads, keys, values, dtype=accumulation_dtype(v.dtype))  # place 0
     if crossing.most_exits:
         # the first K columns are A and start from the identity at an entry; the remaining columns
-        # are B and start from zeros, as if no state had come
+        # are B and start from zeros, as if no state had arrived
         joint = first.new_zeros(1 + len(crossing.own_entries), heads, keys, keys + values)
         joint[1:, ..., :keys] = torch.eye(keys, dtype=joint.dtype, device=device)
         # values of 0 add nothing to A

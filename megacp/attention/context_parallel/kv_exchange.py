@@ -60,7 +60,7 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
 
 @once
 def exchange_of(plan: AttentionPlan) -> Exchange | None:
-    """Return the exchange of this rank, or None if no rank needs keys of another rank.
+    """Return this rank's exchange, or None if no rank needs keys of another rank.
 
     All ranks agree on whether the result is None.
     """

@@ -1,4 +1,4 @@
-"""Layouts: which tokens of a row each cp rank gets, as pure functions of the mask.
+"""Layouts: pure functions of the mask that decide which tokens of a row each cp rank gets.
 
 A layout permutes the padded row and deals it to the ranks in equal parts. Attention is exact for
 any permutation, because position ids, labels and mask metadata are permuted by the same indices.
@@ -68,9 +68,9 @@ def _zigzag(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
 
 
 def document_bounds(metadata: Metadata) -> tuple[np.ndarray, np.ndarray]:
-    """Return the stretches `[start, stop)` of the row that contain one document each.
+    """Return the bounds `[start, stop)` of each document in the row.
 
-    Padding is left out, and every document is a single stretch.
+    Padding is excluded, and every document is contiguous.
     """
     # a stretch begins where the document number changes; the prepended value makes 0 a beginning
     document = metadata.document
@@ -94,7 +94,7 @@ def _zigzag_document_length(metadata: Metadata, cp: int) -> int:
 def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
     """Deal each document in zigzag order, padded at its end.
 
-    Each rank gets its slices document after document. This is the order of Transformer Engine's
+    Each rank gets its slices document by document. This is the order of Transformer Engine's
     packed (thd) context parallelism.
     """
     start, stop = document_bounds(metadata)

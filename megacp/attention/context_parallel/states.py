@@ -105,7 +105,7 @@ def _out_of_chunks(x: torch.Tensor, states: StatePlan, like: torch.Tensor) -> to
 
 
 def _start_gather(own: torch.Tensor, most: int, axis: Axis) -> Pending:
-    """Start to gather `own[n, ...]`, padded to `[most, ...]`, as `[ranks * most, ...]`."""
+    """Start an all-gather of `own[n, ...]`, padded to `[most, ...]`, as `[ranks * most, ...]`."""
     filled = own.new_zeros(most, *own.shape[1:])
     filled[: len(own)] = own
     return start_all_gather(filled, axis)
@@ -169,7 +169,7 @@ class _Recurrence(torch.autograd.Function):
         crossing = states.crossing
         if crossing.most_exits:
             # the map to an exit is the scan of a wider state: the first columns start from the
-            # identity where states come from other ranks, and become A
+            # identity where states arrive from other ranks, and become A
             nothing = add.new_zeros(*add.shape[:-1], width)
             joint = torch.cat([nothing, state], -1)
             joint[states.own_entries, ..., :width] = unchanged(turn, add.shape[-2])

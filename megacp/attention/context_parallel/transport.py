@@ -155,7 +155,7 @@ class _AttendBlocks(torch.autograd.Function):
         dq = zeros(q.shape, q, wide)
         dkv = None  # the first send() starts the generator and must pass None
         blocks = ctx.transport.kv_blocks(k, v, ctx.plan)
-        with without_autocast(q.device):  # the caller may run backward under autocast
+        with without_autocast(q.device):  # the caller may run the backward pass under autocast
             while True:
                 try:
                     keys, values, table = blocks.send(dkv)
@@ -172,7 +172,7 @@ class _AttendBlocks(torch.autograd.Function):
 
 
 class LocalAttention(KeysToQueries):
-    """Attention on one rank that has the whole row: no message and a single tile table."""
+    """Attention on one rank that has the whole row, without messages and with one tile table."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel

@@ -62,7 +62,7 @@ class TransportRow:
     best_layout: str = ""
     """Best layout for any mask; empty if the best layout depends on the mask."""
     engine: EngineTransport | None = None
-    """Equivalent in Transformer Engine, if there is one."""
+    """The equivalent transport in Transformer Engine, if there is one."""
 
     @property
     def needs_sizes(self) -> bool:

@@ -1,7 +1,7 @@
 """Device-specific code: asynchronous copies to a GPU, and elementwise chains as single kernels.
 
 `@fused` compiles only arithmetic: functions of tensors without autograd, messages or plans, so that
-a graph never breaks. On a CPU the functions run uncompiled, because compilation would need a C++
+a graph never breaks. On a CPU, the functions run uncompiled, because compilation would need a C++
 compiler at run time.
 """
 
@@ -32,7 +32,7 @@ BACKEND: str | Callable = "inductor"
 def to_device(values: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a tensor on the device without waiting for the copy.
 
-    Dtype and shape stay the same. On a CPU the tensor shares memory with `values`.
+    Dtype and shape stay the same. On a CPU, the tensor shares memory with `values`.
     """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if torch.device(device).type == "cpu":

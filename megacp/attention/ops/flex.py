@@ -1,7 +1,7 @@
 """The CUDA kernel: torch's FlexAttention with a block mask that is built from the tile table.
 
 There is one fused call per source of keys, for any number of tiles. Empty blocks cost nothing, and
-full blocks skip the mask. In partial blocks the GPU evaluates the rule itself on a few integers per
+full blocks skip the mask. In partial blocks, the GPU evaluates the rule from a few integers per
 token.
 
 If all keys of a row are local, FlexAttention differentiates the call. If a call is one of several,
@@ -102,8 +102,8 @@ def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
 def compiler_problem() -> str | None:
     """Return the reason why torch's compiler cannot compile `flex_backward`, or None.
 
-    torch 2.12 and newer always can. For older releases, one block is traced. The trace uses a GPU,
-    which a rank has not chosen yet at this point, so newer releases are not traced.
+    torch 2.12 and newer always can compile it. For older releases, one block is traced. The trace
+    uses a GPU, which a rank has not chosen yet at this point, so newer releases are not traced.
     """
     if torch.__version__ >= "2.12":
         return None
@@ -189,7 +189,7 @@ def host_mask(table: TileTable, size: int) -> HostMask:
 
 @once
 def block_mask(host: HostMask, device: torch.device) -> BlockMask:
-    """Return the mask in FlexAttention's form.
+    """Return the mask in FlexAttention's format.
 
     Its lists contain one int32 per pair of blocks, not per pair of tokens.
     """
@@ -219,7 +219,7 @@ def block_mask(host: HostMask, device: torch.device) -> BlockMask:
 
 
 def _list(count: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a list in FlexAttention's form.
+    """Return a list in FlexAttention's format.
 
     Counts are `[1, 1, rows]`, and blocks are `[1, 1, rows, columns]`.
     """
@@ -341,7 +341,7 @@ def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
         x = pad(x, (0, width, 0, 0, 0, tokens))
     x = x.transpose(0, 1).unsqueeze(0)
     # a vision tower and a decoder have different heads and get separate compiled forms, because
-    # torch's backward does not support a dynamic number of heads
+    # torch's backward pass does not support a dynamic number of heads
     torch._dynamo.mark_static(x, [1, 3])
     return x
 
@@ -382,7 +382,7 @@ class FlexKernel:
     def mask(self, table: TileTable, device: torch.device) -> BlockMask:
         """Return the block mask of a table on the device.
 
-        The first layer that needs it builds it. It is freed together with the table.
+        The first layer that needs the mask builds it. The mask is freed together with the table.
         """
         return block_mask(host_mask(table, self._size), device)
 
@@ -407,7 +407,7 @@ class FlexKernel:
         )
 
     def _heads_first(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return tensors in FlexAttention's form; see the module's function of this name."""
+        """Return tensors in FlexAttention's format; see the function of this name above."""
         return tuple(_heads_first(x, self._size) for x in tensors)
 
     def _options(self, q: torch.Tensor, backend: Backend) -> dict[str, Any]:
@@ -464,7 +464,7 @@ class FlexKernel:
         *qkv, out, dout = self._heads_first(
             *(x.detach() for x in (saved.q, *kv, saved.out, saved.dout))
         )
-        # padding tokens see no key
+        # padding tokens attend to no key
         padding = out.shape[2] - len(saved.lse)
         lse = pad(saved.lse, (0, 0, 0, padding), value=-torch.inf)
         # [n, heads] -> [1, heads, n]; the kernel uses powers of 2

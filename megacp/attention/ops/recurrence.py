@@ -6,8 +6,8 @@ A rule defines how a chunk changes the state `S[K, V]` of a head, and what its t
     S' = A S + B        out = O + R S        A[K, K], B[K, V], R[C, K], O[C, V]
 
 Any layer that is affine in its state can be a rule. Maps compose: (A2, B2) o (A1, B1) =
-(A2 A1, A2 B1 + B2). Ranks pass states to each other in this way. The backward pass is the same
-scan in reverse, with A transposed.
+(A2 A1, A2 B1 + B2). Ranks combine their states in this way. The backward pass is the same scan
+in reverse, with A transposed.
 
 If a rule never mixes the keys of a state, A is diagonal. The rule then returns A as a column
 `[K, 1]`, or as a scalar `[1, 1]`. To compose maps, ranks send the columns of A: K
@@ -40,7 +40,7 @@ Indices = slice | torch.Tensor
 
 
 class Level(NamedTuple):
-    """Chunks that can be computed together, because all chunks before them are done."""
+    """Chunks that can be computed together, because all previous chunks are complete."""
 
     rows: Indices
     before: Indices
@@ -104,7 +104,7 @@ def gated_delta_rule(
 def convolved_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> Iterator[Pair]:
-    """Yield the maps of `gated_delta_rule` with SiLU of q, k and v.
+    """Yield the maps of `gated_delta_rule` with SiLU applied to q, k and v.
 
     The backward pass recomputes the SiLU.
     """
@@ -131,7 +131,7 @@ def state_space_dual(
 
 
 def unchanged(turn: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return the identity map in the form of `turn`: `[K, K]`, or ones `[K, 1]`."""
+    """Return the identity map in the same form as `turn`: `[K, K]`, or ones `[K, 1]`."""
     if turn.shape[-1] == 1:
         return turn.new_ones(keys, 1)
     return torch.eye(keys, dtype=turn.dtype, device=turn.device)

@@ -15,8 +15,8 @@ import torch
 from megacp.attention.ops.device import fused
 
 _LLAMA3 = (1.0, 4.0)
-"""Divisors of the original number of positions that give two wavelengths. A frequency with a longer
-wavelength than the first is fully stretched; with a shorter one than the second, it is unchanged.
+"""Divisors of the original number of positions that give two wavelengths. A frequency is
+fully stretched above the first wavelength, and unchanged below the second.
 """
 _YARN = (32.0, 1.0)
 """Bounds on the number of turns within the original positions: above the first bound, a frequency

@@ -42,7 +42,7 @@ processes 256 queries together, with all keys up to the last of them. For a tria
 queries, it therefore computes 62 % of the square instead of 50 %.
 """
 CUT = range(512, 1_025)
-"""Sizes of triangles that are cut. For larger triangles, merging the results costs the savings."""
+"""Sizes of triangles that are cut. For larger ones, merging costs as much as cutting saves."""
 MOST_PAIRS = 1 << 17
 """Maximum number of pairs in a masked call. The limit bounds the memory of masks, and keeps long
 documents free of masks.
@@ -83,9 +83,9 @@ class KernelCall:
         return Allowed(self.kind != FULL, bias)
 
     def turned(self, *tensors: torch.Tensor) -> Any:
-        """Return the tensors, reversed along tokens if this call is a window's triangle.
+        """Return the tensors, reversed along tokens if this call is a window triangle.
 
-        The reversal turns a window's triangle into a causal one. It applies to both the inputs and
+        The reversal turns a window triangle into a causal one. It applies to both the inputs and
         the outputs of a kernel.
         """
         return tuple(x.flip(0) for x in tensors) if self.kind == WINDOW else tensors
@@ -126,7 +126,7 @@ def _groups(rows: Iterable[TileRow], heads: Heads) -> Iterator[_RowGroup]:
         if group is not None and group.queries.stop == row.q_start:
             all_keys = _union((*group.keys, *keys))
             joined = _block((*group.rows, row), all_keys, heads)
-            # joining saves calls but adds pairs: keys that only some of the rows see
+            # joining saves calls but adds pairs: keys that only some of the rows need
             if joined.cost < group.cost + single.cost:
                 group = joined
                 continue
@@ -161,7 +161,7 @@ def _apart(row: TileRow, heads: Heads) -> int:
 
 
 def _calls(group: _RowGroup, heads: Heads) -> Iterator[KernelCall]:
-    """Yield the kernel calls of a group, in its cheapest form."""
+    """Yield the kernel calls of a group, in the cheapest form."""
     if len(group.rows) > 1 or group.cost != _apart(group.rows[0], heads):
         yield KernelCall(group.queries, group.keys, FULL, _bias(group), True)
         return
