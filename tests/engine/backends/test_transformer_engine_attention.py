@@ -389,7 +389,7 @@ def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
     with selecting(), pytest.MonkeyPatch.context() as patch:
         assert not isinstance(fused_calls(plan.table(0), heads, False), str)
         for table, width, words in (
-            (plan.table(0), 136, "heads wider than 128 are wrong, these are 136"),
+            (plan.table(0), 136, "heads wider than 128, and these are 136"),
             (plan.table(0), 60, "heads of 60 and 60"),
             (images.own_table, 8, MORE),
             (tile_table(chunked, chunked, Reach(chunk=3)), 8, MORE),
