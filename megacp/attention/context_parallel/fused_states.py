@@ -125,7 +125,6 @@ class SegmentLevels:
         parts = [inputs[2][:0]]  # an empty v, the output of a rank without segments
         device = states.device
         lend_scratch(device)
-        lend_scratch(device)
         for number, (rows, bounds, chunks, before) in enumerate(self.levels, 1):
             out, final = kernel(
                 *(x.index_select(0, rows).unsqueeze(0) for x in inputs),

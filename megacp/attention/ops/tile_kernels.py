@@ -130,7 +130,6 @@ def _groups(rows: Iterable[TileRow], heads: Heads) -> Iterator[_RowGroup]:
             if joined.cost < group.cost + single.cost:
                 group = joined
                 continue
-                continue
         if group is not None:
             yield group
         group = single
