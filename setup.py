@@ -75,6 +75,7 @@ EXTRAS["all"] = sorted(
     }
 )
 COMMANDS = {
+    "finetune": "megacp.finetuning.command:main",
     "train": "megacp.train:program",
     "preprocess": "megacp.prepare.command:main",
     "convert": "megacp.huggingface.convert_command:main",
@@ -114,6 +115,9 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": [f"megacp-{name} = {target}" for name, target in COMMANDS.items()]
+        "console_scripts": [
+            "megacp = megacp.__main__:main",
+            *(f"megacp-{name} = {target}" for name, target in COMMANDS.items()),
+        ]
     },
 )

@@ -23,6 +23,10 @@ from tests.prepare.packs.builds import run as build
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS: dict[str, tuple[str, set[str]]] = {
+    "finetune": (
+        "megacp.finetuning.command",
+        {"data", "fla", "gpu", "hf", "log", "ray", "store"},
+    ),
     "train": ("megacp.train", {"data", "log", "fla", "gpu", "hf", "store"}),
     "preprocess": ("megacp.prepare.command", {"data", "hf", "ray", "store"}),
     "convert": ("megacp.huggingface.convert_command", {"data", "fla", "gpu", "hf", "store"}),
@@ -63,6 +67,15 @@ def packaging() -> dict[str, Any]:
     ]
     requires = next(word.value for word in call.keywords if word.arg == "install_requires")
     return {"requires": ast.literal_eval(requires), **ast.literal_eval(tables[0].value)}
+
+
+def commands_of_setup() -> dict[str, str]:
+    """Return the table COMMANDS of setup.py: the function of each command."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COMMANDS":
+            return ast.literal_eval(node.value)
+    raise AssertionError("setup.py has no COMMANDS")
 
 
 def distribution(requirement: str) -> str:

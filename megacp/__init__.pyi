@@ -1,0 +1,3 @@
+from megacp.finetuning.script import finetune as finetune
+
+__version__: str
