@@ -1,7 +1,8 @@
-"""Choose the numbers of a fine-tuning run: row length, batch, epochs and learning rate.
+"""Choose the row length and the learning rate of a fine-tuning run.
 
-The tables are common practice for supervised fine-tuning, not measurements. They are defaults: any
-flag replaces its number.
+Batch and epochs are the defaults of every run with --load-hf (megacp.training.loop.finetuning). The
+tables are common practice for supervised fine-tuning, not measurements. Every flag replaces its
+number.
 """
 
 from __future__ import annotations
@@ -11,18 +12,10 @@ from dataclasses import dataclass
 
 from megacp.engine.config.run import Value
 from megacp.prepare.packs.lengths import Lengths
+from megacp.training.loop.finetuning import update_tokens
 
 WARMUP = 0.05
 """Share of the steps in which the learning rate grows."""
-# Tokens of the data up to which an update sees a number of tokens. Small data sets get small
-# updates: a model needs some dozens of updates to learn anything.
-_UPDATE_TOKENS = (
-    (20_000, 1_024),
-    (100_000, 2_048),
-    (1_000_000, 8_192),
-    (10_000_000, 32_768),
-    (math.inf, 131_072),
-)
 # Parameters of a model up to which full training uses a learning rate. Smaller models tolerate
 # higher rates: the alignment-handbook trains SmolLM2 with 1e-3 (135 M and 360 M parameters) and
 # 3e-4 (1.7 B), at large batches. Ours are lower, because our batches are small.
@@ -51,11 +44,6 @@ class Rows:
     oversize: str
     """What happens to documents that are longer than a row: a value of --oversize."""
     reason: str
-
-
-def update_tokens(data_tokens: int) -> int:
-    """Return the tokens of an update for a data set of `data_tokens` tokens."""
-    return next(tokens for most, tokens in _UPDATE_TOKENS if data_tokens <= most)
 
 
 def learning_rate(parameters: int, data_tokens: int, uses_lora: bool) -> float:
@@ -92,8 +80,3 @@ def rows(
     # A text among conversations may be longer than the row.
     oversize = "split" if lengths.longest > row_tokens else "error"
     return Rows(int(row_tokens), oversize, reason)
-
-
-def batch(row_tokens: int, data_tokens: int) -> int:
-    """Return the rows of an update."""
-    return max(1, update_tokens(data_tokens) // row_tokens)

@@ -22,7 +22,7 @@ from megacp.prepare.packs.settings import VALID_FOLDER
 from megacp.storage.files import write_result
 from megacp.storage.wording import counted, human_count
 from megacp.training.checkpoint.commit import peek
-from megacp.training.loop.stored import FINETUNING_EPOCHS
+from megacp.training.loop.finetuning import EPOCHS, default_batch
 from megacp.training.monitor.console import say
 from megacp.training.start.status import STOPPED
 
@@ -175,7 +175,7 @@ def _choose_steps(plan: Plan, request: Request) -> None:
     """Choose the batch and the number of steps."""
     lengths = plan.data.lengths
     row_tokens = plan.config.data.seq_length
-    plan.choose({"global_batch_size": numbers.batch(row_tokens, lengths.all_tokens)})
+    plan.choose({"global_batch_size": default_batch(lengths.all_tokens, row_tokens)})
     batch = plan.config.training.global_batch_size
     documents = max(1, round(lengths.all_documents * batch * row_tokens / lengths.all_tokens))
     documents = min(documents, lengths.all_documents)
@@ -186,7 +186,7 @@ def _choose_steps(plan: Plan, request: Request) -> None:
     if "train_iters" in plan.given:
         plan.lines.append(("steps", f"{counted(steps, 'update')} (given)"))
     else:
-        plan.choose({"train_epochs": FINETUNING_EPOCHS})
+        plan.choose({"train_epochs": EPOCHS})
         epochs = float(plan.config.training.train_epochs or 0)
         packs = max(1, round(lengths.all_tokens / row_tokens))
         steps = max(1, round(epochs * packs / batch))

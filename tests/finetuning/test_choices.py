@@ -22,6 +22,7 @@ from megacp.finetuning.model import model_folder
 from megacp.finetuning.run import commands_of, planned
 from megacp.finetuning.steps import STEP, Command, bar
 from megacp.prepare.packs.lengths import Lengths
+from megacp.training.loop.finetuning import default_batch
 from megacp.training.monitor.log import StepRecord, step_line
 from tests.finetuning import folders
 from tests.test_packaging import commands_of_setup
@@ -71,7 +72,7 @@ def test_a_large_data_set_that_was_measured_in_part_leaves_longer_documents_out(
     part = dataclasses.replace(CHATS, is_whole=False, share=0.01)
     rows = numbers.rows(part, "cuda", None)
     assert (rows.tokens, rows.oversize) == (8192, "drop")
-    assert numbers.batch(rows.tokens, part.all_tokens) == 4
+    assert default_batch(part.all_tokens, rows.tokens) == 4
 
 
 @pytest.mark.parametrize(
