@@ -73,7 +73,7 @@ def _sizes(
 
 @functools.cache
 def first_alike(model: ModelConfig) -> tuple[int, ...]:
-    """Return, for each layer, the index of the first layer that differs from it only in its name."""
+    """Return the index of the first equal layer (apart from its name) for each layer."""
     # layers are frozen dataclasses, so they can be compared without their names
     nameless = [dataclasses.replace(layer, name="") for layer in layers_of(model)]
     return tuple(map(nameless.index, nameless))
