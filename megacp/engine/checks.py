@@ -175,8 +175,8 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
     # --world-size lets a dry run check a grid that is larger than this machine
     if config.world_size not in (None, world) and not config.dry_run:
         yield (
-            f"--world-size {config.world_size} needs --dry-run: this run's launcher has started "
-            f"{world} ranks"
+            f"--world-size {config.world_size} needs --dry-run: without it, the world consists of "
+            f"the {world} ranks that the launcher started"
         )
     chunks = f"--num-virtual-stages-per-pipeline-rank {virtual}"
     if layers < pp * virtual:
@@ -336,7 +336,7 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
             f"than --moe-router-topk {m.moe_router_topk} of {count}"
         )
     if m.moe_router_topk > m.num_experts:
-        yield f"--moe-router-topk {m.moe_router_topk} is above {count}"
+        yield f"--moe-router-topk {m.moe_router_topk} is above {count}: use at most all experts"
 
     # grid: ep divides the ranks of a stage, and each group of ep ranks has one copy of every expert
     ranks = tp * p.context_parallel_size * dp
@@ -352,8 +352,8 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     copies = ranks // ep
     if instances > 1 and copies % instances > 0:
         yield (
-            f"--num-distributed-optimizer-instances {instances} must divide the number of ranks "
-            f"that have a copy of each expert, {copies}"
+            f"--num-distributed-optimizer-instances {instances} must divide {copies}, the number "
+            "of ranks that have a copy of each expert"
         )
     if tp > 1 and not p.sequence_parallel:
         yield (
@@ -407,7 +407,7 @@ def _schedule(config: RunConfig, world: int) -> Iterator[str]:
         end_text = f"--lr-decay-iters {end}"
     # a decay from --lr to a larger --min-lr would be a rise
     if t.min_lr > t.lr:
-        yield f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}: lower it"
+        yield f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}: lower --min-lr or raise --lr"
     if t.lr_warmup_iters > 0 and t.lr_warmup_fraction is not None:
         yield (
             f"--lr-warmup-iters {t.lr_warmup_iters} and --lr-warmup-fraction "
@@ -433,7 +433,10 @@ def _schedule(config: RunConfig, world: int) -> Iterator[str]:
         try:
             first = profiled_steps(config.log.profile)[0]
             if first > t.train_iters:
-                yield f"--profile {config.log.profile} starts after --train-iters {t.train_iters}"
+                yield (
+                    f"--profile {config.log.profile} starts after --train-iters {t.train_iters}: "
+                    "use earlier steps"
+                )
         except ValueError as error:
             yield str(error)
 

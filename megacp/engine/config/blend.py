@@ -22,7 +22,7 @@ class WeightedFolder:
 
     folder: str
     weight: Fraction
-    """Relative weight. The dataset's share of samples is its weight / the sum of all weights."""
+    """Relative weight: the share of samples is this weight divided by the sum of all weights."""
 
 
 def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:

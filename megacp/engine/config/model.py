@@ -225,9 +225,9 @@ class ModelConfig:
     dimension (Qwen3.5: 0.25)."""
 
     mrope_section: tuple[int, int, int] | None = None
-    """Three numbers of rotary angles: those that follow the time, the row and the column of an
-    image token (Qwen3.5: 11 11 10). The angles are interleaved, and the numbers add up to half of
-    the rotated dimensions. If not set, all angles follow a single position."""
+    """Numbers of rotary angles that follow the time, the row and the column of an image token
+    (Qwen3.5: 11 11 10). The angles are interleaved, and the numbers add up to half of the rotated
+    dimensions. If not set, all angles follow a single position."""
 
     no_rope_freq: str | None = None
     """Layers without rotary embedding: N for every N-th layer, or a pattern such as [0,0,1] for

@@ -20,8 +20,8 @@ class Sharding:
     gradients: bool
     parameters: bool
     searched: bool
-    """Whether the planner tries this strategy. It skips sharding gradients but not parameters,
-    which is never faster than sharding only the optimizer state.
+    """Whether the planner tries this strategy. It skips a strategy that shards gradients but not
+    parameters, because it is never faster than sharding only the optimizer state.
     """
 
     @property
@@ -111,7 +111,8 @@ class ParallelConfig:
     """How the tokens of a row are assigned to cp ranks. zigzag cuts the row into 2 x cp slices and
     gives each rank an early and a late one; zigzag_document does so for each document. contiguous
     gives every rank one slice. balanced gives every rank the same number of tokens and the same
-    attention work, for any mask. auto chooses to suit --cp-comm-type and the first rows."""
+    attention work, for any mask. auto chooses the best layout for the transport and the first
+    rows."""
 
     dynamic_context_parallel: bool = False
     """Distribute the packs of all dp ranks jointly across dp x cp ranks, so that short documents
@@ -150,7 +151,7 @@ class ParallelConfig:
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Whether the schedule defers weight gradients until after input gradients."""
+        """Whether the schedule computes weight gradients later than input gradients."""
         return PIPELINE_SCHEDULES[self.pipeline_schedule].defers_weight_gradients
 
     @property

@@ -164,7 +164,7 @@ class FieldInfo:
             return None
         if self.range is None:
             if value == "":
-                return "the value is an empty string"
+                return "the value must not be an empty string"
             # a field without range and words accepts every value of its type
             return f"got {value!r}; use one of {', '.join(words)}" if words else None
         if isinstance(value, (bool, str)):

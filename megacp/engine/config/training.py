@@ -162,8 +162,8 @@ class TrainingConfig:
 
     # A job with a time limit ends with a checkpoint instead of being killed
     exit_duration: AboveZero[float | None] = None
-    """Minutes after which the run saves a checkpoint at the next step and exits with status 3. If
-    not set, there is no limit."""
+    """Time limit in minutes. At the next step after it, the run saves a checkpoint and exits with
+    status 3. If not set, there is no limit."""
 
     eval_interval: NotNegative[int] = 0
     """Number of steps between validations; 0 disables validation."""
@@ -275,7 +275,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Flags for logs."""
+    """Flags for logging."""
 
     log_interval: Positive[int] = 1
     """Number of steps between console lines."""
@@ -296,7 +296,7 @@ class LogConfig:
     specifies (needs the package `trackio`)."""
 
     profile: str | None = None
-    """Profile the steps START:STOP, both included. Rank 0 writes a trace (Chrome JSON). The log
+    """Steps to profile, as START:STOP (both included). Rank 0 writes a trace (Chrome JSON). The log
     reports the mean and longest time of each phase across ranks, and the slowest rank."""
 
 
@@ -316,7 +316,7 @@ class DataConfig:
     """Packed validation dataset: a directory or URL, or several datasets with weights."""
 
     seq_length: Positive[int] = 512
-    """Tokens per pack. If not set, it is read from the dataset in --data-path."""
+    """Tokens per pack. If not set, the length is read from the dataset in --data-path."""
 
     attention_mask: Literal["packed", "causal"] = "packed"
     """Attention mask of a pack: packed keeps its documents separate; causal treats the whole pack

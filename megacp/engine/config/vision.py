@@ -99,8 +99,8 @@ class VisionConfig:
 
     # Training of the parts. --lora-rank freezes all of them, regardless of --freeze.
     freeze: str | None = None
-    """Parts to freeze, separated by commas: vision, connector, text (with the embedding and the
-    output head). Frozen parts have no gradients and no optimizer state."""
+    """Parts to freeze, separated by commas: vision, connector, text (which includes the embedding
+    and the output head). Frozen parts have no gradients and no optimizer state."""
 
     vision_lr_multiplier: AboveZero[float] = 1.0
     """Factor applied to the learning rate of the vision tower."""
@@ -110,8 +110,8 @@ class VisionConfig:
 
     # Packs of a dataset differ in their number of images, so stages need a typical number
     vision_planned_crops: Positive[int | None] = None
-    """Number of crops per pack to assume when planning pipeline stages and memory. If not set, the
-    number whose pooled 2 x 2 windows fill a pack."""
+    """Number of crops per pack to assume when planning pipeline stages and memory. If not set,
+    pooled windows of 2 x 2 patches are assumed to fill the pack."""
 
     @property
     def patches_per_side(self) -> int:

@@ -272,8 +272,8 @@ class FlatBuckets(ShardedParameters):
                 return
             assert index in me._to_launch, (
                 f"a gradient of shape {tuple(parameter.shape)} arrived after bucket {index} was "
-                "reduced: call start_backward right before each backward of the chunk, and zero "
-                "before the next step"
+                "reduced: call start_backward right before each backward pass of the chunk, and "
+                "zero before the next step"
             )
             bucket = me.buckets[index]
             if fused:  # if `grad` exists, it is only a placeholder

@@ -100,7 +100,7 @@ def attach(parameter: Attached, spec: ParameterSpec) -> Attached:
     # the parameter may have more rows than its pieces, because of padding
     rows = sum(piece.shape[0] for piece in spec.pieces)
     assert rows <= parameter.shape[0], (
-        f"{[p.name for p in spec.pieces]} need {rows} rows, but the parameter has only the shape "
+        f"{[p.name for p in spec.pieces]} need {rows} rows, but the parameter has shape "
         f"{tuple(parameter.shape)}"
     )
     parameter.megacp_spec = spec  # type: ignore[attr-defined]  # our own attribute

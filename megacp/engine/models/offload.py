@@ -91,7 +91,7 @@ class HostMemory:
         """Latest forward pass of a block, if it has not released its device memory yet."""
 
     def leave_before(self, passage: Passage) -> None:
-        """Release the latest forward pass's device memory before the backward of `passage` starts.
+        """Release the latest forward pass's device memory before `passage` starts its backward.
 
         The latest forward pass may belong to a later microbatch. Without this call, its memory
         would be released only by the next forward pass.

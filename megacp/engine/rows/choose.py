@@ -40,7 +40,7 @@ def resolve_auto(
     config: RunConfig,
     first_rows: Callable[[], Sequence[PackedBatch]],
 ) -> tuple[RunConfig, str | None]:
-    """Return the config with transport and layout chosen for rows such as `first_rows()`.
+    """Return the config with transport and layout chosen for rows like those of `first_rows()`.
 
     The rows must be the same on every rank. The second result is a log line with the choice and the
     reason, or None if no choice was necessary (no `auto`, or only one cp rank).
