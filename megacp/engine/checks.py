@@ -623,7 +623,7 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def _data(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield conflicts of flags that need a dataset, and problems of blends."""
+    """Yield flags that lack their dataset, and problems with blended datasets."""
     data = config.data
     interval = config.training.eval_interval
     if config.training.train_epochs is not None and data.data_path is None and not config.dry_run:
@@ -682,7 +682,7 @@ def _checkpoints(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def _files(config: RunConfig, world: int) -> Iterator[str]:
-    """Yield problems of missing inputs, and of outputs that cannot be written.
+    """Yield inputs that do not exist, and outputs that cannot be written.
 
     Dry runs skip these checks because they may run on another machine.
     """

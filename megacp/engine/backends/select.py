@@ -73,7 +73,7 @@ def _refused(wanted: list[str], reasons: list[str]) -> list[str]:
 def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     """Return the backend for a checked config on this grid.
 
-    Raise ValueError with all reasons if the config requires Transformer Engine, but it cannot run.
+    Raise ValueError with all reasons if the config requires Transformer Engine and it cannot run.
     """
     wanted = needed_by(config)
     # on a CPU, use native layers without looking for Transformer Engine

@@ -43,7 +43,7 @@ from megacp.engine.tensor_parallel.weight_gradients import WeightGradients
 SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2P_COMM": "1"}
 """Environment variables to set before the package is imported.
 
-With the first two, unsupported attention raises an error instead of using another kernel than
+With the first two, unsupported attention raises an error instead of using a kernel other than
 cuDNN's. With the third, the ring uses the group's communicator instead of one per pair of ranks.
 """
 

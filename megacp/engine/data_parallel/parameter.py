@@ -56,7 +56,7 @@ class ParameterSpec:
     partial_over: tuple[str, ...] = ()
     """Other axes over which the gradient must be summed: `tp`, `embedding`."""
     counted: bool = True
-    """Whether this rank's copy counts in the global gradient norm; one copy counts."""
+    """Whether this rank's copy counts in the global gradient norm; exactly one copy does."""
     lr_multiplier: float = 1.0
     """Factor applied to the scheduled learning rate."""
     fused_gradient: bool = False

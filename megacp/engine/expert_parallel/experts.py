@@ -103,7 +103,7 @@ def matrices_product(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> t
 
 
 class _Biased(torch.autograd.Function):
-    """Add its expert's bias, from `bias[n out]`, to each row of `rows[R, out]`.
+    """Add the bias of its expert, from `bias[n out]`, to each row of `rows[R, out]`.
 
     If `weights[R, 1]` is given, the bias is first multiplied by the weight of the row.
     """

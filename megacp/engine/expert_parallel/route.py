@@ -37,7 +37,7 @@ class Groups:
         return Groups(self.ends.clamp(place.start, place.stop).diff(prepend=first))
 
     def spread(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return its expert's values in `x[n a]` for each of R = `rows` rows, `[R, a]`."""
+        """Return, for each of R = `rows` rows, its expert's values in `x[n a]`: `[R, a]`."""
         places = torch.arange(rows, device=x.device, dtype=self.ends.dtype)
         experts = torch.searchsorted(self.ends, places, right=True)
         return x.unflatten(0, (self.experts, -1)).index_select(0, experts)

@@ -12,7 +12,7 @@ from megacp.engine.layers.table import LayerKind, Linear, output_std
 GATE_UP = ("gate", "up")
 DOWN = ("down",)
 Width = Callable[[ModelConfig], int]
-"""Function that returns an MLP's hidden width, which dense MLPs and shared experts set by different
+"""Function that returns the hidden width of an MLP: dense MLPs and shared experts use different
 flags.
 """
 

@@ -187,7 +187,7 @@ class Flops:
 
 
 def tokens_per_rank(config: RunConfig) -> int:
-    """Return the number of tokens of a row that one cp rank has, rounded up."""
+    """Return the number of a row's tokens on one cp rank, rounded up."""
     # dynamic context parallelism multiplies both the tokens and the ranks by dp, so it cancels
     row = config.training.micro_batch_size * config.data.seq_length
     return -(-row // config.parallel.context_parallel_size)

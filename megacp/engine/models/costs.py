@@ -73,7 +73,7 @@ def _sizes(
 
 @functools.cache
 def first_alike(model: ModelConfig) -> tuple[int, ...]:
-    """Return the index of the first equal layer (apart from its name) for each layer."""
+    """Return, for each layer, the index of the first layer that is equal except for its name."""
     # layers are frozen dataclasses, so they can be compared without their names
     nameless = [dataclasses.replace(layer, name="") for layer in layers_of(model)]
     return tuple(map(nameless.index, nameless))
@@ -106,7 +106,10 @@ def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 
 
 
 def expert_parameters(model: ModelConfig, layer: int, ep: int = 1, *, pairs: bool = False) -> int:
-    """Return the number of expert parameters of a block per ep rank, or those of their `pairs`."""
+    """Return the number of a block's expert parameters per ep rank.
+
+    With `pairs`, count the parameters of their LoRA pairs instead.
+    """
     of_layer, of_pairs = _sizes_of(model, layer, 1, ep)
     return of_pairs[1] if pairs else of_layer[1]
 

@@ -232,7 +232,7 @@ class _Stage:
         return self.virtual_stage(chunk) == self.grid.pp.size * len(self.chunks) - 1
 
     def forward(self, key: tuple[int, int], batch: Any) -> None:
-        """Run a chunk's forward pass; keep the output to send and the graph for the backward."""
+        """Run a chunk's forward pass; keep the output and, if it is trained, the graph."""
         microbatch, chunk = key
         # keep the input only if its gradient will be sent
         if chunk in self.handing_back:

@@ -95,7 +95,7 @@ class Channel:
 
 
 def virtual_stage(stage: int, num_stages: int, chunk: int) -> int:
-    """Return the virtual stage that model chunk `chunk` of `stage` is."""
+    """Return the index of the virtual stage for model chunk `chunk` of `stage`."""
     return chunk * num_stages + stage
 
 

@@ -73,7 +73,7 @@ def resolve_auto(
 
 
 def transport_for(config: RunConfig, needed: float) -> str:
-    """Return the transport for rows of which a rank needs this share of other ranks' K/V."""
+    """Return the transport for rows in which ranks need this share of other ranks' K/V."""
     cp = config.parallel.context_parallel_size
     tp = config.parallel.tensor_model_parallel_size
     # all-to-all transports need numbers of heads and groups that are divisible by cp

@@ -48,9 +48,9 @@ def suspects(
 ) -> str:
     """Return a sentence about the packs of a step with findings, the same on all ranks.
 
-    `packs` and `losses` are this rank's, per microbatch; ranks of other stages than the last have
-    no losses. `finite` is whether the loss and the gradient of the whole step are finite.
-    Collective over `world`.
+    `packs` and `losses` are this rank's, per microbatch; only ranks of the last stage have losses.
+    `finite` is whether the loss and the gradient of the whole step are finite. Collective over
+    `world`.
     """
     # packs of this rank with a loss that is not finite
     bad = []

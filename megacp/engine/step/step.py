@@ -51,7 +51,7 @@ class StepResult:
     suspects: str = ""
     """Sentence about the step's packs if there are findings."""
     experts: Mapping[str, float] = field(default_factory=dict)
-    """Figures about expert loads from `Balance.settle`."""
+    """Expert-load statistics from `Balance.settle`."""
 
 
 class ParallelModel:

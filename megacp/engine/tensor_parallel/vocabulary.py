@@ -199,8 +199,8 @@ class VocabularyTable(nn.Module):
         """Return the scalar loss of `x`, replicated over tp and not yet summed over dp and cp.
 
         `x` has the same shape as for `logits`. Logits of `chunk_tokens` tokens exist at once (0:
-        all tokens). Gradients are computed in the forward pass, but only if they are needed: the
-        table's only if it is trained, and none in evaluation.
+        all tokens). Gradients are computed in the forward pass if they are needed: not for a frozen
+        table, and not in evaluation.
         """
         return _ChunkedLoss.apply(
             x, self.weight, target, self, chunk_tokens, torch.is_grad_enabled()
