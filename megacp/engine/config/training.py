@@ -84,7 +84,7 @@ class TrainingConfig:
 
     train_epochs: AboveZero[float | None] = None
     """Train for this number of passes over --data-path, instead of --train-iters steps. The last
-    step uses the remaining packs."""
+    step uses the remaining packs. If neither flag is set, a run with --load-hf makes 3 passes."""
 
     # Learning rate; `engine/optim/lr_schedule.py` has the formulas
     lr: NotNegative[float] = 1e-3

@@ -29,7 +29,7 @@ from megacp.training.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.training.data.vision.decoding import RulesDecoder, rules_from_dict
 from megacp.training.data.vision.rules import VisionRules
 from megacp.training.loop.images import mock_images
-from megacp.training.loop.stored import progress
+from megacp.training.loop.stored import FINETUNING_EPOCHS, progress
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,10 @@ def with_stored_length(
     """Fill in the row length and the number of steps from --data-path; return config and notes.
 
     The row length is taken from the dataset unless a flag in `given` sets it. --train-epochs is
-    converted to steps. The notes also warn about a new run that is short or mostly warm-up. Without
-    a readable dataset the config does not change; the error is reported later. Raise ValueError if
-    the run has 0 steps, or if --train-epochs and --train-iters are both set by the command line
-    (`flags`) or both by files.
+    converted to steps; a run with --load-hf and no length makes FINETUNING_EPOCHS passes. The notes
+    also warn about a new run that is short or mostly warm-up. Without a readable dataset the config
+    does not change; the error is reported later. Raise ValueError if the run has 0 steps, or if
+    --train-epochs and --train-iters are both set by the command line (`flags`) or both by files.
     """
     try:  # an unreadable dataset is reported by `open_sources`
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
@@ -214,6 +214,12 @@ def with_stored_length(
         if "train_iters" in flags:  # the command line overrides the epochs of a file
             epochs = None
             config = with_values(config, {"train_epochs": None})
+    # A new run from a model folder makes a few passes over its data, and resumes with as many.
+    is_finetuning = "load_hf" in given or config.checkpoint.load_hf is not None
+    if manifests and is_finetuning and not lengths & {*given}:
+        epochs = FINETUNING_EPOCHS
+        found["train_epochs"] = epochs
+        training = dataclasses.replace(training, train_epochs=epochs)
     if manifests and epochs is not None:
         packs = sum(one.num_packs for one in manifests)
         steps, _ = whole_run(training, packs, *progress(config))

@@ -30,6 +30,8 @@ FREEZING = {"freeze"}
 """Fields that may also change if only the weights are loaded."""
 LORA = {"lora_rank", "lora_alpha", "lora_targets"}
 """Fields that may be added if only the weights are loaded and they have no low-rank pairs."""
+FINETUNING_EPOCHS = 3.0
+"""Default --train-epochs of a run with --load-hf and packs."""
 FINETUNING_RATE = 1e-5
 """Default --lr of a run that starts from weights only; a higher rate would ruin the weights."""
 FINETUNING_RATE_OF_PAIRS = 1e-4
