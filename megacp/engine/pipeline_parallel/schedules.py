@@ -333,7 +333,7 @@ def schedule(
         f"no schedule for {num_microbatches} microbatches on {num_stages} stages with {num_chunks} "
         "chunks each: `check` should have refused this configuration"
     )
-    # drop backwards and weight gradients of virtual stages that train nothing
+    # drop backward passes and weight gradients of virtual stages that train nothing
     computes = []
     for action in SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks):
         trained = virtual_stage(stage, num_stages, action.chunk) >= first_trained

@@ -44,7 +44,7 @@ def timeline(
         place = virtual_stage(stage, len(stages), action.chunk)
         # the virtual stage whose output this compute needs
         source = {Kind.FORWARD: place - 1, Kind.BACKWARD: place + 1}.get(action.kind, -1)
-        # the ends of the model and weight gradients receive nothing
+        # weight gradients, and computes at the ends of the model, receive nothing
         is_sent = 0 <= source < len(stages) * num_chunks
         arrival = there.get((action.kind, action.microbatch, source)) if is_sent else 0.0
         if arrival is None:
