@@ -113,9 +113,9 @@ def test_an_unknown_flag_and_a_missing_file_are_refused(argv: list[str], told: s
 
 
 def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() -> None:
-    others = "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
+    others = "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task local-dir max-restarts nproc-per-node"
     # flags that are not added by a string literal
-    undeclared = "config help-all fake image video no-thinking vision"
+    undeclared = "config export-dtype help-all no-verify fake image video no-thinking vision"
     actions = [
         *prepare_command.preprocess_parser()._actions,
         *convert_command.convert_parser()._actions,
