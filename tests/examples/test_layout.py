@@ -179,7 +179,7 @@ def test_a_dry_run_of_a_planned_layout_writes_nothing_to_save(tmp_path: Path) ->
     done = started("pretrain_llm.sh", flags, {"LAYOUT": "auto", "NPROC": "2"}, tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
-        "on 8 GPUs of 79." in done.stderr
+        "on 8 GPUs with 79." in done.stderr
         and "Dry run: 8 ranks" in done.stdout
         and not save.exists()
     )
