@@ -111,7 +111,7 @@ def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
     for ended in ends([launch(flags, environment(rank, 3, port)) for rank in (0, 1)]):
         message = refused(ended)
         assert (
-            "waited 15 s for the 3 ranks of this run to start: no word from rank 2; start every rank"
+            "waited 15 s for the 3 ranks of this run to start: no message from rank 2; start every rank"
             in message
         )
 

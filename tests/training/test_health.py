@@ -444,7 +444,7 @@ def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(
         assert processes[where].is_alive() and processes[1 - where].exitcode == 1
     message = (tmp_path / f"words {1 - where}").read_text()
     assert f"rank {1 - where} failed in step 3: RuntimeError" in message
-    assert f"no word from rank {where} in step 3: stopped, dead, or still computing" in message
+    assert f"no message from rank {where} in step 3: stopped, dead, or still computing" in message
     assert load_checkpoint(tmp_path / "out", WORLD).step == 2
 
 
