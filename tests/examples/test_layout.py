@@ -68,7 +68,7 @@ def test_a_script_plans_starts_ranks_and_plans_anew_for_other_ranks(tmp_path: Pa
     again = started("pretrain_llm.sh", flags, {"LAYOUT": "auto", "NPROC": "2", "PP": "1"}, tmp_path)
     assert again.returncode == 0, again.stderr
     assert (
-        "step_0000002 was saved by 4 ranks, this run has 2" in again.stderr
+        "step_0000002 was saved by 4 ranks, but this run has 2" in again.stderr
         and "4/4" in again.stdout
     )
     run(1, [*size, "--save", str(tmp_path / "whole")])

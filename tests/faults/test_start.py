@@ -38,7 +38,7 @@ def refused(ended: Ended) -> str:
 def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_values() -> None:
     messages = {refused(ended) for ended in run_all([QUICK, [*QUICK, "--lr", "0.02"]])}
     assert messages == {
-        "the 2 ranks of this run were not started alike; start all of them with the same flags and software:\n"
+        "the 2 ranks of this run were started differently; start all of them with the same flags, data and software:\n"
         f"  - --lr: 0.02 on rank 1 (host {HOST}); 0.01 on rank 0 (host {HOST})"
     }
 

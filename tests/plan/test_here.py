@@ -109,7 +109,7 @@ def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
     assert planned(tmp_path, [*flags, "--micro-batch-size", "4"], 1).training.micro_batch_size == 4
     capsys.readouterr()
     assert planned(tmp_path, flags, 2).grid_shape(2).dp == 2
-    assert "step_0000002 was saved by 1 rank, this run has 2" in capsys.readouterr().out
+    assert "step_0000002 was saved by 1 rank, but this run has 2" in capsys.readouterr().out
     # the stored microbatch of two rows does not divide a batch of three
     three = [*flags, "--global-batch-size", "3"]
     assert planned(tmp_path, three, 1).training.micro_batch_size == 1
