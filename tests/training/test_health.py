@@ -218,7 +218,7 @@ def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
         step, told = notes(tmp_path / name / "out")[-1]
         assert (
             step == 2
-            and "documents with images were left out: an image could not be decoded" in told
+            and "documents with images were dropped because an image could not be decoded" in told
         )
         assert committed(tmp_path / name / "out") == []
 
@@ -234,9 +234,11 @@ def test_a_step_that_learns_from_no_token_is_named_and_skipped(
     named = [
         step
         for step, text in told
-        if text.startswith("no token of the step has a loss weight, bad images left")
+        if text.startswith(
+            "no token of the step has a loss weight, after documents with bad images"
+        )
     ]
-    assert named == [1, 2, 3, 4] and "none of 4 steps made an update" in told[-1][1]
+    assert named == [1, 2, 3, 4] and "none of the 4 steps made an update" in told[-1][1]
     assert all(math.isnan(float(loss)) for loss in losses(tmp_path / "out").values())
 
 

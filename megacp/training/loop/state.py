@@ -249,7 +249,7 @@ def load(
 def _other_run(
     loaded: LoadedCheckpoint, was: RunState, state: RunState, config: RunConfig
 ) -> list[str]:
-    """Return why a run with `state` cannot resume from a checkpoint with state `was`, as reasons."""
+    """Return reasons why a run with `state` cannot resume from a checkpoint with state `was`."""
     if not {"updates", "data_fingerprint"} <= set(loaded.extra):
         return [
             f"{loaded.path} contains only weights, but no state of a run to resume: add --finetune "

@@ -278,7 +278,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(
     other = build(tmp_path / "text.jsonl", tmp_path / "packs", "byte")
     told = refused(["--load-hf", str(folder), "--data-path", str(other)], capsys)
     assert f"--data-path {other} was built with the tokenizer" in told
-    assert "build it again with the --tokenizer" in told
+    assert "with the --tokenizer of that folder" in told
 
 
 def test_a_finetuning_has_a_rate_of_its_own_and_a_run_that_goes_on_that_of_its_checkpoint(
