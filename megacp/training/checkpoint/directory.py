@@ -158,7 +158,10 @@ def step_folders(directory: Place) -> tuple[list[Place], list[Place]]:
 
 
 def committed(directory: StrPath | Url) -> list[Place]:
-    """Return the committed step directories in `directory`, newest first, with unverified tensors."""
+    """Return the committed step directories in `directory`, newest first.
+
+    Their tensors are not verified.
+    """
     return step_folders(place_of(directory))[0]
 
 
