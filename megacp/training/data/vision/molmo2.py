@@ -141,7 +141,7 @@ class Molmo2Rules(VisionRules):
         )
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
-        """Return the layout: a low-resolution crop, and high-resolution crops in the best tiling."""
+        """Return the layout: one low-resolution crop, and the high-resolution crops of a tiling."""
         return image_layout(width, height, self)
 
     def layouts_of_video(
