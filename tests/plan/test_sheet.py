@@ -278,4 +278,4 @@ def test_the_network_that_is_asked_for_must_be_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, said = planned(tmp_path, removed(whole(), ("networks", "infiniband")), capsys)
-    assert status == 2 and "networks: infiniband of --network is missing" in said
+    assert status == 2 and "networks: infiniband is missing, which --network selects" in said

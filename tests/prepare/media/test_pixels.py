@@ -125,7 +125,7 @@ JPEG = encoded(noise(64, 64), "JPEG")
 PNG = encoded(noise(64, 64))
 BAD = {
     "empty": (b"", "0 bytes are not a file of type Jpeg, Png"),
-    "html": (b"<!DOCTYPE html><html>404</html>", "none of Jpeg, Png.*begins with b'<!DOCTYPE'"),
+    "html": (b"<!DOCTYPE html><html>404</html>", "of type Jpeg, Png.*begins with b'<!DOCTYPE'"),
     "half a jpeg": (JPEG[: len(JPEG) // 2], "the JPEG is truncated or damaged"),
     "half a png": (PNG[: len(PNG) // 2], "the PNG is truncated or damaged"),
     "header only": (JPEG[:20], "the JPEG is truncated or damaged"),
@@ -350,7 +350,7 @@ def test_a_bad_video_is_refused_with_its_own_message() -> None:
     half = video(43)
     bad = {
         b"": "0 bytes are not a file of type mov",
-        b"#EXTM3U\nfile:///etc/passwd\n": "none of mov.*begins with b'#EXTM3U",
+        b"#EXTM3U\nfile:///etc/passwd\n": "of type mov.*begins with b'#EXTM3U",
         half[: len(half) // 2]: "the mov video is truncated or damaged",
         video(0, "matroska"): "the matroska video is truncated or damaged",
         sound_only(): "no video stream",

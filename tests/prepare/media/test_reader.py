@@ -161,7 +161,7 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"path": 5}, r"`content\[0\].path` is a number \(5\), but it must be a string"),
     "not base64": ({"base64": "%%%"}, r"`content\[0\].base64`: it is not base64"),
     "empty base64": ({"base64": "data:image/png;base64,"}, "0 bytes are not a file of type Jpeg"),
-    "base64 of text": ({"base64": "aGVsbG8="}, "none of Jpeg, Png"),
+    "base64 of text": ({"base64": "aGVsbG8="}, "of type Jpeg, Png"),
     "member elsewhere": ({"member": "../x.png"}, "the record has no such member; it has d/1.png"),
     "bytes as text": ({"bytes": "abc"}, "must be bytes"),
     "nothing": ({}, "needs exactly one of path, base64, member, bytes, .*none"),

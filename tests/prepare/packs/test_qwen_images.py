@@ -343,7 +343,7 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     )
     told = [
         "built with --vision-family qwen3_5",
-        "patches of 4 pixels in windows of 2, but the model's are 14 in 2",
+        "patches of 4 pixels in windows of 2, but the model expects 14 in windows of 2",
     ]
     found = [image_misfits("d", rules, tower) for tower in towers]
     assert (
