@@ -270,7 +270,7 @@ def _refuse_together(world: launch.World, problem: str) -> NoReturn:
 
 
 def _agree(plan: Plan, world: launch.World) -> launch.Rendezvous:
-    """Connect to the other ranks; raise ValueError on all ranks unless all would start alike."""
+    """Connect to the other ranks; raise ValueError on all ranks if any would start differently."""
     rendezvous = launch.rendezvous(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     stated = statement(plan.config, plan.sources, launch.device_type(world))
     fingerprint = "none" if plan.weights is None else plan.weights.fingerprint

@@ -483,7 +483,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
 
 
 def _part_of(x: torch.Tensor, dim: int, places: np.ndarray, pad: float) -> torch.Tensor:
-    """Return a differentiable copy of the tokens of `x` at `places[1 or B, s]` along `dim >= 0`.
+    """Return a differentiable copy of `x` at indices `places[1 or B, s]` along `dim >= 0`.
 
     Indices past the end of `x` give the value `pad`.
     """

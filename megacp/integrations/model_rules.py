@@ -208,6 +208,6 @@ def argument(
 
 @functools.cache
 def _signature(forward: Callable[..., Any]) -> Mapping[str, int]:
-    """Return the positions of the arguments of `forward` by name, without `self`."""
+    """Return each argument's position in the signature of `forward`, without `self`."""
     _, *names = inspect.signature(forward).parameters
     return {name: place for place, name in enumerate(names)}

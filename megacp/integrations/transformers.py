@@ -119,8 +119,8 @@ attention.is_sharded = True
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
     """Return the library's mask outside a block, and the layer's `Reach` inside a block.
 
-    Inside a block, the block's mask applies, and any other mask of the model is refused. The result
-    is None or a `Reach` as int64 `[1, 1, 1, 2]`, a shape that models do not slice like a mask.
+    Inside a block, the block's mask applies, and any other mask raises ValueError. The result is
+    None or a `Reach` as int64 `[1, 1, 1, 2]`, a shape that models do not slice like a mask.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 

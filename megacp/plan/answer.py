@@ -101,7 +101,7 @@ class Answer:
 
     def refusal(self) -> str:
         """Explain why no layout is valid, and suggest fewer ranks or a flag to remove."""
-        head = f"no layout of {self.world_size} ranks allows these flags"
+        head = f"no parallel layout of {self.world_size} ranks allows these flags"
         # Find the next smaller number of ranks with a valid layout.
         for ranks in range(self.world_size - 1, 0, -1):
             found = layouts(self.config, ranks, self._fixed(self.given))

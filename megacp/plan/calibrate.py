@@ -86,7 +86,7 @@ class ShortRun:
 
     @functools.cached_property
     def packs(self) -> PackSample:
-        """Sample with the mask of the row that the run trains on."""
+        """Pack sample with the mask of the run's training row."""
         config = self.config("float32")
         row = mock_batch(
             [0], MockRules(config.model.vocab_size, config.data.seq_length, mask=self.mask)

@@ -4,7 +4,7 @@
         --output best.yaml
     python -m megacp.train --nproc 8 --config best.yaml --load-hf Qwen3-8B --data-path data/chat
 
-All flags of a training run are accepted. Layout flags that you set are kept, and megacp-plan
+All flags of a training run are accepted. megacp-plan keeps the layout flags that you set, and
 chooses the others. Nothing is trained and no GPU is needed; `--gpu here` plans for this machine's
 device. A resumed run (`--load`, or `--save` with `--auto-resume`) keeps the parallel layout of its
 checkpoint if the number of ranks is the same.
@@ -33,7 +33,7 @@ from megacp.storage.files import require_free, write_result
 from megacp.training.data.manifest import DatasetManifest
 from megacp.training.monitor.console import say, warn
 
-# Value of --gpu for the device of this machine.
+# Value of --gpu for this machine's device.
 HERE = "here"
 # A function that returns the reasons why a machine cannot run a configuration.
 Problems = Callable[[RunConfig], list[str]]
@@ -190,12 +190,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help=lengths)
     parser.add_argument(
-        "--output", type=Path, help="write the best layout's flags to this file, for --config"
+        "--output", type=Path, help="write the flags of the best parallel layout, for --config"
     )
     parser.add_argument(
         "--html",
         type=Path,
-        help="write an HTML page with the five best layouts and the memory use during a step",
+        help="write an HTML page with the five best parallel layouts and memory during a step",
     )
     parser.add_argument(
         "--overwrite",

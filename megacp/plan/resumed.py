@@ -36,7 +36,9 @@ def kept_layout(
     folder, manifest, text = before
     if manifest.world_size != world_size:
         saved_by = counted(manifest.world_size, "rank")
-        note = f"New layout: {folder} was saved by {saved_by}, but this run has {world_size}"
+        note = (
+            f"New parallel layout: {folder} was saved by {saved_by}, but this run has {world_size}"
+        )
         return None, note
     # Use the checkpoint's layout; all other values come from this run's flags.
     stored = flatten(from_yaml(text))
@@ -44,9 +46,15 @@ def kept_layout(
     kept = with_values(config, chosen)
     reasons = [*check(kept, world_size), *problems(kept)]
     if reasons:
-        return None, f"New layout: that of {folder} contradicts the flags: {reasons[0]}"
+        return None, f"New parallel layout: that of {folder} contradicts the flags: {reasons[0]}"
     if not fits(kept, world_size, hardware):
-        return None, f"New layout: that of {folder} does not fit into {hardware.memory:.4g} GiB"
+        return (
+            None,
+            f"New parallel layout: that of {folder} does not fit into {hardware.memory:.4g} GiB",
+        )
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
     layout = Candidate(kept, chosen, fullest(kept, world_size), timed)
-    return layout, f"The layout of {folder}, which was saved by {counted(world_size, 'rank')}"
+    return (
+        layout,
+        f"The parallel layout of {folder}, which was saved by {counted(world_size, 'rank')}",
+    )

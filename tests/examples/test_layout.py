@@ -197,7 +197,7 @@ def test_a_dry_run_of_a_planned_layout_writes_nothing_to_save(tmp_path: Path) ->
         (
             "pretrain_llm.sh",
             {"LAYOUT": "auto", "NPROC": "3"},
-            "no layout of 3 ranks allows these flags; one of 2 ranks does",
+            "no parallel layout of 3 ranks allows these flags; one of 2 ranks does",
         ),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
     kept = planned(tmp_path, flags, 1)
     assert kept.training.micro_batch_size == 2
     assert (
-        f"The layout of {tmp_path}/step_0000002, which was saved by 1 rank"
+        f"The parallel layout of {tmp_path}/step_0000002, which was saved by 1 rank"
         in capsys.readouterr().out
     )
     assert planned(tmp_path, [*flags, "--finetune"], 1).training.micro_batch_size != 2
@@ -144,7 +144,12 @@ def test_a_plan_of_a_checkpoint_has_its_model_and_its_dtype(
             ["--num-layers", "2"],
             80.0,
             2,
-            ["no layout of 3 ranks", "one of 2 ranks does", "--global-batch-size 4", "dp 3"],
+            [
+                "no parallel layout of 3 ranks",
+                "one of 2 ranks does",
+                "--global-batch-size 4",
+                "dp 3",
+            ],
         ),
         (
             2,

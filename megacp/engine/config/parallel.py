@@ -59,21 +59,22 @@ PIPELINE_SCHEDULES = {
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The grid of ranks. Data parallelism has the remaining size: dp = world / (tp x pp x cp)."""
+    """Grid of ranks. The data-parallel size follows from the others: dp = world / (tp x pp x cp)."""
 
     # Axes of the grid
     tensor_model_parallel_size: Count[int] = 1
-    """Number of ranks that share each linear layer, the vocabulary and the attention heads (tp)."""
+    """Number of ranks across which linear layers, the vocabulary and attention heads are split
+    (tp)."""
 
     pipeline_model_parallel_size: Count[int] = 1
     """Number of pipeline stages into which the model's layers are split (pp)."""
 
     context_parallel_size: Count[int] = 1
-    """Number of ranks that share the tokens of each row (cp)."""
+    """Number of ranks across which the tokens of each row are split (cp)."""
 
     expert_model_parallel_size: Count[int] = 1
-    """Number of ranks that share the experts of each layer (ep). It must divide both --num-experts
-    and the tp x cp x dp ranks of a stage."""
+    """Number of ranks across which the experts of each layer are split (ep). It must divide both
+    --num-experts and the tp x cp x dp ranks of a stage."""
 
     # Nothing enforces this load. The planner and the memory report assume it, and a busier router
     # needs more memory than they state.

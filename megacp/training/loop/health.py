@@ -1,8 +1,7 @@
 """Anomaly check: decide once per step, before the update, whether the step's numbers are sound.
 
 The decision depends only on numbers that are equal on all ranks and on state in the checkpoint.
-Therefore, all ranks decide alike, and a resumed run decides like an uninterrupted run. The rules
-apply in this order:
+Therefore, all ranks make the same decision, as does a resumed run. The rules apply in this order:
 
 * If images of too many documents could not be decoded, the run ends.
 * A step is skipped if it has no loss tokens, or if its loss or gradient is not finite.

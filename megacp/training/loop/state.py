@@ -230,7 +230,7 @@ def load(
         image_rules = state.image_rules or was.image_rules
         state = dataclasses.replace(state, base=was.base, image_rules=image_rules)
         return Resumed(state, loaded.path, other_meaning(loaded, state))
-    # to resume, read weights and optimizer state at once; the latter includes the master weights
+    # to resume, read weights and optimizer state (which includes master weights) together
     weights = _cleared(model, None)
     loaded.read(weights + boxes_to_load([], model.optimizer.state_slices()))
     model.parameters.loaded(masters=True)

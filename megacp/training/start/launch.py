@@ -192,8 +192,7 @@ class Rendezvous:
     def decided_by_rank_0(
         self, topic: str, value: str, judge: Callable[[list[str]], str], also: float = 0.0
     ) -> str:
-        """Return rank 0's verdict, the result of `judge` for the values of all ranks in rank order.
-
+        """Return rank 0's verdict: the result of `judge` for all ranks' values, in rank order.
         Every rank calls this method once per topic. `also` is the time in seconds that a rank may
         need to compute its value, in addition to `seconds`. Raise ValueError if a value does not
         arrive in time; on rank 0, the error names the rank.

@@ -65,7 +65,7 @@ def other_layout(
         return ""
     p = config.parallel
     said = (
-        f"The layout with --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
+        f"The parallel layout with --tensor-model-parallel-size {p.tensor_model_parallel_size}, "
         "--pipeline-model-parallel-size "
         f"{p.pipeline_model_parallel_size} and --context-parallel-size {p.context_parallel_size} "
         "does not allow "
@@ -78,7 +78,7 @@ def other_layout(
     plan = ["megacp-plan", "--gpu", "here", "--world-size", str(ranks), *rest, "--output", PLANNED]
     if PLANNED in replaced:
         plan.append("--overwrite")
-    lines = [f"{said}. To plan another layout:", f"    {shlex.join(plan)}"]
+    lines = [f"{said}. To plan another parallel layout:", f"    {shlex.join(plan)}"]
     for file, names in files.items():
         lines.append(
             f"  (first remove {', '.join(map(flag, names))} from {file}; otherwise, the plan keeps "
