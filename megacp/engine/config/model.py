@@ -183,10 +183,10 @@ class ModelConfig:
     """Number of query heads."""
 
     num_query_groups: Positive[int | None] = None
-    """Number of key/value heads, for grouped-query attention. If not set: --num-attention-heads."""
+    """Number of key/value heads, for grouped-query attention. None means --num-attention-heads."""
 
     kv_channels: Positive[int | None] = None
-    """Width of an attention head. If not set: --hidden-size / --num-attention-heads."""
+    """Width of an attention head. None means --hidden-size / --num-attention-heads."""
 
     # Vocabulary
     vocab_size: NotNegative[int] = 0
@@ -266,7 +266,7 @@ class ModelConfig:
     """Kernel size, in tokens, of the causal convolution before the recurrence."""
 
     max_position_embeddings: Positive[int | None] = None
-    """Context length to write into an exported config; it does not affect training. If not set:
+    """Context length to write into an exported config; it does not affect training. None means
     --seq-length."""
 
     # Norms, scales and the MLP
@@ -277,7 +277,7 @@ class ModelConfig:
     """Multiply by 1 + weight in RMSNorm, with weights initialised to 0 (Gemma)."""
 
     softmax_scale: AboveZero[float | None] = None
-    """Scaling factor for attention scores. If not set: 1 / sqrt(head width)."""
+    """Scaling factor for attention scores. None means 1 / sqrt(head width)."""
 
     embedding_multiplier: AboveZero[float] = 1.0
     """Scaling factor for text token embeddings (Gemma: sqrt(--hidden-size))."""
@@ -321,7 +321,7 @@ class ModelConfig:
     """Number of experts that the router chooses for each token."""
 
     moe_ffn_hidden_size: Positive[int | None] = None
-    """Width of an expert's hidden layer. If not set: --ffn-hidden-size."""
+    """Width of an expert's hidden layer. None means --ffn-hidden-size."""
 
     moe_shared_expert_intermediate_size: Positive[int | None] = None
     """Hidden width of the shared expert, an MLP that processes every token in addition to the
@@ -336,7 +336,7 @@ class ModelConfig:
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router scores into expert weights. With sigmoid, a correction is added to
-    the weights when experts are chosen (DeepSeek-V3, GLM-4.5)."""
+    the weights only when experts are chosen (DeepSeek-V3, GLM-4.5)."""
 
     moe_router_pre_softmax: bool = False
     """Compute expert weights with a softmax over all experts (OLMoE) instead of only the chosen
@@ -377,7 +377,7 @@ class ModelConfig:
     comes from --load-hf, or from --load with --finetune. 0 trains the model itself."""
 
     lora_alpha: AboveZero[float | None] = None
-    """LoRA alpha: adapters are scaled by alpha / rank. If not set: --lora-rank, which gives a scale
+    """LoRA alpha: adapters are scaled by alpha / rank. None means --lora-rank, which gives a scale
     of 1, as peft's defaults do."""
 
     lora_targets: str | None = None
@@ -385,7 +385,7 @@ class ModelConfig:
     gate, up, down) selects all linear layers with that name; a kind (attention.q,
     linear_attention.q, mlp.gate, shared.gate, experts.gate) selects only that kind; all selects all
     words. KIND:RANK:ALPHA sets the rank and alpha of a kind. attention.q+v gives q and v one
-    adapter with a shared A. If not set: q,v, which peft also uses for most decoders."""
+    adapter with a shared A. None means q,v, which peft also uses for most decoders."""
 
     lora_dropout: Fraction[float] = 0.0
     """Dropout probability for the inputs of LoRA adapters, in [0, 1). The frozen layers receive the

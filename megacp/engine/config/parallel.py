@@ -59,7 +59,7 @@ PIPELINE_SCHEDULES = {
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Grid of ranks. The data-parallel size follows from the others: dp = world / (tp x pp x cp)."""
+    """Grid of ranks. Its sizes determine data parallelism: dp = world / (tp x pp x cp)."""
 
     # Axes of the grid
     tensor_model_parallel_size: Count[int] = 1

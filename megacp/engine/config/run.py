@@ -53,7 +53,7 @@ class RunConfig:
     no GPU."""
 
     world_size: Count[int | None] = None
-    """Number of ranks to assume with --dry-run. If not set: tp x pp x cp."""
+    """Number of ranks to assume with --dry-run. None means tp x pp x cp."""
 
     @property
     def model_ranks(self) -> int:

@@ -105,7 +105,7 @@ class TrainingConfig:
     """Warm-up as a fraction of --lr-decay-iters, rounded up; replaces --lr-warmup-iters."""
 
     lr_decay_iters: Positive[int | None] = None
-    """Last step of the decay; later steps use --min-lr. If not set: --train-iters."""
+    """Last step of the decay; later steps use --min-lr. None means --train-iters."""
 
     lr_wsd_decay_iters: Positive[int | None] = None
     """Number of steps in the final decay of --lr-decay-style WSD."""
@@ -161,8 +161,8 @@ class TrainingConfig:
 
     # A job with a time limit ends with a checkpoint instead of being killed
     exit_duration: AboveZero[float | None] = None
-    """Save and stop at the first step that ends after this number of minutes, with exit status 3.
-    If not set, there is no limit."""
+    """Save and stop before the next step once this number of minutes has passed, with exit status
+    3. If not set, there is no limit."""
 
     eval_interval: NotNegative[int] = 0
     """Number of steps between validations; 0 disables validation."""
@@ -187,8 +187,8 @@ class TrainingConfig:
 
     fp8: Literal["off", "delayed", "current", "blockwise"] = "off"
     """Scaling recipe for FP8 matrix products in the decoder's linear layers. Needs
-    --transformer-impl transformer_engine. Checkpoints do not contain the scales of delayed, so the
-    first steps of a resumed run differ slightly."""
+    --transformer-impl transformer_engine. Checkpoints do not store the scales of the delayed
+    recipe, so the first steps of a resumed run differ slightly."""
 
     cross_entropy_chunk_tokens: NotNegative[int | Literal["auto"]] = "auto"
     """Number of tokens whose logits are computed at a time; 0 means a whole row. auto uses a whole
@@ -281,7 +281,7 @@ class LogConfig:
     """Number of steps between console lines."""
 
     log_file: PathOf[str | None] = None
-    """JSONL file with one line per step; /dev/null disables it. If not set: log.jsonl in a local
+    """JSONL file with one line per step; /dev/null disables it. None means log.jsonl in a local
     --save, otherwise megacp_log.jsonl."""
 
     # Optional loggers. A missing package is reported before training starts.

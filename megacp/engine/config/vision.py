@@ -96,7 +96,7 @@ class VisionConfig:
     layer."""
 
     connector_ffn_hidden_size: Positive[int | None] = None
-    """Hidden width of the SwiGLU projector from pooled patches to the decoder. If not set:
+    """Hidden width of the SwiGLU projector from pooled patches to the decoder. None means
     --ffn-hidden-size."""
 
     # Training of the parts. --lora-rank freezes all of them, whatever --freeze says.
@@ -112,8 +112,8 @@ class VisionConfig:
 
     # Packs of a dataset differ in their number of images, so stages need a typical number
     vision_planned_crops: Positive[int | None] = None
-    """Number of crops per pack to assume when planning pipeline stages and memory. If not set,
-    enough crops to fill a pack with pooled windows of 2 x 2 patches."""
+    """Number of crops per pack to assume when planning pipeline stages and memory. If not set, the
+    plan assumes enough crops to fill a pack with pooled windows of 2 x 2 patches."""
 
     @property
     def patches_per_side(self) -> int:
