@@ -119,7 +119,11 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     # Values that no flag sets come from a checkpoint, a model folder, or the datasets.
     config, model_note = with_stored_model(_parsed(arguments, world), given)
     config, weights, weights_note = _started(config, given, world.rank)
-    config, length_note = with_stored_length(config, given, given_flags(arguments))
+    ranks = world.size
+    if config.dry_run:
+        ranks = config.world_size or config.model_ranks
+    rows_at_once = max(1, ranks // config.model_ranks) * config.training.micro_batch_size
+    config, length_note = with_stored_length(config, given, given_flags(arguments), rows_at_once)
     if world.rank == 0:
         for line in (model_note, weights_note, length_note):
             if line:

@@ -31,6 +31,7 @@ from megacp.plan.picture import page
 from megacp.plan.search import no_problems
 from megacp.storage.files import require_free, write_result
 from megacp.training.data.manifest import DatasetManifest
+from megacp.training.loop.finetuning import default_batch
 from megacp.training.monitor.console import say, warn
 
 # Value of --gpu for this machine's device.
@@ -80,6 +81,10 @@ def _asked(arguments: Sequence[str]) -> _Question:
             length = config.data.seq_length
         words = config.model.vocab_size or manifest.tokenizer.vocab_size
         config = with_values(config, {"seq_length": length, "vocab_size": words})
+        # The same default as in training, where it grows to a multiple of the data-parallel ranks.
+        if "load_hf" in given and "global_batch_size" not in given:
+            batch = default_batch(manifest.num_tokens, length)
+            config = with_values(config, {"global_batch_size": batch})
     if config.model.vocab_size == 0:
         raise ValueError(
             "--vocab-size is 0: set it, or set --data-path or --load-hf to read it from there"

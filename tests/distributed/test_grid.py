@@ -106,7 +106,7 @@ def test_one_process_needs_no_process_group_and_a_wrong_world_is_refused() -> No
     assert {axis.size for axis in one.all_axes()} == {1} and one.over("dp", "cp").size == 1
     assert single_axis("tp", 7).global_ranks == (7,)
     with pytest.raises(
-        ValueError, match="tp 2 x cp 1 x dp 1 x pp 2 needs 4 ranks, the world has 1; change --nproc"
+        ValueError, match="tp 2 x cp 1 x dp 1 x pp 2 needs 4 ranks, but there are 1; change --nproc"
     ):
         build_grid(GridShape(tp=2, pp=2), 0)
 

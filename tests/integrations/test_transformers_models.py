@@ -282,7 +282,7 @@ USES = [
     Use("Llama", "receives labels: .* shift_labels .* num_items_in_batch", use="labels"),
     Use(
         "Llama",
-        "create_graph=True: attention over ranks cannot be differentiated twice",
+        "create_graph=True: attention across ranks cannot be differentiated twice",
         use="twice",
     ),
     Use("LlamaForSequenceClassification", "pools the sequence into one output"),

@@ -84,7 +84,7 @@ class TrainingConfig:
 
     train_epochs: AboveZero[float | None] = None
     """Number of passes over --data-path; replaces --train-iters. The last step uses the remaining
-    packs."""
+    packs. If neither flag is set, a run with --load-hf makes 3 passes."""
 
     # Learning rate; `engine/optim/lr_schedule.py` has the formulas
     lr: NotNegative[float] = 1e-3

@@ -14,7 +14,7 @@ from typing import Any
 from megacp.attention.context_parallel.layout import BALANCED, LAYOUTS
 from megacp.engine.config.blend import DataPath, named_folders, weighted_folders
 from megacp.engine.config.parallel import ParallelConfig
-from megacp.engine.config.run import RunConfig, Value, with_values
+from megacp.engine.config.run import RunConfig, Value, flag, with_values
 from megacp.engine.config.training import DataConfig, TrainingConfig
 from megacp.engine.config.vision import VisionConfig
 from megacp.engine.rows.batch import PackedBatch
@@ -28,6 +28,7 @@ from megacp.training.data.mock import MockDecoder, MockRules
 from megacp.training.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.training.data.vision.decoding import RulesDecoder, rules_from_dict
 from megacp.training.data.vision.rules import VisionRules
+from megacp.training.loop import finetuning
 from megacp.training.loop.images import mock_images
 from megacp.training.loop.stored import progress
 
@@ -121,9 +122,9 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         config = with_values(config, {"vocab_size": first.tokenizer.vocab_size})
     # Collect all reasons before raising, so that the user can fix them together.
     reasons = []
-    for flag, source in (("--data-path", train), ("--valid-data-path", valid)):
+    for name, source in (("--data-path", train), ("--valid-data-path", valid)):
         for dataset in _members(source):
-            reasons += _misfits(flag, str(dataset.directory), dataset, config)
+            reasons += _misfits(name, str(dataset.directory), dataset, config)
     if valid is not None:
         names = []
         manifests = []
@@ -182,13 +183,15 @@ _FEW_UPDATES = 20
 
 
 def with_stored_length(
-    config: RunConfig, given: Collection[str], flags: Collection[str]
+    config: RunConfig, given: Collection[str], flags: Collection[str], rows_at_once: int = 1
 ) -> tuple[RunConfig, str]:
     """Return the config with pack length and number of steps from --data-path, and notes.
 
     The pack length comes from the dataset unless it is among the fields in `given`. --train-epochs
-    is converted to steps. The notes also warn about a new run that is very short or mostly warm-up.
-    Without a readable dataset, the config does not change, and the error is reported later.
+    is converted to steps. A run with --load-hf uses the length and batch size from `finetuning`
+    unless flags set them; `rows_at_once` is the number of rows that its ranks compute at once. The
+    notes also warn about a new run that is very short or mostly warm-up. Without a readable
+    dataset, the config does not change, and the error is reported later.
 
     Raise ValueError if the run has 0 steps, or if --train-epochs and --train-iters are both set on
     the command line (`flags`) or both in files.
@@ -215,6 +218,18 @@ def with_stored_length(
         if "train_iters" in flags:  # the command line overrides the epochs in a file
             epochs = None
             config = with_values(config, {"train_epochs": None})
+    # A run from a model folder has defaults that fit its data, and resumes with the same ones.
+    is_finetuning = "load_hf" in given or config.checkpoint.load_hf is not None
+    if manifests and is_finetuning:
+        if not lengths & {*given}:
+            epochs = finetuning.EPOCHS
+            found["train_epochs"] = epochs
+        if "global_batch_size" not in given:
+            tokens = sum(one.num_tokens for one in manifests)
+            row_tokens = with_values(config, found).data.seq_length
+            batch = finetuning.default_batch(tokens, row_tokens, rows_at_once)
+            found["global_batch_size"] = batch
+        training = with_values(config, found).training
     if manifests and epochs is not None:
         packs = sum(one.num_packs for one in manifests)
         steps, _ = whole_run(training, packs, *progress(config))
@@ -222,8 +237,11 @@ def with_stored_length(
         if steps == 0:
             asked = f"--train-epochs {epochs:g}"
             raise ValueError(f"{asked} of {packs} packs rounds to 0 samples: use a larger value")
-    flags_found = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
-    notes = [f"{flags_found}, from the manifest of --data-path"] if found else []
+    words = []
+    for name, value in found.items():
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        words.append(f"{flag(name)} {shown}")
+    notes = [f"{', '.join(words)}, from the manifest of --data-path"] if found else []
     config = with_values(config, found)
     steps = config.training.train_iters
     warmup = config.training.warmup_updates
@@ -233,11 +251,13 @@ def with_stored_length(
         batch = training.global_batch_size
         few = f"{counted(steps, 'update')} of {counted(batch, 'pack')}, {warmup} of them to warm up"
         lower = []
-        if batch > 1:
+        if batch > rows_at_once:
             lower.append("--global-batch-size")
         if warmup:
             lower.append("the warm-up")
         ways = [f"lower {' or '.join(lower)}"] if lower else []
+        if batch == rows_at_once > 1:
+            ways.append("share each row among ranks with --context-parallel-size")
         ways.append("raise --train-epochs or --train-iters")
         advice = ", or ".join(ways)
         notes.append(f"this run makes only {few}, too few to train a model: {advice}")
@@ -252,12 +272,12 @@ def _open_datasets(
     reasons: list[str] = []
     cache = DataCache()  # shared, because its size limit is meant for the whole run
     # Try to open both before raising, to report the errors of both.
-    for flag, path in (
+    for name, path in (
         ("--data-path", data.data_path),
         ("--valid-data-path", data.valid_data_path),
     ):
         try:
-            opened.append(_opened(flag, path, cache) if path else None)
+            opened.append(_opened(name, path, cache) if path else None)
         except ValueError as error:
             reasons.append(str(error))
     if reasons:

@@ -351,7 +351,7 @@ def test_copies_are_as_few_as_divide_by_the_ranks() -> None:
         key_copies(*sizes) for sizes in ((8, 8, 2), (8, 2, 2), (8, 2, 8), (12, 4, 6), (8, 1, 4))
     ]
     assert found == [1, 1, 4, 3, 4]
-    with pytest.raises(ValueError, match="8 heads over 3 ranks"):
+    with pytest.raises(ValueError, match="8 heads among 3 ranks"):
         key_copies(8, 2, 3)
 
 
