@@ -81,7 +81,7 @@ def _asked(arguments: Sequence[str]) -> _Question:
             length = config.data.seq_length
         words = config.model.vocab_size or manifest.tokenizer.vocab_size
         config = with_values(config, {"seq_length": length, "vocab_size": words})
-        # The same default as in training, where it grows to a multiple of the data-parallel ranks.
+        # Use the default of training, where it is rounded up to a multiple of the dp ranks.
         if "load_hf" in given and "global_batch_size" not in given:
             batch = default_batch(manifest.num_tokens, length)
             config = with_values(config, {"global_batch_size": batch})

@@ -77,14 +77,15 @@ class TrainingConfig:
     """Packs per microbatch. They are concatenated into one row."""
 
     global_batch_size: Count[int] = 8
-    """Packs per optimizer step, across all data-parallel ranks and microbatches."""
+    """Packs per optimizer step, across all data-parallel ranks and microbatches. If you do not set
+    it, a run with --load-hf chooses it based on the size of the dataset."""
 
     train_iters: Positive[int] = 100
     """Number of optimizer steps in the whole run."""
 
     train_epochs: AboveZero[float | None] = None
     """Number of passes over --data-path; replaces --train-iters. The last step uses the remaining
-    packs. If neither flag is set, a run with --load-hf makes 3 passes."""
+    packs. If you set neither flag, a run with --load-hf makes 3 passes."""
 
     # Learning rate; `engine/optim/lr_schedule.py` has the formulas
     lr: NotNegative[float] = 1e-3
