@@ -69,7 +69,7 @@ _SECONDS_FOR_RANK_0_TO_PRINT = 5.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Input for a rank to start training."""
+    """A checked run, ready to start on a rank."""
 
     config: RunConfig
     sources: Sources

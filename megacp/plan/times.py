@@ -135,7 +135,7 @@ def _fused_share(config: RunConfig, sample: PackSample) -> float:
 def _layer(
     config: RunConfig, hardware: Hardware, sample: PackSample, number: int
 ) -> tuple[_Part, _Part]:
-    """Return the forward and the backward pass of block `number` for one microbatch."""
+    """Return the seconds of a forward and a backward pass of block `number`, for one microbatch."""
     model = config.model
     p = config.parallel
     t = config.training
@@ -287,7 +287,7 @@ def _stage(
     stage: int,
     chunks: Sequence[range],
 ) -> tuple[_Part, _Part]:
-    """Return the forward and the backward pass of a whole stage for one microbatch."""
+    """Return the seconds of a forward and a backward pass of a stage, for one microbatch."""
     p = config.parallel
     t = config.training
     stages = p.pipeline_model_parallel_size
@@ -344,8 +344,7 @@ def _stage(
 
 
 def _head(config: RunConfig, hardware: Hardware) -> _Part:
-    """Return the forward pass of the head and the loss, which already computes gradients.
-
+    """Return the seconds of head and loss in the forward pass, which already computes gradients.
     The loss takes about five passes over the logits.
     """
     tokens = config.training.micro_batch_size * config.data.seq_length
@@ -358,7 +357,7 @@ def _head(config: RunConfig, hardware: Hardware) -> _Part:
 
 
 def _tower(config: RunConfig, world_size: int, hardware: Hardware) -> tuple[_Part, _Part]:
-    """Return the forward and the backward pass of the vision tower for one microbatch."""
+    """Return the seconds of a forward and a backward pass of the tower, for one microbatch."""
     factor, sharers = costs.encoders(config, world_size)
     tp = config.parallel.tensor_model_parallel_size
     # The images of `factor` packs are divided among `sharers` x tp ranks.
@@ -422,7 +421,7 @@ def stage_parts(
 ) -> tuple[list[tuple[_Part, _Part]], int, float, float]:
     """Return four values:
 
-    * the forward and the backward pass of each stage for one microbatch,
+    * the seconds of each stage's forward and backward pass, for one microbatch,
     * the number of the busiest stage,
     * its exposed seconds of data parallelism per step,
     * its seconds for the optimizer update.

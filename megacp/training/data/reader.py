@@ -273,7 +273,7 @@ class PackedDataset:
         dataset was opened or built.
         """
         if not 0 <= i < len(self):
-            raise IndexError(f"pack {i} of {self.directory}, which has {len(self)} packs")
+            raise IndexError(f"no pack {i} of {self.directory}: it has {len(self)} packs")
         # find the shard, then the pack's number within the shard
         number = bisect.bisect_right(self._stops, i)
         shard = self.shard(number)

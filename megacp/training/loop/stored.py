@@ -45,7 +45,7 @@ def stored_config(loaded: LoadedCheckpoint) -> RunConfig:
 
 
 def other_function(before: RunConfig, now: RunConfig, weights_only: bool) -> list[str]:
-    """Return the differing fields with which the same weights would compute different results."""
+    """Return the fields whose differences make the same weights compute different results."""
     free = set(NOT_THE_FUNCTION)
     if weights_only:
         free |= _new_to(before)

@@ -133,7 +133,7 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
         "--max-crops is 0",
         "--video-fps is 0.0",
         "--image-pooling is (0, 2)",
-        "--time-mode is 'x', allowed are per-frame, off",
+        "--time-mode is 'x', but must be per-frame or off",
         "--image-std are",
         "--image-token-ids contains cat",
         "but must be different",

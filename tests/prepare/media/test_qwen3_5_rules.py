@@ -139,7 +139,9 @@ def test_rules_survive_json_by_the_name_of_their_family() -> None:
     assert rules_from_dict({"patch_size": 7}) == Molmo2Rules(patch_size=7), (
         "rules without a family belong to Molmo2"
     )
-    with pytest.raises(ValueError, match="--vision-family is 'llava', allowed are molmo2, qwen3_5"):
+    with pytest.raises(
+        ValueError, match="--vision-family is 'llava', but must be one of molmo2, qwen3_5"
+    ):
         rules_from_dict({"family": "llava"})
     with pytest.raises(
         ValueError, match="unknown keys max_crops; known are patch_size, merge_size"

@@ -69,7 +69,7 @@ def rules_from_dict(values: Mapping[str, Any]) -> VisionRules:
     family = values.get("family", next(iter(RULES)))
     if family not in RULES:
         raise ValueError(
-            f"image rules: --vision-family is {family!r}, allowed are {', '.join(RULES)}"
+            f"image rules: --vision-family is {family!r}, but must be one of {', '.join(RULES)}"
         )
     own = {key: value for key, value in values.items() if key != "family"}
     return RULES[family].from_dict(own)

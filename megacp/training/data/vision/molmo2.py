@@ -103,7 +103,7 @@ class Molmo2Rules(VisionRules):
                     "smaller margins"
                 )
         if self.time_mode not in ("per-frame", "off"):
-            found.append(f"--time-mode is {self.time_mode!r}, allowed are per-frame, off")
+            found.append(f"--time-mode is {self.time_mode!r}, but must be per-frame or off")
         if found:
             raise ValueError("image rules: " + "; ".join(found))
 

@@ -178,9 +178,9 @@ class Qwen35Rules(VisionRules):
 def _fitting(
     width: int, height: int, count: int, side: int, pixels: tuple[int, int], step: int = 1
 ) -> tuple[int, int]:
-    """Return multiples of `side` as width and height, so that the total pixels are within `pixels`.
+    """Return width and height as multiples of `side`, so that all frames are in the range `pixels`.
 
-    The total is for `count` frames, a number that is also rounded to a multiple of `step`.
+    There are `count` frames; to compare them with the range, round to a multiple of `step`.
     """
     fitted = [round(one / side) * side for one in (width, height)]
     total = round(count / step) * step * math.prod(fitted)  # pixels of all frames
