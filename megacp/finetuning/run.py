@@ -234,6 +234,8 @@ def _choose_rate(plan: Plan) -> None:
     rate = plan.config.training.lr
     if "lr_warmup_iters" not in plan.given:
         plan.choose({"lr_warmup_fraction": numbers.WARMUP})
+    # Fine-tuning starts from good weights, so nothing pulls them towards zero.
+    plan.choose({"weight_decay": 0.0})
     plan.show("lr", f"{rate:g}", "lr")
 
 

@@ -1,7 +1,7 @@
-"""Flags of the decoder: RMSNorm, rotary embedding, grouped-query attention and gated MLPs.
+"""Flags of the decoder, which has RMSNorm, rotary embeddings, attention and gated MLPs.
 
-These flags describe Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3, Gemma 3 and the
-text model of Molmo2. None of them depends on the number of ranks.
+They can describe Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3, Gemma 3, and the text
+model of Molmo2. No flag depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from megacp.engine.config.ranges import (
 )
 
 VOCABULARY_MULTIPLE = 8
-"""Each tp rank pads its vocabulary rows to a multiple of this. Checkpoints omit the padding."""
+"""Each tp rank pads its vocabulary rows to a multiple of this number. Checkpoints omit the padding.
+"""
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
-"""Short words of --lora-targets. Each means all kinds that end in it; `all` means all words."""
+"""Short words of --lora-targets. Each stands for all kinds that end in it, and `all` for all words.
+"""
 LORA_KINDS = (
     *("attention.q", "attention.k", "attention.v", "attention.output"),
     *("linear_attention.q", "linear_attention.k", "linear_attention.v", "linear_attention.output"),
@@ -36,8 +38,8 @@ LORA_KINDS = (
     *("shared.gate", "shared.up", "shared.down"),
     *("experts.gate", "experts.up", "experts.down"),
 )
-"""Kinds of linears that can have a LoRA pair, as `part.linear`. The part `mlp` is a dense MLP,
-`shared` is the shared expert, and `experts` means all routed experts of a layer.
+"""Kinds of linear layers that support LoRA, as `part.linear`. The part `mlp` is a dense MLP,
+`shared` is the shared expert, and `experts` stands for all routed experts of a layer.
 """
 
 _ONE_INPUT = {
@@ -45,12 +47,12 @@ _ONE_INPUT = {
     "linear_attention": ("q", "k", "v", "z", "b", "a"),
     **dict.fromkeys(("mlp", "shared", "experts"), ("gate", "up")),
 }
-"""Linears of a part that have the same input. Their LoRA pairs may share one A."""
+"""Linear layers of each part that have the same input, so their LoRA pairs may share one A."""
 
 
 @dataclass(frozen=True)
 class NormPosition:
-    """Position of the norms in a block."""
+    """Position of a block's norms."""
 
     inputs: bool
     """Whether a norm precedes attention and MLP."""
@@ -63,7 +65,7 @@ NORM_POSITIONS = {
     "after": NormPosition(inputs=False, outputs=True),
     "both": NormPosition(inputs=True, outputs=True),
 }
-"""Rows of `--norm-position`."""
+"""Choices of `--norm-position`."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,19 @@ class PairSize:
     rank: int
     alpha: float
     shares: str = ""
-    """Linear of the same part whose A these pairs reuse; empty if they have an A themselves."""
+    """Linear of the same part whose A these pairs reuse; empty if they have their own A."""
 
     @property
     def scale(self) -> float:
-        """Factor of the product A B."""
+        """Factor applied to the product A B."""
         return self.alpha / self.rank
 
 
 def parse_lora_targets(text: str, usual: PairSize) -> tuple[dict[str, PairSize], list[str]]:
-    """Parse --lora-targets into pair sizes by kind, and a list of invalid words.
+    """Parse --lora-targets, and return pair sizes by kind and a list of invalid words.
 
     A word such as `experts.gate:4:8` sets rank and alpha; other words use `usual`. If several words
-    name the same kind, the last one wins. `attention.q+v` gives q and v a common A.
+    match the same kind, the last one wins. `attention.q+v` makes q and v share one A.
     """
     # commas, spaces, or both may separate the words
     words = text.replace(",", " ").split()
@@ -105,21 +107,21 @@ def parse_lora_targets(text: str, usual: PairSize) -> tuple[dict[str, PairSize],
             # the first linear of `attention.q+v` provides A, the following ones reuse it
             shares = kinds[0].partition(".")[2]
             found |= dict.fromkeys(kinds[1:], replace(size, shares=shares))
-    # A later word may have changed the linear that provides the common A, as in
-    # `attention.q+v attention.q:4:8`: then v has no A of the right size.
+    # A later word may have changed the linear that provides the shared A: after
+    # `attention.q+v attention.q:4:8`, v has no A of the right size.
     for kind, size in list(found.items()):
         if not size.shares:
             continue
         part = kind.partition(".")[0]
         provider = found.get(f"{part}.{size.shares}")
         if provider != replace(size, shares=""):
-            faults.append(f"{kind} shares A of {size.shares}, which has another rank or alpha")
+            faults.append(f"{kind} shares the A of {size.shares}, whose rank or alpha differs")
             del found[kind]
     return found, faults
 
 
 def _kinds_of(name: str) -> list[str]:
-    """Return the kinds that a word of --lora-targets means; an empty list for an unknown word."""
+    """Return the kinds that a word of --lora-targets stands for; none for an unknown word."""
     if name in LINEARS:
         return [kind for kind in LORA_KINDS if kind.endswith(f".{name}")]
     if name in LORA_KINDS:
@@ -134,14 +136,14 @@ def _kinds_of(name: str) -> list[str]:
 
 
 def joined_words(sizes: Mapping[str, PairSize]) -> dict[str, PairSize]:
-    """Return the sizes by words of --lora-targets, the inverse of `parse_lora_targets`.
+    """Return pair sizes by words of --lora-targets: the inverse of `parse_lora_targets`.
 
-    Kinds that share A become one word such as `attention.q+v`.
+    Kinds that share one A become a single word, such as `attention.q+v`.
     """
     found = dict[str, PairSize]()
     for kind in LORA_KINDS:
         part, _, linear = kind.partition(".")
-        # a kind that reuses an A appears in the word of its provider
+        # a kind that reuses an A is part of its provider's word
         if kind not in sizes or sizes[kind].shares:
             continue
         sharing = [
@@ -154,7 +156,7 @@ def joined_words(sizes: Mapping[str, PairSize]) -> dict[str, PairSize]:
 
 
 def _pair_size(words: list[str]) -> PairSize | None:
-    """Return the size for the texts of a rank and an alpha; None if they are invalid."""
+    """Parse the texts of a rank and an alpha; return None if they are invalid."""
     # int() would also accept signs, spaces and underscores
     if len(words) != 2 or not re.fullmatch(r"[1-9][0-9]{0,8}", words[0]):
         return None
@@ -167,7 +169,7 @@ def _pair_size(words: list[str]) -> PairSize | None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Decoder sizes and options. Head counts and widths are global, before division by tp."""
+    """Flags for the decoder. Sizes and head counts are global, that is, before tp splits them."""
 
     num_layers: Annotated[int, Range(1, MAX_LAYERS)] = 4
     """Number of decoder blocks."""
@@ -176,7 +178,7 @@ class ModelConfig:
     """Width of the residual stream."""
 
     ffn_hidden_size: Positive[int] = 768
-    """Width of the MLP's hidden layer."""
+    """Hidden width of the MLP."""
 
     # Attention heads
     num_attention_heads: Positive[int] = 8
@@ -206,7 +208,7 @@ class ModelConfig:
     and yarn slow down only the low frequencies; yarn also scales the attention scores."""
 
     rope_scaling_factor: Annotated[float, Range(1)] = 1.0
-    """Factor by which --rope-scaling slows down rotary frequencies."""
+    """Factor by which --rope-scaling reduces rotary frequencies."""
 
     rope_original_max_positions: Positive[int] = 8192
     """Context length of the original pretraining, for --rope-scaling llama3 and yarn."""
@@ -242,9 +244,9 @@ class ModelConfig:
 
     # Layers with a recurrent state in place of attention
     linear_attention_freq: str | None = None
-    """Layers that keep attention while the other layers use a recurrent state: N for every N-th
+    """Layers that use attention while all other layers use a recurrent state: N for every N-th
     layer (Qwen3.5: 4), or a pattern such as [1,1,0] for the third of every three layers. If not
-    set, all layers keep attention."""
+    set, all layers use attention."""
 
     linear_attention_rule: Literal["gated_delta", "mamba2"] = "gated_delta"
     """Update rule for the recurrent state: the gated delta rule or Mamba-2."""
@@ -263,7 +265,7 @@ class ModelConfig:
     """Width of each value head in a recurrent layer."""
 
     linear_conv_kernel_dim: Annotated[int, Range(2, 64)] = 4
-    """Kernel size, in tokens, of the causal convolution before the recurrence."""
+    """Kernel size of the causal convolution before the recurrence, in tokens."""
 
     max_position_embeddings: Positive[int | None] = None
     """Context length to write into an exported config; it does not affect training. None means
@@ -300,8 +302,8 @@ class ModelConfig:
     at most 7, and multiplies the result by 1 + the up projection, clamped to [-7, 7]."""
 
     attention_output_gate: bool = False
-    """Multiply the attention output by the sigmoid of a gate, which the query projection computes
-    together with the queries (Qwen3.5)."""
+    """Multiply the attention output by the sigmoid of a gate, which is part of the query projection
+    (Qwen3.5)."""
 
     # Biases
     add_qkv_bias: bool = False
@@ -331,17 +333,16 @@ class ModelConfig:
     """Multiply the shared expert's output by the sigmoid of a learned per-token score (Qwen3.5)."""
 
     moe_layer_freq: str = "1"
-    """Layers with experts: N for the first of every N layers, or a pattern such as [0,1,1], in
-    which 1 marks a layer with experts."""
+    """Layers with experts: N for the first of every N layers, or a list such as [0,1,1] with one
+    entry per layer: 1 if the layer has experts, otherwise 0."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that turns router scores into expert weights. With sigmoid, a correction is added to
-    the weights only when experts are chosen (DeepSeek-V3, GLM-4.5)."""
+    """Function that turns router scores into expert weights. With sigmoid, experts are chosen by
+    weight plus a correction per expert (DeepSeek-V3, GLM-4.5)."""
 
     moe_router_pre_softmax: bool = False
     """Compute expert weights with a softmax over all experts (OLMoE) instead of only the chosen
-    experts (Mixtral). With sigmoid: do not normalise the weights of the chosen experts to a sum of
-    1."""
+    ones (Mixtral). With sigmoid, do not divide the weights by their sum over the chosen experts."""
 
     moe_router_topk_scaling_factor: AboveZero[float] = 1.0
     """Scaling factor for the weights of the chosen experts."""
@@ -361,8 +362,8 @@ class ModelConfig:
     """Use separate weights for the output head instead of sharing the embedding weights."""
 
     init_method_std: NotNegative[float] = 0.02
-    """Standard deviation of the initial weights. For output projections into the residual stream,
-    it is divided by sqrt(2 x layers)."""
+    """Standard deviation (std) of the initial weights. Output projections into the residual stream
+    use std / sqrt(2 x layers)."""
 
     hidden_dropout: Fraction[float] = 0.0
     """Dropout probability on the outputs of attention and MLP, in [0, 1)."""
@@ -393,9 +394,9 @@ class ModelConfig:
 
     @functools.cached_property
     def lora_pairs(self) -> Mapping[str, PairSize]:
-        """Sizes of the LoRA pairs by kind, in the order of `LORA_KINDS`.
+        """LoRA pair sizes by kind, in the order of `LORA_KINDS`.
 
-        Includes kinds that no layer of this model has. Invalid words of `lora_targets` are ignored.
+        They include kinds that no layer of this model has. Invalid words are ignored.
         """
         if self.lora_rank == 0:
             return {}
@@ -404,7 +405,7 @@ class ModelConfig:
 
     @property
     def usual_pair(self) -> PairSize:
-        """Rank and alpha from --lora-rank and --lora-alpha; alpha defaults to the rank."""
+        """Pair size given by --lora-rank and --lora-alpha; alpha defaults to the rank."""
         alpha = float(self.lora_rank) if self.lora_alpha is None else self.lora_alpha
         return PairSize(self.lora_rank, alpha)
 
@@ -427,12 +428,12 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Factor of the attention scores: `softmax_scale`, or 1 / sqrt(head width)."""
+        """Factor applied to attention scores: `softmax_scale`, or 1 / sqrt(head width)."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def embedding_rows(self) -> int:
-        """Number of rows of the embedding: all token ids that the model can read."""
+        """Number of embedding rows: all token ids that the model can read."""
         return self.vocab_size + self.additional_vocab_size
 
     @property
@@ -451,15 +452,15 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of head dimensions that the rotary embedding rotates, rounded down to be even."""
+        """Number of head dimensions to which the rotary embedding applies; always even."""
         return int(self.head_dim * self.rotary_percent) // 2 * 2
 
 
 def skip_pattern(flag: str, text: str | None, skips: str = "1") -> tuple[bool, ...]:
-    """Return one period of a layer pattern, True for each layer that the flag skips.
+    """Parse a layer pattern and return one period of it, with True for each skipped layer.
 
-    A number N skips the last of every N layers. A list such as [0,0,1] skips the layers with the
-    digit `skips`. Raise ValueError if `text` is neither.
+    A number N skips the last of every N layers. A list such as [0,0,1] skips the layers whose digit
+    is `skips`. Raise ValueError if `text` is neither.
     """
     if text is None:  # no layer is skipped
         return (False,)
@@ -467,4 +468,6 @@ def skip_pattern(flag: str, text: str | None, skips: str = "1") -> tuple[bool, .
         return (*[False] * (int(text) - 1), True)
     if re.fullmatch(r"\[\s*[01](\s*,\s*[01])*\s*\]", text):
         return tuple(digit == skips for digit in re.findall("[01]", text))
-    raise ValueError(f"{flag} {text}: expected N above 0 or a pattern of 0 and 1 like [0,0,0,1]")
+    raise ValueError(
+        f"{flag} {text}: expected a number above 0, or a pattern of 0 and 1 such as [0,0,0,1]"
+    )

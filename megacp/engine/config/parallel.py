@@ -1,6 +1,6 @@
-"""Flags of the device grid: its axis sizes, the pipeline schedule, and context-parallel exchange.
+"""Flags for the grid of ranks: axis sizes, pipeline schedule and context-parallel communication.
 
-The data-parallel size is not a flag. It follows from the world size, so a config cannot contradict
+The data-parallel size is not a flag: it follows from the world size, so a config cannot contradict
 the number of processes that a launcher starts.
 """
 
@@ -16,17 +16,17 @@ from megacp.engine.config.ranges import AboveZero, Count, Positive
 class Sharding:
     """Tensors that data-parallel ranks shard in addition to the optimizer state."""
 
-    # ZeRO shards the optimizer state in every strategy, so it has no field here
+    # the optimizer state has no field because every strategy shards it
     gradients: bool
     parameters: bool
     searched: bool
-    """Whether the layout planner tries this strategy. It skips sharded gradients without sharded
-    parameters, which are never faster than sharding only the optimizer state.
+    """Whether the planner tries this strategy. It skips a strategy that shards gradients but not
+    parameters, because it is never faster than sharding only the optimizer state.
     """
 
     @property
     def shared(self) -> str:
-        """`parameters`, else `gradients`; empty if only the optimizer state is sharded."""
+        """`parameters` if they are sharded, else `gradients` if they are; otherwise empty."""
         if self.parameters:
             return "parameters"
         return "gradients" if self.gradients else ""
@@ -37,7 +37,7 @@ SHARDINGS = {
     "optim_grads": Sharding(gradients=True, parameters=False, searched=False),
     "optim_grads_params": Sharding(gradients=True, parameters=True, searched=True),
 }
-"""Rows of `--data-parallel-sharding-strategy`."""
+"""Choices of `--data-parallel-sharding-strategy`."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class PipelineSchedule:
     """Properties of a pipeline schedule. `pipeline_parallel/schedules.py` defines its order."""
 
     defers_weight_gradients: bool
-    """Whether stages compute weight gradients after the input gradients for other stages."""
+    """Whether stages defer weight gradients until after the input gradients for other stages."""
     searched_chunks: tuple[int, ...]
-    """Numbers of model chunks per pipeline rank that the layout planner tries."""
+    """Numbers of model chunks per pipeline rank that the planner tries."""
 
 
 PIPELINE_SCHEDULES = {
     "1f1b": PipelineSchedule(defers_weight_gradients=False, searched_chunks=(1, 2, 3, 4, 6, 8)),
     "zero_bubble": PipelineSchedule(defers_weight_gradients=True, searched_chunks=(1, 2)),
 }
-"""Rows of `--pipeline-schedule`."""
+"""Choices of `--pipeline-schedule`."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Grid of ranks. Its sizes determine data parallelism: dp = world / (tp x pp x cp)."""
+    """Flags for the grid of ranks. The data-parallel size is dp = world / (tp x pp x cp)."""
 
     # Axes of the grid
     tensor_model_parallel_size: Count[int] = 1
@@ -76,8 +76,8 @@ class ParallelConfig:
     """Number of ranks across which the experts of each layer are split (ep). It must divide both
     --num-experts and the tp x cp x dp ranks of a stage."""
 
-    # Nothing enforces this load. The planner and the memory report assume it, and a busier router
-    # needs more memory than they state.
+    # Nothing enforces this load. The planner and the memory report assume it, and a less even
+    # router needs more memory than they report.
     moe_planned_imbalance: Positive[float] = 1.25
     """Expert load to assume when planning memory and pipeline stages: tokens on the busiest rank,
     divided by tokens per rank under an even load."""
@@ -143,20 +143,20 @@ class ParallelConfig:
 
     @property
     def sharding(self) -> Sharding:
-        """Row of `SHARDINGS` for the chosen strategy."""
+        """Properties of the chosen `data_parallel_sharding_strategy`."""
         return SHARDINGS[self.data_parallel_sharding_strategy]
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Whether the schedule computes weight gradients after the gradients for other stages."""
+        """Whether the schedule computes weight gradients later than input gradients."""
         return PIPELINE_SCHEDULES[self.pipeline_schedule].defers_weight_gradients
 
     @property
     def chooses_transport(self) -> bool:
-        """Whether the run chooses the transport at its start, by the masks of its first rows."""
+        """Whether the run chooses its transport at the start, based on the first rows' masks."""
         return self.cp_comm_type == "auto"
 
     @property
     def chooses_layout(self) -> bool:
-        """Whether the run chooses the token layout at its start, by the masks of its first rows."""
+        """Whether the run chooses its token layout at the start, based on the first rows' masks."""
         return self.cp_layout == "auto"

@@ -1,6 +1,6 @@
-"""Flags of the optimisation, checkpoints, logs and data.
+"""Flags for optimisation, checkpoints, logs and data.
 
-The number of microbatches is not a flag. It follows from the batch sizes and the grid.
+The number of microbatches is not a flag: it follows from the batch sizes and the grid.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from megacp.engine.config.ranges import (
 )
 
 Treated = Literal["matrix", "vector", "table"]
-"""Role of a parameter for the optimizer: matrix of a linear layer, vector (norms, biases), or table
-of embedding rows.
+"""Role of a parameter in the optimizer: the matrix of a linear layer, a vector (norms, biases), or
+the embedding table.
 """
 STEPPED_BY: dict[Treated, str] = {"matrix": "adamw", "vector": "adamw", "table": "adamw"}
-"""Update rule (in `engine/optim/rules.py`) for each role of parameters."""
+"""Update rule (in `engine/optim/rules.py`) for each parameter role."""
 STATE_KINDS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq")}
-"""Optimizer state per parameter element, by update rule, under the names in checkpoints. Master
+"""Names of the per-element optimizer states of each update rule, as used in checkpoints. Master
 weights are stored in addition.
 """
 
 
 @dataclass(frozen=True)
 class RecomputeMode:
-    """Operations of a block that are recomputed in backward instead of saving their outputs."""
+    """Operations of a block that the backward pass recomputes, so their outputs are not saved."""
 
     repeats_activations: bool = False
-    """Recompute norms and activation functions. Their outputs are large but cheap: no matrix
-    product and no communication is repeated.
+    """Recompute norms and activation functions. Their outputs are large but cheap to recompute,
+    because no matrix product and no communication is repeated.
     """
     repeats_block: bool = False
     """Recompute the whole block except core attention, whose cost per token grows with the row
@@ -52,7 +52,7 @@ class RecomputeMode:
 
     @property
     def strength(self) -> int:
-        """Order of the modes by the amount of recomputation: 0 recomputes nothing."""
+        """Rank among the modes, from 0 (recomputes nothing) to 2 (recomputes the most)."""
         if self.repeats_block:
             return 2
         return 1 if self.repeats_activations else 0
@@ -65,7 +65,7 @@ RECOMPUTE_MODES = {
     "selective": RecomputeMode(repeats_activations=True),
     "full": RecomputeMode(repeats_block=True),
 }
-"""Rows of `--recompute-granularity`."""
+"""Choices of `--recompute-granularity`."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class TrainingConfig:
     """Data type of weights and activations. With bfloat16, the optimizer keeps float32 master
     weights."""
 
-    # Three ways to save activation memory. They can be combined.
+    # Three ways to save activation memory, which can be combined
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass: none, selective (outputs of norms and
     activation functions, which are large but cheap to recompute), or full (everything in a block
@@ -203,16 +203,16 @@ class TrainingConfig:
 
     @property
     def recompute_mode(self) -> RecomputeMode:
-        """Row of `RECOMPUTE_MODES` for the chosen granularity."""
+        """Properties of the chosen `recompute_granularity`."""
         return RECOMPUTE_MODES[self.recompute_granularity]
 
     @property
     def warmup_updates(self) -> int:
-        """Number of warm-up updates."""
+        """Number of warm-up steps, from --lr-warmup-iters or --lr-warmup-fraction."""
         if self.lr_warmup_fraction is None:
             return self.lr_warmup_iters
         decay = self.lr_decay_iters or self.train_iters
-        # transformers rounds the fraction up as well
+        # transformers also rounds up
         return math.ceil(self.lr_warmup_fraction * decay)
 
     @property
@@ -222,9 +222,9 @@ class TrainingConfig:
 
     @property
     def accumulation_bytes(self) -> int:
-        """Size in bytes of an element of gradients, moments, softmax and log-sum-exp.
+        """Element size, in bytes, of gradients, optimizer moments, softmax and log-sum-exp.
 
-        These are float32, or float64 for a float64 model.
+        They are float32, or float64 in a float64 model.
         """
         return max(4, self.element_bytes)
 
@@ -276,7 +276,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Log destinations."""
+    """Flags for logging."""
 
     log_interval: Positive[int] = 1
     """Number of steps between console lines."""
@@ -303,15 +303,18 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Training and validation packs. Each dataset records its tokenizer and packing rules."""
+    """Flags for training and validation data.
+
+    Each dataset records its own tokenizer and packing rules.
+    """
 
     data_path: PathOf[DataPath | None] = None
-    """Packed dataset: a directory written by tools/preprocess_data.py or its URL (needs the extra
-    `store`), or several with weights, such as `0.7 captions 0.3 text`. If not set, the run trains
-    on random mock packs."""
+    """Packed dataset: a directory written by tools/preprocess_data.py, or its URL (needs the extra
+    `store`). Several datasets need weights, such as `0.7 captions 0.3 text`. If not set, the run
+    trains on random mock packs."""
 
     valid_data_path: PathOf[DataPath | None] = None
-    """Packed dataset for validation: a directory or URL, or several with weights."""
+    """Packed validation dataset: a directory or URL, or several datasets with weights."""
 
     seq_length: Positive[int] = 512
     """Number of tokens per pack. If you do not set it, the run uses the length stored in

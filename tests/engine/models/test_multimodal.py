@@ -245,7 +245,7 @@ def test_a_row_with_images_is_refused_by_a_model_without_a_tower() -> None:
     }
     (chunk,) = build_chunks(config_of(text, {}), grid())
     local = shard_batch(document_with_images(), grid().cp, LAYOUTS["contiguous"])
-    with pytest.raises(ValueError, match="a row has 9 image tokens, .* --vision-num-layers is 0"):
+    with pytest.raises(ValueError, match="a row has 9 image tokens, .* set --vision-num-layers"):
         chunk.hidden(None, local)
 
 

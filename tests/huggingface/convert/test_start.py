@@ -263,9 +263,9 @@ def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
     told = refused([*start, "--hidden-size", "64", "--qk-layernorm", "off"], capsys)
     assert f"{folder} has --hidden-size 48, but this run has 64" in told
     assert "has --qk-layernorm head, but this run has off" in told
-    assert "are two different starts" in refused([*start, "--load", str(data)], capsys)
+    assert "start from only one of them" in refused([*start, "--load", str(data)], capsys)
     assert f"--load-hf {data}: " in refused(["--load-hf", str(data)], capsys)
-    assert "a Hugging Face folder, not a checkpoint: use --load-hf" in refused(
+    assert "a Hugging Face folder and not a checkpoint: use --load-hf" in refused(
         ["--load", str(folder)], capsys
     )
     assert "was packed for rows of 128 tokens" in refused([*start, "--seq-length", "64"], capsys)
