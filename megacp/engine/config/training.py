@@ -70,7 +70,7 @@ RECOMPUTE_MODES = {
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Training settings. An iteration is one optimizer step on `global_batch_size` packs."""
+    """Flags of a training run. An iteration is one optimizer step on `global_batch_size` packs."""
 
     # Batch and length of the run
     micro_batch_size: Positive[int] = 1
@@ -231,7 +231,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where to save checkpoints, and which checkpoint or weights to start from."""
+    """Flags for checkpoints, and for other weights to start from."""
 
     save: PathOf[str | None] = None
     """Directory for checkpoints, or a URL such as s3://bucket/run (needs the extra `store`). The
