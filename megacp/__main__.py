@@ -1,4 +1,4 @@
-"""The command `megacp`: `megacp finetune ...`, and the other commands as `megacp NAME ...`."""
+"""Command `megacp`, which runs the other commands: `megacp finetune ...`, `megacp train ...`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from megacp import __version__
 
 @dataclass(frozen=True)
 class Row:
-    """One of the commands."""
+    """A command."""
 
     module: str
-    """Module with the function `main`."""
+    """Module that contains the command's `main`."""
     text: str
-    """One line for `megacp --help`."""
+    """Description of the command in `megacp --help`."""
 
 
 COMMANDS = {
-    "finetune": Row("megacp.finetuning.command", "from a model and a file to a finished folder"),
-    "preprocess": Row("megacp.prepare.command", "build packs from records, and look into them"),
+    "finetune": Row("megacp.finetuning.command", "fine-tune a model on a file, and export it"),
+    "preprocess": Row("megacp.prepare.command", "build packs from records, and inspect them"),
     "train": Row("megacp.train", "train on packs"),
     "generate": Row("megacp.huggingface.generate_command", "answer prompts, or chat"),
     "convert": Row(
-        "megacp.huggingface.convert_command", "export to Hugging Face format, and import"
+        "megacp.huggingface.convert_command", "export to and import from Hugging Face format"
     ),
     "plan": Row("megacp.plan.command", "find the fastest parallel layout that fits"),
     "parity": Row("megacp.verify.command", "compare a parallel layout with a single process"),
-    "plot": Row("megacp.verify.plot", "draw the log of a run"),
+    "plot": Row("megacp.verify.plot", "plot the log of a run"),
 }
-"""The commands by name. Each is also installed as `megacp-NAME`."""
+"""Commands by name. Each is also installed as `megacp-NAME`."""
 
 
 def usage() -> str:
@@ -45,7 +45,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status, or 2 if there is no such command."""
+    """Run a command and return its exit status; 2 if the command is unknown."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "--help"
     arguments = words[1:]
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: megacp has no command {name!r}\n{usage()}", file=sys.stderr)
         return 2
-    # argparse takes the name of the program in --help from here.
+    # argparse reads the program name for --help from sys.argv[0].
     sys.argv = [f"megacp-{name}", *arguments]
     module = importlib.import_module(COMMANDS[name].module)
-    # A training run must end without waiting for the threads of libraries.
+    # A training run must exit without waiting for library threads.
     if hasattr(module, "program"):
         module.program()
     return module.main(arguments)

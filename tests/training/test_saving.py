@@ -228,7 +228,7 @@ def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
             str(tmp_path / f"of_{name}"),
         ]
         run(1, tune)
-        assert "this run starts at step 0 with a fresh optimizer" in capsys.readouterr().out
+        assert "this run starts at step 0 with a new optimizer" in capsys.readouterr().out
     assert losses(tmp_path / "of_base") == losses(tmp_path / "of_bare")
     assert sorted(losses(tmp_path / "of_base")) == [1, 2, 3, 4]
     assert main([*base, "--load", str(tmp_path / "bare")]) == 2

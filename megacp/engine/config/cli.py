@@ -24,9 +24,9 @@ _MOST_UNKNOWN = 20
 HELP = ("-h", "--help")
 PROGRAM = "python -m megacp.train"
 DESCRIPTION = (
-    "Train a language model on packed sequences over a grid of ranks. `--config FILE.yaml` may "
-    "appear anywhere and more than once. Its keys are these flags; if a flag is set several times, "
-    "the last value wins."
+    "Train a language model on packed sequences, using a grid of ranks. `--config FILE.yaml` may "
+    "appear anywhere and more than once. Its keys are the names of these flags. If a flag is set "
+    "several times, the last value wins."
 )
 
 

@@ -185,58 +185,58 @@ class ModelConfig:
     """Number of query heads."""
 
     num_query_groups: Positive[int | None] = None
-    """Number of key/value heads in grouped-query attention; --num-attention-heads if not set."""
+    """Number of key/value heads, for grouped-query attention. None means --num-attention-heads."""
 
     kv_channels: Positive[int | None] = None
-    """Width of one attention head; --hidden-size / --num-attention-heads if not set."""
+    """Width of an attention head. None means --hidden-size / --num-attention-heads."""
 
     # Vocabulary
     vocab_size: NotNegative[int] = 0
-    """Number of token ids that the model can predict, which is the row count of the output head. 0
-    uses the vocabulary of the dataset's tokenizer."""
+    """Number of token ids that the model can predict, which equals the number of output-head rows.
+    0 uses the vocabulary size of the dataset's tokenizer."""
 
     additional_vocab_size: NotNegative[int] = 0
-    """Extra embedding rows for tokens that the model reads but never predicts, such as Molmo2's
-    image tokens. Needs --untie-embeddings-and-output-weights."""
+    """Number of extra embedding rows for tokens that the model reads but never predicts (Molmo2's
+    image tokens). Needs --untie-embeddings-and-output-weights."""
 
     # Rotary position embedding
     rotary_base: Annotated[float, Range(1, low_open=True)] = 10000.0
     """Base (theta) of the rotary position embedding."""
 
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """How to scale rotary frequencies for longer contexts. linear divides all positions; llama3 and
-    yarn reduce only the low frequencies; yarn also scales the attention scores."""
+    """How rotary frequencies are scaled for longer contexts. linear divides all positions; llama3
+    and yarn slow down only the low frequencies; yarn also scales the attention scores."""
 
     rope_scaling_factor: Annotated[float, Range(1)] = 1.0
     """Factor by which --rope-scaling reduces rotary frequencies."""
 
     rope_original_max_positions: Positive[int] = 8192
-    """Context length of the original pretraining, used by llama3 and yarn scaling."""
+    """Context length of the original pretraining, for --rope-scaling llama3 and yarn."""
 
     yarn_correction_range_round_to_int: bool = True
-    """Round the bounds of yarn's blending range to whole numbers (off for gpt-oss)."""
+    """Round the bounds of yarn's blending range to integers (off for gpt-oss)."""
 
     window_rotary_base: Annotated[float | None, Range(1, low_open=True)] = None
     """Base (theta) of the rotary embedding in sliding-window layers, which then ignore
-    --rope-scaling (Gemma 3). If not set, these layers use the same embedding as other layers."""
+    --rope-scaling (Gemma 3). If not set, these layers use the same embedding as all others."""
 
     rotary_percent: Annotated[float, Range(0, 1, low_open=True)] = 1.0
     """Fraction of each head's dimensions that the rotary embedding rotates, starting at the first
     dimension (Qwen3.5: 0.25)."""
 
     mrope_section: tuple[int, int, int] | None = None
-    """Numbers of rotary angles that follow the time, the row and the column of an image token
-    (Qwen3.5: 11 11 10). The angles are interleaved, and the numbers add up to half of the rotated
-    dimensions. If not set, all angles follow a single position."""
+    """Number of rotary angles that follow the time, row and column of an image token. The three
+    sets are interleaved and add up to half the rotated dimensions (Qwen3.5: 11 11 10). If not set,
+    all angles follow a single position."""
 
     no_rope_freq: str | None = None
-    """Layers without rotary embedding: N for every N-th layer, or a pattern such as [0,0,1] for
-    the third of every three layers. If not set, all layers have it."""
+    """Layers without rotary embedding: N for every N-th layer, or a pattern such as [0,0,1] for the
+    third of every three layers. If not set, all layers have it."""
 
     # Sliding windows. The patterns below are parsed by `skip_pattern`.
     window_size: Positive[int | None] = None
     """Number of tokens that a query attends to in sliding-window layers, including itself. If not
-    set, no layer has a sliding window."""
+    set, the model has no sliding windows."""
 
     window_attn_skip_freq: str | None = None
     """Layers without the sliding window: N for every N-th layer, or a pattern such as [1,1,0] for
@@ -249,57 +249,57 @@ class ModelConfig:
     set, all layers use attention."""
 
     linear_attention_rule: Literal["gated_delta", "mamba2"] = "gated_delta"
-    """Update rule of the recurrent state: gated delta rule or Mamba-2."""
+    """Update rule for the recurrent state: the gated delta rule or Mamba-2."""
 
     linear_num_key_heads: Positive[int] = 16
-    """Number of query and key heads in a recurrent layer (mamba2: groups of B and C)."""
+    """Number of query and key heads in a recurrent layer (mamba2: number of groups of B and C)."""
 
     linear_num_value_heads: Positive[int] = 32
     """Number of value heads in a recurrent layer, each with its own state. Must be a multiple of
     --linear-num-key-heads."""
 
     linear_key_head_dim: Positive[int] = 128
-    """Width of a query or key head in a recurrent layer (mamba2: state size)."""
+    """Width of each query and key head in a recurrent layer (mamba2: state size)."""
 
     linear_value_head_dim: Positive[int] = 128
-    """Width of a value head in a recurrent layer."""
+    """Width of each value head in a recurrent layer."""
 
     linear_conv_kernel_dim: Annotated[int, Range(2, 64)] = 4
     """Kernel size of the causal convolution before the recurrence, in tokens."""
 
     max_position_embeddings: Positive[int | None] = None
-    """Context length to write into an exported config; --seq-length if not set. It does not affect
-    any computation."""
+    """Context length to write into an exported config; it does not affect training. None means
+    --seq-length."""
 
     # Norms, scales and the MLP
     norm_epsilon: AboveZero[float] = 1e-5
     """Epsilon inside RMSNorm."""
 
     apply_layernorm_1p: bool = False
-    """Make RMSNorm multiply by 1 + weight, with weights that start at 0 (Gemma)."""
+    """Multiply by 1 + weight in RMSNorm, with weights initialised to 0 (Gemma)."""
 
     softmax_scale: AboveZero[float | None] = None
-    """Factor applied to the attention scores; 1 / sqrt(head width) if not set."""
+    """Scaling factor for attention scores. None means 1 / sqrt(head width)."""
 
     embedding_multiplier: AboveZero[float] = 1.0
-    """Factor applied to the text token embeddings (Gemma: sqrt(--hidden-size))."""
+    """Scaling factor for text token embeddings (Gemma: sqrt(--hidden-size))."""
 
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
-    """Type of attention softmax: vanilla, or learnable, which adds an attention sink to each head.
-    A sink is a learned score that enters the softmax but has no value (gpt-oss)."""
+    """Type of attention softmax. learnable adds an attention sink to each head: a learned score
+    that enters the softmax but has no value (gpt-oss)."""
 
     qk_layernorm: Literal["off", "head", "all_heads"] = "off"
-    """RMSNorm on queries and keys before the rotary embedding: head normalises each head separately
-    (Qwen3); all_heads normalises all heads of a token together (OLMo2)."""
+    """Apply RMSNorm to queries and keys before the rotary embedding. head normalises each head
+    separately (Qwen3), and all_heads normalises all heads of a token together (OLMo2)."""
 
     norm_position: Literal["before", "after", "both"] = "before"
-    """Position of a block's norms: before attention and MLP; after them, on their outputs before
-    the residual sum (OLMo2); or both (Gemma)."""
+    """Where a block applies its norms: before attention and MLP; after them, on their outputs
+    before the residual sum (OLMo2); or both (Gemma)."""
 
     mlp_activation: Literal["swiglu", "geglu", "clamped_swiglu"] = "swiglu"
-    """Activation of the MLP gate: swiglu uses SiLU; geglu uses the tanh approximation of GELU
-    (Gemma). clamped_swiglu is gpt-oss's variant: a steeper SiLU of the gate clamped to at most 7,
-    times 1 + the up projection clamped to [-7, 7]."""
+    """Activation of the MLP gate. swiglu uses SiLU, and geglu the tanh approximation of GELU
+    (Gemma). clamped_swiglu is gpt-oss's variant: it applies a steeper SiLU to the gate, clamped to
+    at most 7, and multiplies the result by 1 + the up projection, clamped to [-7, 7]."""
 
     attention_output_gate: bool = False
     """Multiply the attention output by the sigmoid of a gate, which is part of the query projection
@@ -317,20 +317,20 @@ class ModelConfig:
 
     # Mixture of experts. `checks.py` refuses these flags if --num-experts is 0.
     num_experts: Annotated[int, Range(0, MAX_EXPERTS)] = 0
-    """Number of experts in each mixture-of-experts layer; 0 gives every layer a dense MLP."""
+    """Number of experts per mixture-of-experts layer; 0 uses a dense MLP in every layer."""
 
     moe_router_topk: Positive[int] = 2
     """Number of experts that the router chooses for each token."""
 
     moe_ffn_hidden_size: Positive[int | None] = None
-    """Hidden width of an expert; --ffn-hidden-size if not set."""
+    """Width of an expert's hidden layer. None means --ffn-hidden-size."""
 
     moe_shared_expert_intermediate_size: Positive[int | None] = None
-    """Hidden width of a shared expert, an MLP that processes every token in addition to the chosen
-    experts. If not set, there is no shared expert."""
+    """Hidden width of the shared expert, an MLP that processes every token in addition to the
+    token's chosen experts. If not set, there is no shared expert."""
 
     moe_shared_expert_gate: bool = False
-    """Multiply the shared expert's output by the sigmoid of a learned score per token (Qwen3.5)."""
+    """Multiply the shared expert's output by the sigmoid of a learned per-token score (Qwen3.5)."""
 
     moe_layer_freq: str = "1"
     """Layers with experts: N for the first of every N layers, or a list such as [0,1,1] with one
@@ -345,21 +345,21 @@ class ModelConfig:
     ones (Mixtral). With sigmoid, do not divide the weights by their sum over the chosen experts."""
 
     moe_router_topk_scaling_factor: AboveZero[float] = 1.0
-    """Factor applied to the weights of the chosen experts."""
+    """Scaling factor for the weights of the chosen experts."""
 
     moe_router_num_groups: Positive[int] = 1
     """Number of groups of consecutive experts. The router ranks groups by the sum of their two
     highest scores."""
 
     moe_router_group_topk: Positive[int] = 1
-    """Number of top-ranked groups that a token's experts are chosen from."""
+    """Number of top-ranked groups from which each token's experts are chosen."""
 
     moe_router_bias: bool = False
     """Add a bias to the router scores (gpt-oss)."""
 
     # Output head and initialisation
     untie_embeddings_and_output_weights: bool = False
-    """Use separate weights for the output head instead of sharing those of the embedding."""
+    """Use separate weights for the output head instead of sharing the embedding weights."""
 
     init_method_std: NotNegative[float] = 0.02
     """Standard deviation (std) of the initial weights. Output projections into the residual stream
@@ -369,27 +369,27 @@ class ModelConfig:
     """Dropout probability on the outputs of attention and MLP, in [0, 1)."""
 
     hf_model_type: str | None = None
-    """`model_type` to write into an exported config. If not set, it is the first type that supports
-    the model's options."""
+    """`model_type` to write into an exported config. If not set, the first type that supports the
+    model's options."""
 
     # LoRA
     lora_rank: NotNegative[int] = 0
-    """Rank of LoRA adapters, which are trained on top of a frozen model from --load-hf or from
-    --load with --finetune: y = x W + alpha / rank x A B. 0 trains the model itself."""
+    """Rank of the LoRA adapters to train on a frozen model: y = x W + alpha / rank x A B. The model
+    comes from --load-hf, or from --load with --finetune. 0 trains the model itself."""
 
     lora_alpha: AboveZero[float | None] = None
-    """LoRA alpha; adapters are scaled by alpha / rank. If not set, it equals --lora-rank, so the
-    scale is 1 as with peft's defaults."""
+    """LoRA alpha: adapters are scaled by alpha / rank. None means --lora-rank, which gives a scale
+    of 1, as peft's defaults do."""
 
     lora_targets: str | None = None
-    """Linear layers of the decoder that get an adapter, separated by commas; q,v if not set, as in
-    peft for most decoders. A word (q, k, v, output, gate, up, down) selects all linear layers with
-    that name; a kind (attention.q, linear_attention.q, mlp.gate, shared.gate, experts.gate) selects
-    only that kind; all selects all words. KIND:RANK:ALPHA sets the rank and alpha of a kind.
-    attention.q+v makes the adapters of q and v share one A."""
+    """Decoder linear layers that get a LoRA adapter, separated by commas. A word (q, k, v, output,
+    gate, up, down) selects all linear layers with that name; a kind (attention.q,
+    linear_attention.q, mlp.gate, shared.gate, experts.gate) selects only that kind; all selects all
+    words. KIND:RANK:ALPHA sets the rank and alpha of a kind. attention.q+v gives q and v one
+    adapter with a shared A. None means q,v, which peft also uses for most decoders."""
 
     lora_dropout: Fraction[float] = 0.0
-    """Dropout probability on the adapters' inputs, in [0, 1). The frozen layers receive their
+    """Dropout probability for the inputs of LoRA adapters, in [0, 1). The frozen layers receive the
     inputs without dropout."""
 
     @functools.cached_property

@@ -63,86 +63,83 @@ class ParallelConfig:
 
     # Axes of the grid
     tensor_model_parallel_size: Count[int] = 1
-    """Tensor-parallel size (tp): number of ranks that split each linear layer, the vocabulary and
-    the attention heads."""
+    """Number of ranks across which linear layers, the vocabulary and attention heads are split
+    (tp)."""
 
     pipeline_model_parallel_size: Count[int] = 1
-    """Pipeline-parallel size (pp): number of ranks that split the layers into stages."""
+    """Number of pipeline stages into which the model's layers are split (pp)."""
 
     context_parallel_size: Count[int] = 1
-    """Context-parallel size (cp): number of ranks that split the tokens of each row."""
+    """Number of ranks across which the tokens of each row are split (cp)."""
 
     expert_model_parallel_size: Count[int] = 1
-    """Expert-parallel size (ep): number of ranks that split the experts of each layer. It must
-    divide both --num-experts and the tp x cp x dp ranks of a stage."""
+    """Number of ranks across which the experts of each layer are split (ep). It must divide both
+    --num-experts and the tp x cp x dp ranks of a stage."""
 
     # Nothing enforces this load. The planner and the memory report assume it, and a less even
     # router needs more memory than they report.
     moe_planned_imbalance: Positive[float] = 1.25
-    """Expert load to assume when planning memory and pipeline stages: tokens on the busiest rank
-    divided by the average per rank."""
+    """Expert load to assume when planning memory and pipeline stages: tokens on the busiest rank,
+    divided by tokens per rank under an even load."""
 
     # Pipeline
     num_virtual_stages_per_pipeline_rank: Positive[int] = 1
-    """Model chunks per pipeline rank. With more than 1, the schedule is interleaved, which shrinks
-    the pipeline bubble but sends more messages."""
+    """Number of model chunks per pipeline rank. With more than 1, the schedule is interleaved: it
+    has a smaller bubble but sends more messages."""
 
     pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
-    """Order of forward and backward passes. 1f1b alternates them. zero_bubble also delays weight
-    gradients until a stage would otherwise be idle, which needs more memory on the last stages
+    """Order of forward and backward passes in the pipeline. 1f1b alternates them. zero_bubble also
+    delays weight gradients until a stage would be idle, which costs memory on the last stages
     (native layers only)."""
 
     sequence_parallel: bool = True
-    """Also shard the activations between linear layers across tp ranks. Has no effect if tp is 1.
-    """
+    """Also shard the activations between linear layers across tp ranks. Has no effect if tp = 1."""
 
     # Context parallelism; the choices are the rows of TRANSPORTS and LAYOUTS, and `auto`
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "kv_exchange", "auto"] = "p2p"
-    """How cp ranks exchange keys and values for attention. p2p passes them around a ring;
-    all_gather collects all of them on every rank; a2a exchanges tokens for heads; a2a+p2p uses a2a
-    within groups and a ring between groups; kv_exchange sends each rank only the keys and values
-    that it needs. auto chooses based on the masks of the first rows."""
+    """How cp ranks exchange keys and values in attention. p2p passes them around a ring, all_gather
+    gathers all of them on every rank, and a2a redistributes tokens by heads. a2a+p2p uses a2a
+    within groups and a ring between groups. kv_exchange sends each rank only the keys that it
+    needs. auto chooses based on the masks of the first packs."""
 
     hierarchical_context_parallel_sizes: Positive[tuple[int, int] | None] = None
-    """Group sizes A B for --cp-comm-type a2a+p2p, with A x B = cp: A ranks exchange tokens for
-    heads, and B groups form a ring."""
+    """Group sizes A B for a2a+p2p, where A x B = cp: A ranks exchange tokens for heads, and B
+    groups form the ring."""
 
     cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
-    """How the tokens of a row are assigned to cp ranks. zigzag cuts the row into 2 x cp slices and
-    gives each rank an early and a late one; zigzag_document does so for each document. contiguous
-    gives every rank one slice. balanced gives every rank the same number of tokens and the same
-    attention work, for any mask. auto chooses the best layout for the transport and the first
-    rows."""
+    """How each row's tokens are placed on cp ranks. zigzag cuts the row into 2 x cp slices, and
+    zigzag_document cuts each document. contiguous gives every rank one slice. balanced gives every
+    rank the same number of tokens and the same attention work, for any mask. auto is chosen
+    together with --cp-comm-type."""
 
     dynamic_context_parallel: bool = False
-    """Distribute the packs of all dp ranks jointly across dp x cp ranks, so that short documents
-    stay on few ranks and long documents use many. Needs --cp-comm-type kv_exchange and --cp-layout
-    balanced."""
+    """Distribute the packs of all dp ranks together across dp x cp ranks: short documents stay on a
+    few ranks, and long documents are spread across many. Needs --cp-comm-type kv_exchange and
+    --cp-layout balanced."""
 
     vision_shards: Literal["contiguous", "replicate"] = "contiguous"
-    """How images are distributed across cp ranks. contiguous assigns contiguous ranges that
-    minimise the largest cost per rank (precomputed in the dataset, if available). replicate makes
-    each rank encode all images of its row and sends no features, which suits rows with few images.
-    """
+    """How images are divided among cp ranks. contiguous assigns contiguous ranges that minimise the
+    largest cost per rank (precomputed in the dataset, if available). replicate lets each rank
+    encode all images of its row, which avoids sending features and suits rows with few images."""
 
     # Data parallelism
     ddp_bucket_size: Positive[int] = 25_000_000
-    """Gradient elements per bucket. Each bucket is reduced over dp x cp while the backward pass is
-    still running."""
+    """Number of gradient elements per bucket. Each bucket is reduced across dp x cp ranks while the
+    backward pass is still running."""
 
     data_parallel_sharding_strategy: Literal["optim", "optim_grads", "optim_grads_params"] = "optim"
-    """What to shard across the dp x cp ranks: optim shards the optimizer state (ZeRO-1);
-    optim_grads also shards the gradients (ZeRO-2); optim_grads_params also shards the parameters,
-    which are gathered block by block (ZeRO-3)."""
+    """State to shard across dp x cp ranks. optim shards the optimizer state (ZeRO-1), optim_grads
+    also the gradients (ZeRO-2), and optim_grads_params also the parameters, which are gathered
+    block by block (ZeRO-3)."""
 
     num_distributed_optimizer_instances: Positive[int] = 1
-    """Number of groups of data-parallel ranks, each with a full copy of the sharded state. More
-    groups save less memory but keep parameter exchange within a group. Must divide the
-    data-parallel size."""
+    """Number of groups of data-parallel ranks that each hold a full copy of the sharded state. With
+    more groups, sharding saves less memory, but parameters are exchanged only within a group. Must
+    divide the data-parallel size."""
 
     distributed_timeout_minutes: AboveZero[float] = 10.0
-    """Minutes after which the run ends if some rank has not joined a collective. The limit for
-    writing a checkpoint is six times as long."""
+    """Minutes to wait for a missing rank in a collective before the run ends with an error. Writing
+    a checkpoint may take six times as long."""
 
     @property
     def sharding(self) -> Sharding:

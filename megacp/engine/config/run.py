@@ -49,11 +49,11 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     dry_run: bool = False
-    """Check the configuration, print the grid, the stages and the estimated memory, and exit. Needs
-    only one process and no GPU."""
+    """Check the configuration, print the grid, stages and memory, and exit. Needs one process and
+    no GPU."""
 
     world_size: Count[int | None] = None
-    """World size to assume with --dry-run; tp x pp x cp if not set."""
+    """Number of ranks to assume with --dry-run. None means tp x pp x cp."""
 
     @property
     def model_ranks(self) -> int:

@@ -77,42 +77,43 @@ class TrainingConfig:
     """Packs per microbatch. They are concatenated into one row."""
 
     global_batch_size: Count[int] = 8
-    """Total packs per optimizer step, across all data-parallel ranks and microbatches."""
+    """Packs per optimizer step, across all data-parallel ranks and microbatches. If you do not set
+    it, a run with --load-hf chooses it based on the size of the dataset."""
 
     train_iters: Positive[int] = 100
     """Number of optimizer steps in the whole run."""
 
     train_epochs: AboveZero[float | None] = None
-    """Train for this number of passes over --data-path, instead of --train-iters steps. The last
-    step uses the remaining packs. If neither flag is set, a run with --load-hf makes 3 passes."""
+    """Number of passes over --data-path; replaces --train-iters. The last step uses the remaining
+    packs. If you set neither flag, a run with --load-hf makes 3 passes."""
 
     # Learning rate; `engine/optim/lr_schedule.py` has the formulas
     lr: NotNegative[float] = 1e-3
-    """Peak learning rate. If not set, it is 1e-5 with --load-hf or --finetune, 1e-4 with
-    --lora-rank, and the previous value in a resumed run."""
+    """Peak learning rate. If you do not set it, --load-hf and --finetune use 1e-5, --lora-rank uses
+    1e-4, and a resumed run keeps its previous value."""
 
     min_lr: NotNegative[float] = 0.0
     """Learning rate after the decay ends."""
 
     lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
-    """Decay of the learning rate after the warm-up. WSD (warm-up, stable, decay) keeps the peak
+    """How the learning rate decays after the warm-up. WSD (warm-up, stable, decay) keeps the peak
     until the last --lr-wsd-decay-iters steps."""
 
     lr_warmup_iters: NotNegative[int] = 0
-    """Number of steps in which the learning rate rises linearly from 0 to its peak."""
+    """Number of steps of linear warm-up from 0."""
 
     lr_warmup_fraction: Fraction[float | None] = None
-    """Warm-up steps as a fraction of --lr-decay-iters, rounded up; replaces --lr-warmup-iters."""
+    """Warm-up as a fraction of --lr-decay-iters, rounded up; replaces --lr-warmup-iters."""
 
     lr_decay_iters: Positive[int | None] = None
-    """Last step of the decay; --train-iters if not set. Later steps use --min-lr."""
+    """Last step of the decay; later steps use --min-lr. None means --train-iters."""
 
     lr_wsd_decay_iters: Positive[int | None] = None
     """Number of steps in the final decay of --lr-decay-style WSD."""
 
     # AdamW
     weight_decay: NotNegative[float] = 0.1
-    """AdamW's decoupled weight decay. It does not apply to norms and biases."""
+    """Decoupled weight decay for AdamW. Norms and biases are not decayed."""
 
     adam_beta1: Fraction[float] = 0.9
     """Decay rate of AdamW's first moment."""
@@ -131,13 +132,12 @@ class TrainingConfig:
     """Weight of the router z-loss (ST-MoE), which keeps router scores small."""
 
     moe_router_bias_update_rate: NotNegative[float] = 0.0
-    """Size of each step's change to the router's score corrections: up for experts that received
-    few tokens, down for experts that received many. Needs --moe-router-score-function sigmoid
-    (DeepSeek-V3: 0.001)."""
+    """Amount by which each step raises the correction of experts with few tokens and lowers that of
+    experts with many tokens. Needs --moe-router-score-function sigmoid (DeepSeek-V3: 0.001)."""
 
     # Numerics
     clip_grad: NotNegative[float] = 1.0
-    """Maximum global gradient norm. Gradients above it are scaled down; 0 disables clipping."""
+    """Maximum global gradient norm. Larger gradients are scaled down; 0 disables clipping."""
 
     seed: Annotated[int, Range(0, 2**63 - 1)] = 1234
     """Random seed for initial weights, dropout and pack order."""
@@ -148,22 +148,22 @@ class TrainingConfig:
 
     # Three ways to save activation memory, which can be combined
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in the backward pass instead of saving them: none; selective (the
-    outputs of norms and activation functions, which are large but cheap to recompute); or full
-    (everything in a block except its input and the output of core attention)."""
+    """Activations to recompute in the backward pass: none, selective (outputs of norms and
+    activation functions, which are large but cheap to recompute), or full (everything in a block
+    except its input and the output of core attention)."""
 
     activation_offload: NotNegative[float] = 0.0
-    """Offload saved activations to pinned host memory: a fraction (0.5, rounded up) or a number (3)
-    of each pipeline stage's decoder blocks. 0 keeps all activations on the device."""
+    """Offload saved activations to pinned host memory for a fraction (0.5, rounded up) or a number
+    (3) of each pipeline stage's decoder blocks. 0 keeps all activations on the device."""
 
     mlp_chunk_tokens: NotNegative[int] = 0
-    """Tokens per MLP tile. The backward pass recomputes the tiles one by one, so only one tile's
-    activations exist at a time. 0 disables tiling."""
+    """Number of tokens per MLP tile. Tiles are recomputed in the backward pass, so only one tile's
+    MLP activations exist at a time. 0 disables tiling."""
 
     # A job with a time limit ends with a checkpoint instead of being killed
     exit_duration: AboveZero[float | None] = None
-    """Time limit in minutes. At the next step after it, the run saves a checkpoint and exits with
-    status 3. If not set, there is no limit."""
+    """Save and stop before the next step once this number of minutes has passed, with exit status
+    3. If not set, there is no limit."""
 
     eval_interval: NotNegative[int] = 0
     """Number of steps between validations; 0 disables validation."""
@@ -175,30 +175,31 @@ class TrainingConfig:
     attention_kernel: Literal["auto", "flash", "cudnn", "flex", "flex_flash", "math", "dense"] = (
         "auto"
     )
-    """Kernel for core attention. flash runs on CPUs and flex on CUDA. flex_flash uses
+    """Kernel for core attention. flash is for the CPU, and flex for CUDA. flex_flash uses
     FlashAttention 4 if a rank has all keys. cudnn uses Transformer Engine for causal documents and
-    flex for other rows. math runs anywhere. dense is a reference for short rows. auto chooses math
-    for float64, flash on CPUs, and on CUDA cudnn if it is installed, otherwise flex."""
+    flex for other rows. math runs on any device. dense is a reference for short rows. auto chooses
+    math for float64 and flash on the CPU; on CUDA, it chooses cudnn if installed, otherwise
+    flex."""
 
     transformer_impl: Literal["native", "transformer_engine", "auto"] = "auto"
     """Implementation of the layers: native (plain PyTorch, any device) or transformer_engine
-    (NVIDIA's library, CUDA). auto chooses transformer_engine if it is installed and supports the
-    configuration."""
+    (NVIDIA's library, CUDA only). auto chooses transformer_engine if it is installed and supports
+    the configuration."""
 
     fp8: Literal["off", "delayed", "current", "blockwise"] = "off"
     """Scaling recipe for FP8 matrix products in the decoder's linear layers. Needs
-    --transformer-impl transformer_engine. Checkpoints do not contain delayed scales, so the first
-    steps of a resumed run differ slightly."""
+    --transformer-impl transformer_engine. Checkpoints do not store the scales of the delayed
+    recipe, so the first steps of a resumed run differ slightly."""
 
     cross_entropy_chunk_tokens: NotNegative[int | Literal["auto"]] = "auto"
-    """Number of tokens whose logits are computed at once; 0 means a whole row. auto uses a whole
-    row if the logits and their gradients are small, and otherwise the largest power of two that
-    keeps them small."""
+    """Number of tokens whose logits are computed at a time; 0 means a whole row. auto uses a whole
+    row if its logits and their gradients are small, otherwise the largest power of two that keeps
+    them small."""
 
     gradient_accumulation_fusion: bool = False
-    """Make native linear layers add weight gradients directly to the gradient bucket, using apex's
-    kernel if it is installed. This saves one pass over each gradient. Transformer Engine layers
-    always do so unless gradients are sharded."""
+    """Let native linear layers add weight gradients directly to the gradient bucket, using apex's
+    kernel if installed. This saves one pass over each gradient. Transformer Engine layers always do
+    so unless gradients are sharded."""
 
     @property
     def recompute_mode(self) -> RecomputeMode:
@@ -233,31 +234,31 @@ class CheckpointConfig:
     """Flags for checkpoints, and for other weights to start from."""
 
     save: PathOf[str | None] = None
-    """Directory for checkpoints, or a URL such as s3://bucket/run (needs the extra `store`). A
-    checkpoint is also saved at the end of the run and on SIGTERM."""
+    """Directory for checkpoints, or a URL such as s3://bucket/run (needs the extra `store`). The
+    run also saves when it ends and on SIGTERM."""
 
     # Start of a run. `checks.py` refuses conflicting flags, such as --load with --load-hf.
     load: PathOf[str | None] = None
-    """Checkpoint directory or URL to resume from, on the same or a different grid."""
+    """Checkpoint directory or URL to resume from, on the same grid or a different one."""
 
     load_hf: PathOf[str | None] = None
-    """Hugging Face folder that contains the model, its weights and the tokenizer. The run starts at
+    """Hugging Face folder that provides the model, its weights and the tokenizer. The run starts at
     step 0 with a new optimizer. Ignored if --auto-resume finds a checkpoint."""
 
     vision_from_hf: PathOf[str | None] = None
-    """Molmo2 folder whose vision tower is added to the text model of --load-hf, together with the
-    connector weights whose shapes match. `none` adds a new vision tower built from the --vision
-    flags. In both cases, the model gets 128 embedding rows for image tokens
+    """Molmo2 folder whose vision tower and connector are added to the text model of --load-hf;
+    connector weights of a different shape are not loaded. `none` initialises a new vision tower
+    from the --vision flags. Both add 128 embedding rows for image tokens
     (--additional-vocab-size)."""
 
     load_adapter: PathOf[str | None] = None
-    """Folder with a LoRA adapter in peft format to start from. Needs --load-hf."""
+    """Folder of a LoRA adapter in peft's format to start from. Needs --load-hf."""
 
     # Restarts: a job script repeats the same command line, so --auto-resume wins over --load-hf
     auto_resume: bool = False
     """Resume from the newest checkpoint in --save, for runs that a job queue or torchrun
-    --max-restarts restarts. If there is no checkpoint yet, start from --load, --load-hf or new
-    weights."""
+    --max-restarts may restart. If there is no checkpoint, log this and start from --load, --load-hf
+    or step 0."""
 
     finetune: bool = False
     """Load only the weights from --load, and start at step 0 with a new optimizer, on any data."""
@@ -269,7 +270,7 @@ class CheckpointConfig:
     """Number of most recent checkpoints to keep; 0 keeps all."""
 
     async_save: bool = False
-    """Write checkpoints in the background, from a copy in memory. If a write fails, the run ends at
+    """Write checkpoints in the background, from a copy in memory. A failed write ends the run at
     the next step."""
 
 
@@ -281,8 +282,8 @@ class LogConfig:
     """Number of steps between console lines."""
 
     log_file: PathOf[str | None] = None
-    """JSONL file with one line per step. If not set: log.jsonl in a local --save directory,
-    otherwise megacp_log.jsonl. /dev/null disables it."""
+    """JSONL file with one line per step; /dev/null disables it. None means log.jsonl in a local
+    --save, otherwise megacp_log.jsonl."""
 
     # Optional loggers. A missing package is reported before training starts.
     tensorboard_dir: PathOf[str | None] = None
@@ -292,12 +293,12 @@ class LogConfig:
     """Weights & Biases project to log to (needs the extra `log`)."""
 
     trackio_project: str | None = None
-    """Trackio project to log to: locally, or in the Hugging Face Space that TRACKIO_SPACE_ID
-    specifies (needs the package `trackio`)."""
+    """Trackio project to log to, locally or in the Space given by TRACKIO_SPACE_ID (needs the
+    package `trackio`)."""
 
     profile: str | None = None
-    """Steps to profile, as START:STOP (both included). Rank 0 writes a trace (Chrome JSON). The log
-    reports the mean and longest time of each phase across ranks, and the slowest rank."""
+    """Profile steps START:STOP, both included. Rank 0 writes a trace (Chrome JSON). The log reports
+    the time of each phase across ranks, and the slowest rank."""
 
 
 @dataclass(frozen=True)
@@ -316,21 +317,22 @@ class DataConfig:
     """Packed validation dataset: a directory or URL, or several datasets with weights."""
 
     seq_length: Positive[int] = 512
-    """Tokens per pack. If not set, the length is read from the dataset in --data-path."""
+    """Number of tokens per pack. If you do not set it, the run uses the length stored in
+    --data-path."""
 
     attention_mask: Literal["packed", "causal"] = "packed"
-    """Attention mask of a pack: packed keeps its documents separate; causal treats the whole pack
+    """Attention mask within a pack. packed keeps documents separate; causal treats the whole pack
     as one document."""
 
     image_attention: Literal["example", "image", "causal"] = "example"
-    """Which image tokens attend to each other in both directions: all image tokens of a document
-    (example, as in Molmo2), those of the same image or frame (image), or none (causal)."""
+    """Image tokens that attend to each other in both directions: those in the same document
+    (example, as in Molmo2), those in the same image or frame (image), or none (causal)."""
 
     on_bad_image: Literal["fail", "skip"] = "fail"
-    """What to do if an image cannot be decoded: fail ends the run; skip drops the whole document
-    and logs it."""
+    """What to do about an image that cannot be decoded: fail ends the run; skip drops the whole
+    document and logs it."""
 
     num_workers: NotNegative[int] = 1
-    """Number of threads that read packs and decode images ahead of time, each for a different step.
-    0 reads them only when they are needed. Each rank caches up to 512 MiB of videos and frames that
-    several rows share."""
+    """Number of threads that read packs and decode images, each for a different future step. 0
+    reads packs only when they are needed. Each rank caches up to 512 MiB of videos and frames that
+    several rows use."""

@@ -63,55 +63,57 @@ class VisionConfig:
     """
 
     vision_num_layers: Annotated[int, Range(0, MAX_LAYERS)] = 0
-    """Number of blocks in the vision tower (Molmo2: 25). 0 trains a language model without vision.
-    """
+    """Number of blocks in the vision tower (Molmo2: 25). 0 trains a language model without
+    vision."""
 
     vision_family: Literal["molmo2", "qwen3_5"] = "molmo2"
-    """Type of the vision tower. molmo2 encodes square crops, and its connector uses attention to
-    pool windows of patches from two layers. qwen3_5 encodes whole images of any shape, with patches
-    that span two frames, and its connector concatenates 2 x 2 patches."""
+    """Type of the vision tower. molmo2 encodes square crops; its connector uses attention to pool
+    windows of patches from two layers. qwen3_5 encodes whole images of any shape, with patches that
+    cover two frames; its connector concatenates 2 x 2 patches."""
 
     vision_hidden_size: Positive[int] = 1152
     """Width of the vision tower and of the connector's attention output."""
 
     vision_ffn_hidden_size: Positive[int] = 4304
-    """Hidden width of the tower's MLPs."""
+    """Width of the hidden layer in the tower's MLPs."""
 
     vision_num_attention_heads: Positive[int] = 16
-    """Number of attention heads in the tower."""
+    """Number of query heads in the vision tower."""
 
     # Images
     vision_patch_size: Positive[int] = 14
     """Side length of a patch in pixels."""
 
     vision_image_size: Positive[int] = 378
-    """Side length of a crop in pixels; a crop has (image size / patch size)^2 patches. For qwen3_5
-    (768): side length of the square whose learned positions are resampled for each image."""
+    """Side length of a crop in pixels; a crop has (image size / patch size)^2 patches. For qwen3_5:
+    side length of the square whose learned position embeddings are resampled for each image
+    (768)."""
 
     # Connector
     vision_feature_layers: Annotated[tuple[int, int], Range(-(2**31), 2**31 - 1)] = (-1, -7)
-    """Two layers whose outputs are passed to the connector, in this order, counted from 0 or, for
-    negative numbers, from the end (-1 is the last layer). One of the two must be the last layer."""
+    """Two layers whose outputs the connector receives, in this order. Layers are numbered from 0;
+    negative numbers count from the end, so -1 is the last layer. One of the two must be the last
+    layer."""
 
     connector_ffn_hidden_size: Positive[int | None] = None
-    """Hidden width of the SwiGLU projector from pooled patches to the decoder; --ffn-hidden-size if
-    not set."""
+    """Hidden width of the SwiGLU projector from pooled patches to the decoder. None means
+    --ffn-hidden-size."""
 
     # Training of the parts. --lora-rank freezes all of them, regardless of --freeze.
     freeze: str | None = None
-    """Parts to freeze, separated by commas: vision, connector, text (which includes the embedding
-    and the output head). Frozen parts have no gradients and no optimizer state."""
+    """Parts to freeze, separated by commas: vision, connector, text (includes embedding and output
+    head). Frozen parts have no gradients and no optimizer state."""
 
     vision_lr_multiplier: AboveZero[float] = 1.0
-    """Factor applied to the learning rate of the vision tower."""
+    """Learning rate of the vision tower, as a multiple of --lr."""
 
     connector_lr_multiplier: AboveZero[float] = 1.0
-    """Factor applied to the learning rate of the connector."""
+    """Learning rate of the connector, as a multiple of --lr."""
 
     # Packs of a dataset differ in their number of images, so stages need a typical number
     vision_planned_crops: Positive[int | None] = None
-    """Number of crops per pack to assume when planning pipeline stages and memory. If not set,
-    pooled windows of 2 x 2 patches are assumed to fill the pack."""
+    """Number of crops per pack to assume when planning pipeline stages and memory. If not set, the
+    plan assumes enough crops to fill a pack with pooled windows of 2 x 2 patches."""
 
     @property
     def patches_per_side(self) -> int:

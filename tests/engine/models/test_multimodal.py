@@ -412,5 +412,5 @@ def test_checkpoints_hold_frozen_weights_and_load_on_other_grids(tmp_path: Path)
         found = assemble(run_ranks(loaded, 2, shape, str(tmp_path), {}))
         assert found.keys() == expected.keys()
         assert all(np.array_equal(found[name], expected[name]) for name in found)
-    with pytest.raises(ValueError, match="has --freeze vision, this run None"):
+    with pytest.raises(ValueError, match="has --freeze vision, but this run has None"):
         loaded(0, 1, {}, str(tmp_path), {"freeze": None})
