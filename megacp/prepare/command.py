@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Command line of preprocess_data.py: build packed datasets and look into them.
+"""Command line of preprocess_data.py: build packed datasets and inspect them.
 
-`build` and `finish` make a dataset; `inspect`, `stats` and `verify` read one. This file only parses
-flags and prints. It uses argparse because importing tyro takes longer than a tiny build.
+`build` and `finish` write a dataset; `inspect`, `stats` and `verify` read one. This file only
+parses flags and prints results. It uses argparse, because importing tyro takes longer than a tiny
+build.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ EXAMPLES = """examples:
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[int] | list[float]]:
-    """Return a parser of comma-separated numbers, as the `type` of a flag."""
+    """Return a parser for comma-separated numbers, to be used as the `type` of a flag."""
 
     def parse(text: str) -> list[Any]:
         return [kind(part) for part in text.split(",")]
 
-    # argparse puts this name into its message about an invalid value
+    # argparse includes this name in its message about an invalid value
     parse.__name__ = f"comma-separated {kind.__name__}s"
     return parse
 
 
 def _token_ids(text: str) -> dict[str, int]:
-    """Parse comma-separated pairs of a token name and its id."""
+    """Parse comma-separated pairs of token names and ids."""
     ids = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -85,7 +86,7 @@ _PAIRS: dict[str, Any] = {"type": _pairs, "default": (), "metavar": "OURS=THEIRS
 
 
 class _CommandParser(OneLineParser):
-    """Parser of one command; its error for an unknown flag suggests the nearest known flag."""
+    """Parser for one command. Its error for an unknown flag suggests the nearest known flag."""
 
     def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
         """Parse like argparse, but exit with an error if a flag is unknown."""
@@ -102,32 +103,33 @@ class _CommandParser(OneLineParser):
 def preprocess_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their flags."""
     parser = OneLineParser(
-        description="Make packed datasets from text, images and videos, and look into them.",
+        description="Build packed datasets from text, images and videos, and inspect them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    # build and finish share their flags, so the parts of a build can be finished by the same line
+    # build and finish share their flags, so that the same flags can finish the parts of a build
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser
     )
     made = (
         "tokenize records and pack them into a dataset; "
-        "the result depends neither on --workers nor on interruptions"
+        "neither --workers nor interruptions affect the result"
     )
     work = _add_build_flags(commands.add_parser("build", help=made, description=made))
     work.add_argument(
         "--overwrite",
         action="store_true",
-        help="delete the dataset in DIR first, whether finished or not",
+        help="first delete any dataset in DIR, finished or unfinished",
     )
     work.add_argument(
         "--units",
         metavar="I/N",
-        help="build only part I of N, for N independent processes; run `finish` after all of them",
+        help="build only part I of N, for N independent processes; "
+        "when all of them have ended, run `finish`",
     )
     parts = (
-        "combine the parts of `build --units I/N` into a dataset, given the same flags; "
-        "report missing parts"
+        "combine the parts built with `build --units I/N` into a dataset, or report missing parts; "
+        "use the same flags as for `build`"
     )
     _add_build_flags(commands.add_parser("finish", help=parts, description=parts))
 
@@ -142,43 +144,46 @@ def preprocess_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[0],
         metavar="N",
-        help="packs to show, by number (0)",
+        help="numbers of the packs to show (0)",
     )
     inspect.add_argument(
         "--tokenizer",
         metavar="KIND_OR_PATH",
         type=path_texts,
-        help="tokenizer for decoding (default: the copy in the dataset)",
+        help="tokenizer to decode tokens with (default: the copy in the dataset)",
     )
     inspect.add_argument(
         "--characters",
         type=int,
         default=240,
         metavar="N",
-        help="characters to show of each document (240)",
+        help="maximum number of characters to show per document (240)",
     )
     inspect.add_argument(
         "--documents",
         type=int,
         default=10,
         metavar="N",
-        help="documents to show of each pack; 0 shows all (10)",
+        help="maximum number of documents to show per pack; 0 shows all (10)",
     )
     inspect.add_argument(
         "--html",
         metavar="FILE",
         type=path_text,
-        help="write one pack with its images to an HTML page instead of printing it",
+        help="write one pack and its images to an HTML page instead of printing the pack",
     )
-    inspect.add_argument("--overwrite", action="store_true", help="replace an existing page")
+    inspect.add_argument("--overwrite", action="store_true", help="replace an existing HTML file")
     stats = commands.add_parser(
-        "stats", help="print counts, packing efficiency, length histogram and rejected records"
+        "stats",
+        help="print counts, the packing efficiency, a histogram of document lengths, and the "
+        "number of rejected records",
     )
     stats.add_argument("dataset", type=path_text)
-    stats.add_argument("--json", action="store_true", help="print JSON")
+    stats.add_argument("--json", action="store_true", help="print the statistics as JSON")
     verify = commands.add_parser(
         "verify",
-        help="check every byte: sizes, hashes, bounds and token ids; exit with 1 on damage",
+        help="check every byte of a dataset: file sizes, hashes, loss weights and token ids; exit "
+        "with status 1 if anything is damaged",
     )
     verify.add_argument("dataset", nargs="+", type=path_text)
     return parser
@@ -192,23 +197,26 @@ _LIST: dict[str, Any] = {
 }
 # texts that --help shows for groups and for flags with long descriptions
 _RECORDS = (
-    "A record with a field or role that is neither known nor listed here is an error, "
-    "because its content would be lost."
+    "A record with an unknown key or message role is an error, because its content would be lost. "
+    "Use these flags to accept other keys and roles."
 )
-_IMAGES = "Records may contain images if any of these flags or --max-crops-per-pack is given."
+_IMAGES = (
+    "By default, records may contain only text. To allow images and videos, use "
+    "--max-crops-per-pack or any of these flags except --max-image-bytes and --max-video-bytes."
+)
 _INPUTS = (
-    "input files (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, .tsv or .txt): paths, URLs, or "
-    "patterns with *"
+    "input files: paths, URLs, or patterns with * (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, "
+    ".tsv or .txt)"
 )
 _TOKENIZERS = (
-    "byte | FOLDER of a model | FILE.model (SentencePiece) | tokenizer.json | "
+    "tokenizer: byte, the FOLDER of a model, FILE.model (SentencePiece), tokenizer.json, or "
     "vocab.json,merges.txt (GPT-2)"
 )
 _TEMPLATES = (
-    "chat template for conversations: auto (the tokenizer's own), the NAME of a built-in one, "
-    "FILE.jinja, ignore (plain role headers), or alpaca (the 2023 Alpaca prompt; accepts only "
-    "Alpaca records); default: auto if the tokenizer has a template, otherwise alpaca for Alpaca "
-    "records and ignore for all other records"
+    "chat template for conversations: auto (the tokenizer's own), the NAME of a built-in template, "
+    "FILE.jinja, ignore (plain role headers), or alpaca (the 2023 Alpaca prompt, only for Alpaca "
+    "records); default: auto if the tokenizer has a template, otherwise alpaca for Alpaca records "
+    "and ignore for all other records"
 )
 # cores that this process may use, which a scheduler can restrict
 _CORES = len(os.sched_getaffinity(0))
@@ -219,17 +227,17 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ("--input", _INPUTS, {"type": path_text, "nargs": "+", "required": True, "metavar": "F"}),
         (
             "--output",
-            "dataset directory to write",
+            "directory to which the dataset is written",
             {"type": path_text, "required": True, "metavar": "DIR"},
         ),
         (
             "--valid-share",
-            "fraction of records to put into DIR/valid, for --valid-data-path (0)",
+            "fraction of records to put into a validation dataset in DIR/valid (0)",
             {"type": float, "default": 0.0, "metavar": "X"},
         ),
         (
             "--text-key",
-            "key under which records have plain text (text)",
+            "key of the plain text in records (text)",
             {"default": "text", "metavar": "KEY"},
         ),
     ],
@@ -237,22 +245,24 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("records", _RECORDS): [
         (
             "--ignore-keys",
-            "unknown record keys to leave out; names may contain *",
+            "unknown record keys to ignore instead of reporting an error; names may contain *",
             {**_LIST, "metavar": "A,B"},
         ),
         (
             "--context-roles",
-            "extra message roles; the loss excludes their messages",
+            "additional message roles to accept; their messages have no loss",
             {**_LIST, "metavar": "A,B"},
         ),
         (
             "--columns",
-            "other names of record keys, such as prompt=question,completion=answer",
+            "record keys to read under other names: prompt=question,completion=answer reads "
+            "`question` as the prompt and `answer` as the completion",
             _PAIRS,
         ),
         (
             "--roles",
-            "other names of message roles, such as user=customer,assistant=agent",
+            "message roles to read under other names: user=customer,assistant=agent reads "
+            "`customer` as the user and `agent` as the assistant",
             _PAIRS,
         ),
         (
@@ -263,7 +273,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ("--chat-template", _TEMPLATES, {"type": path_text, "metavar": "T"}),
         (
             "--chat-template-date",
-            "date for templates that write the current date; required by them",
+            "date for templates that write the current date (required for such templates)",
             {"metavar": "YYYY-MM-DD"},
         ),
     ],
@@ -281,27 +291,31 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--prepend-bos",
-            "begin each document with the BOS token (default: as the tokenizer's files say)",
+            "begin each document with the BOS token (default: if the tokenizer's files ask for it)",
             _YES_OR_NO,
         ),
         (
             "--eod-token",
-            "end-of-document token, if the tokenizer's files do not name one",
+            "end-of-document token (default: the token that the tokenizer's files define)",
             {"metavar": "TEXT"},
         ),
         (
             "--tokenizer-engine",
-            "implementation of the tokenizer: auto uses a fast one if it gives identical ids, "
-            "reference always uses the tokenizer's own library (auto)",
+            "tokenizer implementation: auto uses a fast implementation if it produces identical "
+            "ids, reference always uses the tokenizer's own library (auto)",
             {"choices": ("auto", "reference"), "default": "auto"},
         ),
     ],
     # the length of packs, and how documents are put into them
     ("packs", ""): [
-        ("--seq-length", "tokens per pack", {"type": int, "required": True, "metavar": "N"}),
+        (
+            "--seq-length",
+            "maximum number of tokens per pack",
+            {"type": int, "required": True, "metavar": "N"},
+        ),
         (
             "--oversize",
-            "handling of documents longer than a pack (error)",
+            "what to do with documents that do not fit in a pack (error)",
             {"choices": ("error", "drop", "split", "truncate"), "default": "error"},
         ),
         (
@@ -311,12 +325,12 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--seed",
-            "seed for shuffling documents within a window (default: keep the input order)",
+            "shuffle documents within a window, with this seed (default: keep the input order)",
             {"type": int, "metavar": "N"},
         ),
         (
             "--window-tokens",
-            "tokens per packing window (2^24)",
+            "pack documents in windows of about N tokens (2^24)",
             {"type": int, "default": 1 << 24, "metavar": "N"},
         ),
         (
@@ -326,7 +340,8 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--cp-degrees",
-            "context-parallel sizes to plan for (1,2,4,8,16)",
+            "context-parallel sizes for which to store the distribution of images across ranks "
+            "(1,2,4,8,16)",
             {"type": _INTS, "default": "1,2,4,8,16", "metavar": "A,B"},
         ),
     ],
@@ -334,22 +349,22 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("images", _IMAGES): [
         (
             "--image-root",
-            "directory or URL to which image paths are relative",
+            "base directory or URL of the image and video paths in records",
             {"type": path_text, "metavar": "DIR"},
         ),
         (
             "--image-urls",
-            "URL prefixes that records may use for images (none)",
+            "URL prefixes from which images and videos may be downloaded (none)",
             {**_LIST, "metavar": "URL,URL"},
         ),
         (
             "--max-image-bytes",
-            "largest allowed image file, in bytes (64 MiB)",
+            "maximum size of an image file, in bytes (64 MiB)",
             {"type": int, "default": 64 << 20, "metavar": "N"},
         ),
         (
             "--max-video-bytes",
-            "largest allowed video file, in bytes (512 MiB)",
+            "maximum size of a video file, in bytes (512 MiB)",
             {"type": int, "default": 512 << 20, "metavar": "N"},
         ),
     ],
@@ -357,12 +372,12 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("work", ""): [
         (
             "--workers",
-            "worker processes (default: one per core)",
+            "number of worker processes (default: one per core)",
             {"type": int, "default": _CORES, "metavar": "N"},
         ),
         (
             "--executor",
-            "executor of the work units (local)",
+            "where workers run: on this machine (local) or on a Ray cluster (ray) (local)",
             {"choices": ("local", "ray"), "default": "local"},
         ),
         (
@@ -372,22 +387,23 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--unit-bytes",
-            "input bytes per shard (8 MiB or 256 packs; with images about 1024 records)",
+            "input bytes per shard (default: 8 MiB or enough for 256 packs, whichever is larger; "
+            "with images, about 1024 records)",
             {"type": int, "default": 0, "metavar": "N"},
         ),
         (
             "--on-error",
-            "handling of bad records (fail)",
+            "what to do with bad records: stop the build or skip them (fail)",
             {"choices": ("fail", "skip"), "default": "fail"},
         ),
         (
             "--max-errors",
-            "with --on-error skip: stop after more than N bad records",
+            "with --on-error skip, stop if more than N records are bad",
             {"type": int, "metavar": "N"},
         ),
         (
             "--max-record-bytes",
-            "largest allowed record, in bytes (64 MiB)",
+            "maximum size of a record, in bytes (64 MiB)",
             {"type": int, "default": 64 << 20, "metavar": "N"},
         ),
     ],
@@ -398,25 +414,25 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
 def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the build flags to a parser; return the last group.
 
-    The flags of the last group ("work") do not affect the result of a build.
+    The flags of the last group ("work") do not change the contents of a dataset.
     """
     for (title, description), flags in BUILD_FLAGS.items():
         group = build.add_argument_group(title, description or None)
         rule_flags = _rule_flags() if title == "images" else []
-        # the fields of the vision families become flags, too
+        # the fields of the vision families also become flags
         for flag, text, how in [*flags, *rule_flags]:
             group.add_argument(flag, help=text, **how)
     return group
 
 
 def _rule_flags() -> list[tuple[str, str, dict[str, Any]]]:
-    """Return the flags for image rules: the fields of every family, with their defaults."""
+    """Return the flags for image rules, made from the fields of every vision family."""
     from megacp.training.data.vision.decoding import RULES
 
     first = next(iter(RULES))
     whose = (
-        f"vision family whose rules make patches and tokens: {' or '.join(RULES)} (default: the "
-        f"family of the tokenizer's folder, or {first})"
+        f"vision family that defines patches and image tokens: {' or '.join(RULES)} (default: the "
+        f"family of the model in the tokenizer's folder, or {first})"
     )
     # RULES is the registry of families, so a new family gets its flags without a change here
     found: list[tuple[str, str, dict[str, Any]]] = [
@@ -454,7 +470,7 @@ def _shown(default: Any) -> str:
 
 
 def _read(default: Any) -> dict[str, Any]:
-    """Return argparse arguments for the type of a field's default; MISSING means a dictionary."""
+    """Return argparse arguments that match a field's default; MISSING means a dictionary."""
     # a tuple has a fixed number of values, such as A,B,C for red, green and blue
     if isinstance(default, tuple):
         return {"type": _numbers(type(default[0])), "metavar": ",".join("ABC"[: len(default)])}
@@ -474,7 +490,7 @@ def _model_folder(args: argparse.Namespace) -> Path:
 def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, str]:
     """Return the family of the model in the tokenizer's folder as {"family": name}; {} if unknown.
 
-    Raise ValueError if --vision-family names a different family, or if it is needed but missing.
+    Raise ValueError if --vision-family is a different family, or if it is needed but missing.
     """
     from megacp.prepare.tokenize.beside import read_object
     from megacp.training.data.vision.decoding import RULES
@@ -484,7 +500,7 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
     model_type = f"{content.get('model_type')!s:.80}"
     found = next((name for name in families if model_type in RULES[name].model_types), None)
     if found is None:
-        # an unknown model with a vision tower: any default family would make wrong tokens
+        # an unknown model with a vision tower: a default family would produce wrong tokens
         if "vision_config" in content and args.family is None:
             raise ValueError(
                 f"--vision-family: {config} belongs to a {model_type} model; choose one of "
@@ -496,15 +512,15 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
             f"--vision-family {args.family}: {config} belongs to a {model_type} model; leave the "
             "flag out"
         )
-    # report the choice, because it decides about every image token
+    # report the choice, because it affects every image token
     if args.family is None:
         warn(f"--vision-family {found}: taken from {config}")
     return {"family": found}
 
 
 def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules:
-    """Return the image rules. Flags in `given` override the files in the tokenizer's folder, which
-    override the family's defaults.
+    """Return the image rules. Flags in `given` override the files in the tokenizer's folder, and
+    these files override the family's defaults.
 
     Log to standard error which files were read and which of their fields a flag overrides.
     """
@@ -520,8 +536,8 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
         try:
             told = processor_files.read_processor(folder, family)
         except processor_files.OtherProcessorError as error:
-            # config.json names no known family, so the processor files may belong to a model that
-            # differs from --vision-family
+            # config.json does not identify a known family, so the processor files may belong to a
+            # model of another family than --vision-family
             if of_folder:
                 raise ValueError(f"--tokenizer {error}") from error
             print(f"image rules: files not used: {error}", file=sys.stderr)
@@ -545,8 +561,8 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
     notes = list(told.notes)
     if overridden:
         notes.append(
-            f"{'; '.join(overridden)}: the flag is used, and --load-hf {folder} refuses packs with "
-            "different rules"
+            f"{'; '.join(overridden)}: the flag takes precedence, but --load-hf {folder} refuses "
+            "packs with different rules"
         )
     for note in notes:
         print(f"image rules: {note}", file=sys.stderr)
@@ -593,13 +609,15 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
 
 
 def _say(text: str) -> None:
-    """Print a result; exit quietly if the reader of the pipe is gone."""
+    """Print a result; exit quietly if standard output is a closed pipe."""
     with ends_with_its_reader():
         say(text)
 
 
 def _build(args: argparse.Namespace) -> int:
-    """Build the dataset, and its validation share if there is one; `finish` only combines parts."""
+    """Build the dataset and, with --valid-share, its validation dataset; `finish` only combines
+    parts.
+    """
     from megacp.prepare.packs.run import build
 
     sentences = []
@@ -619,7 +637,7 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
     """Return I and N of --units I/N, or None to build all parts."""
     if args.units is None:
         return None
-    # at most nine digits: far more parts than any build has
+    # nine digits allow far more parts than any build has
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", args.units)
     if match is None or not int(match[1]) < int(match[2]):
         raise ValueError(
@@ -628,7 +646,7 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
     if args.overwrite:
         raise ValueError(
             f"--overwrite with --units {args.units} would delete parts that other processes have "
-            "built; leave --overwrite out"
+            "built; remove --overwrite"
         )
     return int(match[1]), int(match[2])
 
@@ -646,15 +664,15 @@ def _inspect(args: argparse.Namespace) -> int:
     # another tokenizer would decode the ids to unrelated text
     if tokenizer.sha256 != dataset.manifest.tokenizer.sha256:
         raise ValueError(
-            f"--tokenizer {args.tokenizer} differs from the tokenizer of {args.dataset} (by its "
-            "sha256)"
+            f"--tokenizer {args.tokenizer} differs from the tokenizer of {args.dataset} (compared "
+            "by sha256); omit the flag to use the copy in the dataset"
         )
     if args.html is not None:
         from megacp.prepare.inspect_page import write_page
 
         if len(args.pack) > 1:
             raise ValueError(
-                f"--html shows one pack, but --pack names {len(args.pack)}; give one number"
+                f"--html shows one pack, but --pack lists {len(args.pack)}; give one number"
             )
         write_page(args.html, dataset, args.pack[0], tokenizer, args.overwrite)
         _say(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
@@ -706,7 +724,7 @@ def main(argv: list[str] | None = None) -> int:
     args = preprocess_parser().parse_args(argv)
     from megacp.prepare.packs.workers import WorkerFailed
 
-    # a scheduler stops a job by SIGTERM: handle it like Ctrl-C, so workers end and files are closed
+    # schedulers stop a job with SIGTERM: handle it like Ctrl-C, so workers end and files are closed
     def interrupted(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Describe a packed dataset as text: single packs (`inspect`) or all of it (`stats`).
+"""Describe a packed dataset as text: single packs (`inspect`) or the whole dataset (`stats`).
 
 The data is read in the same way as in training.
 """
@@ -21,7 +21,7 @@ from megacp.training.data.reader import Pack, PackedDataset
 from megacp.training.data.tables import BRANCH_DTYPE, FLAG_SPLIT, FLAG_TRUNCATED
 
 _LEAST = 8
-"""Minimum number of characters to show of a run, even if later runs are then cut off."""
+"""Minimum number of characters to show per run, even if later runs are then cut off."""
 
 
 def describe_pack(
@@ -31,7 +31,7 @@ def describe_pack(
     characters: int = 240,
     documents: int = 10,
 ) -> str:
-    """Describe one pack: length, loss weights, source and an excerpt of each document.
+    """Describe one pack: the length, loss weights, source and an excerpt of each document.
 
     Only the first `documents` are shown (0: all), with `characters` of text each. Learned text is
     between \u00ab and \u00bb. Raise ValueError if pack `index` does not exist.
@@ -83,7 +83,7 @@ def describe_pack(
 
 
 def pack_of(dataset: PackedDataset, index: int) -> Pack:
-    """Return the pack of --pack. Raise ValueError if it does not exist."""
+    """Return the pack that --pack selects. Raise ValueError if it does not exist."""
     if not 0 <= index < len(dataset):
         raise ValueError(
             f"--pack {index} does not exist: the dataset has packs 0 to {len(dataset) - 1}"
@@ -128,7 +128,7 @@ def learned_of_pack(pack: Pack) -> int:
 
 
 def _learned(dataset: PackedDataset) -> int:
-    """Return the number of learned tokens; read only shards that have weights or branches."""
+    """Return a dataset's number of learned tokens; read only shards with weights or branches."""
     total = 0
     first = 0
     for shard in dataset.manifest.shards:
@@ -150,7 +150,7 @@ def _images(pack: Pack, segment: int) -> list[str]:
     if pack.images is None:
         return []
     units = pack.images.units
-    # the table has running totals; their differences are the numbers of each unit
+    # the table contains running totals; their differences are the numbers of each unit
     crops = np.diff(units["image_stop"], prepend=0)
     pooled = np.diff(units["pooled_stop"], prepend=0)
     here = np.flatnonzero(units["segment"] == segment)
@@ -199,8 +199,8 @@ def _boundaries(pack: Pack) -> list[str]:
 def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
     """Return an excerpt of tokens [n] with marks around learned text.
 
-    The runs share the characters, so that each is visible. A learned run shows its beginning; other
-    runs also show their end, which is the context of the learned text.
+    The characters are divided among the runs, so that each run is visible. A learned run shows its
+    beginning; other runs also show their end, which is the context of the learned text.
     """
     texts = []  # (text, whether it is learned)
     for run in runs_of(learned):
@@ -225,8 +225,8 @@ def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, chara
 
 
 def _share(lengths: list[int], characters: int) -> int:
-    """Return the maximum length per text with which all texts together fit, but at least _LEAST."""
-    # give short texts all of their length, and divide the remainder among the longer ones
+    """Return the maximum length per text, at least _LEAST, with which all texts fit together."""
+    # show short texts completely, and divide the remainder among longer texts
     left = characters
     for rest, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
         if length * rest > left:
@@ -245,7 +245,7 @@ def runs_of(values: np.ndarray) -> Iterator[slice]:
 def statistics(directory: StrPath | Url) -> dict[str, Any]:
     """Return counts, efficiencies and the histogram of document lengths, as builtin types."""
     dataset = PackedDataset(directory)
-    # these tables are small; tokens are read only to count learned ones
+    # these tables are small; token files are read only to count the learned tokens
     manifest = dataset.manifest
     shards = [dataset.shard(number) for number in range(len(manifest.shards))]
     segments = [shard.segments for shard in shards]
@@ -256,7 +256,7 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
     # bin i counts lengths in (2^(i-1), 2^i]
     exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     bins = np.bincount(exponents)
-    # the names are printed, and are keys of `stats --json`
+    # the names are printed, and are also the keys of `stats --json`
     found = {
         "directory": str(directory),
         "tokenizer": manifest.tokenizer.kind,
@@ -279,7 +279,7 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
     }
     # only a dataset with images has these values
     if manifest.image_rules is not None:
-        # frame -1 is an image, and frame 0 the first one of a video
+        # frame -1 is an image, and frame 0 the first frame of a video
         tables = [shard.units["frame"] for shard in shards if shard.units is not None]
         frames = np.concatenate([np.empty(0, np.int32), *tables])
         crops = np.concatenate([shard.packs["num_crops"] for shard in shards])
@@ -299,7 +299,7 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
 
 
 def statistics_text(values: dict[str, Any]) -> str:
-    """Format the result of `statistics`: a line for each value, tables below their names."""
+    """Format the result of `statistics`: one line per value, and tables below their names."""
     lines = []
     for name, value in values.items():
         words = name.replace("_", " ")

@@ -1,7 +1,7 @@
 """Write a pack as one HTML page with its texts, branches, images and frames.
 
-The page is a single file that loads nothing. Every character from the dataset is escaped, so a
-record can neither run scripts in a browser nor fetch anything.
+The page is a single file without external resources. Every character from the dataset is escaped,
+so a record can neither run scripts in a browser nor fetch anything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def write_page(
 
     Raise ValueError if the pack does not exist, or if `path` exists and `overwrite` is not set.
     """
-    # a lone surrogate in a text must not prevent the page
+    # a lone surrogate in a text must not prevent writing the page
     page = "".join(_page(dataset, index, tokenizer))
     write_result("--html", path, page.encode(errors="replace"), overwrite)
 
@@ -76,7 +76,7 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         note = f'<span class="note">{length} tokens, {escape(source)}</span>'
         yield f"<h2>Document {number} {note}</h2>"
-        # the prefix, then the branches, each in a box inside the box of the part above
+        # the prefix, then the branches, each in a box inside the box of the part that it continues
         depth = 0
         for part, (first, last, above) in enumerate(document_parts(length, branches)):
             runs = "".join(_runs(pack, number, here.start, (first, last), tokenizer))
@@ -105,8 +105,8 @@ def _runs(
     weights = np.ones(len(tokens), np.float32)
     if pack.weights is not None:
         weights = np.array(pack.weights[here])
-    weights[0] = 0.0  # no token of the part predicts its first one
-    # boxes of units as (first token, end, name); the last entry only ends the text
+    weights[0] = 0.0  # no token of this part predicts its first token
+    # boxes of units as (first token, end, name); the last entry only marks the end of the text
     boxes = [(len(tokens), len(tokens), "")]
     if pack.images is not None:
         units = pack.images.units

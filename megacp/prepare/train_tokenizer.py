@@ -1,8 +1,8 @@
 """Train a byte-level BPE `tokenizer.json` on text.
 
-The result is one local file for --tokenizer of preprocess_data.py, which includes the
-end-of-document token. The same input produces the same file. (SentencePiece models are trained by
-its `spm_train`.)
+The result is a single file for `preprocess_data.py --tokenizer`; its vocabulary includes the
+end-of-document token. The same input produces the same file. (To train a SentencePiece model, use
+that project's `spm_train`.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megacp.storage.files import write_result
 
 # the first of EOS_NAMES, so load_tokenizer finds it
 EOD_TOKEN = "<|endoftext|>"
-# files with these suffixes have records; any other file is one plain text
+# files with these suffixes contain records; any other file is one plain text
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".tar")
 _ANYTHING = RecordRules(
     media=True,
@@ -42,13 +42,13 @@ def texts(paths: list[str], text_key: str, max_bytes: int) -> Iterator[str]:
             left -= len(text.encode())
             if left <= 0:
                 return
-    # nothing has been subtracted: there was no text
+    # nothing has been subtracted, so there was no text
     if left == max_bytes:
         raise ValueError("--input: the files contain no text")
 
 
 def _texts_of(path: str, text_key: str) -> Iterator[str]:
-    """Yield the texts of one file: one for each part of a record, or the whole file."""
+    """Yield the texts of one file: one text per part of each record, or the whole file."""
     if Path(path).suffix.lower() not in RECORD_SUFFIXES:
         try:
             yield Path(path).read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def _texts_of(path: str, text_key: str) -> Iterator[str]:
             sample = parse_record(item.value, rules)
         except RecordError as error:
             raise ValueError(f"{path}:{item.line}: {error}") from error
-        # messages are joined to one text, with their headers
+        # join messages, with their headers, into one text
         for part in (sample.prefix, *sample.branches):
             yield "".join(piece.text or "" for piece in part)
 
@@ -78,7 +78,7 @@ def train_bpe(
 ) -> int:
     """Train a byte-level BPE and write it as tokenizer.json; return the size of its vocabulary.
 
-    EOD_TOKEN has id 0. `symbols` have the last ids and are matched before a text is split. Raise
+    EOD_TOKEN has id 0. `symbols` get the last ids and are matched before a text is split. Raise
     ValueError if `vocab_size` is too small.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers

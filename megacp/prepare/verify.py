@@ -1,4 +1,4 @@
-"""Check every byte of a packed dataset and report problems, one line per file."""
+"""Check every byte of a packed dataset and report all problems, one per line."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def verify(directory: files.StrPath | Url) -> list[str]:
 
 
 def _damaged(path: Place, file: FileEntry) -> str | None:
-    """Return how a file differs from the file that was built; None if it is identical.
+    """Describe how a file differs from the file that was built; return None if it is identical.
 
-    It may be missing, not a regular file, or have a different size or sha256.
+    The file may be missing, not a regular file, or have a different size or sha256.
     """
     try:
-        # opening it locally checks its kind and size, with a better message than a hash
+        # opening a local file checks its kind and size, with a better message than a wrong hash
         if isinstance(path, Path):
             StoredFile(path, file)
         found = digest_of(path, file.size)[1]

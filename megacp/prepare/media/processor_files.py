@@ -1,7 +1,8 @@
-"""Read the processor files of a model folder as image and video rules of a vision family.
+"""Convert the processor files in a model folder to image and video rules of a vision family.
 
-Files are chosen, and missing fields get defaults, as in the transformers library. A field that the
-library uses but our rules cannot express is an error. Fields that the library ignores are reported.
+Files are selected, and missing fields get defaults, as in the transformers library. A field that
+the library uses but our rules cannot express is an error. Fields that the library ignores are
+reported.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ IMAGES = "preprocessor_config.json"
 VIDEOS = "video_preprocessor_config.json"
 PROCESSOR = "processor_config.json"
 PROCESSOR_NAMES = (PROCESSOR, IMAGES, VIDEOS)
-# An object of a JSON file.
+# An object from a JSON file.
 Content = Mapping[str, Any]
 
-# Values outside these bounds are certainly mistakes in a file.
+# Values outside these bounds are certainly errors in a file.
 _MOST_COUNT = 2**31 - 1
 _MOST_PIXELS = 2**48
 _MOST_NUMBER = 1e6
@@ -43,9 +44,11 @@ class Setting:
 
     rule: str
     default: Any
-    """The library's default for a missing field. For a null, the library uses no default."""
+    """The library's default for a missing field; it does not apply to a null."""
     read: Callable[[Any], Any]
-    """Convert a JSON value to the rule's value; raise ValueError with the expected form."""
+    """Function that converts a JSON value to the rule's value. It raises ValueError with the
+    expected form.
+    """
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,12 @@ class ProcessorPart:
     cls: str
     """The class name in the files, without the suffix `Fast` or `Pil`."""
     size: Setting
-    """The field `size`. Its reader gets the whole part, because older fields may override it."""
+    """The field `size`. Its reader gets all fields of the part, because older fields may override
+    `size`.
+    """
     settings: Mapping[str, Setting]
     only: Mapping[str, tuple[Any, Any]]
-    """Field -> the only supported value, and the library's default."""
+    """Field -> (the only supported value, the library's default)."""
     further: tuple[str, ...] = ()
     """Additional fields that the reader of `size` uses."""
 
@@ -80,7 +85,7 @@ class ProcessorFiles:
     images: ProcessorPart
     videos: ProcessorPart
     switches: Mapping[str, tuple[str, bool | None]] = field(default_factory=dict)
-    """Top-level field of processor_config.json -> our rule, and the library's default."""
+    """Top-level field of processor_config.json -> (our rule, the library's default)."""
     only: Mapping[str, bool] = field(default_factory=dict)
     """Top-level field -> the only supported value, which is also the library's default."""
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +94,7 @@ class ProcessorFiles:
 
 @dataclass(frozen=True)
 class FolderRules:
-    """The rules in the processor files of a folder."""
+    """The rules defined by the processor files in a folder."""
 
     folder: Path
     family: str
@@ -98,7 +103,7 @@ class FolderRules:
     fields: Mapping[str, str]
     """Rule -> the file and field that define it."""
     notes: tuple[str, ...]
-    """One line per unused file or field."""
+    """One line per file or group of fields that is not used."""
 
     @property
     def files(self) -> list[str]:
@@ -113,9 +118,9 @@ class FolderRules:
         return RULES[self.family].from_dict({**self.values, "token_ids": dict(token_ids)})
 
     def differences(self, given: Content) -> list[str]:
-        """Return a message for each rule in `given` that differs from the rule of the folder.
+        """Return a message for each rule in `given` that differs from the folder's rule.
 
-        `given` has rules by name, as in a manifest. Missing rules have the family's defaults.
+        `given` contains rules by name, as in a manifest. Missing rules have the family's defaults.
         """
         usual = RULES[self.family]().to_dict()
         found = []
@@ -124,7 +129,7 @@ class FolderRules:
             if _plain(value) == _plain(own):
                 continue
             flag = flag_of(self.family, name)
-            found.append(f"{flag} is {_as_flag(value)}, {self.fields[name]} says {_as_flag(own)}")
+            found.append(f"{flag} is {_as_flag(value)}, but {self.fields[name]} is {_as_flag(own)}")
         return found
 
 
@@ -140,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_flag(value: Any) -> str:
-    """Return a value as it is written on the command line."""
+    """Format a value as on the command line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
@@ -149,13 +154,13 @@ def _as_flag(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value of a file for a message, at most 80 characters."""
+    """Format a file's value for a message, with at most 80 characters."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def printable(name: str) -> str:
-    """Return a field name for a message, at most 80 characters and without control characters."""
+    """Format a field name for a message: at most 80 characters, without control characters."""
     return name if name.isprintable() and len(name) <= 60 else _shown(name)
 
 
@@ -164,7 +169,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _count(low: int = 1) -> Callable[[Any], int]:
-    """Return a reader of whole numbers of at least `low`."""
+    """Return a reader for whole numbers of at least `low`."""
 
     def read(value: Any) -> int:
         if type(value) is not int or not low <= value <= _MOST_COUNT:
@@ -182,7 +187,7 @@ def _rate(value: Any) -> float:
 
 
 def _colours(least: float) -> Callable[[Any], list[float]]:
-    """Return a reader of three numbers for red, green and blue; one number applies to all three."""
+    """Return a reader for three numbers (red, green, blue); a single number applies to all."""
 
     def is_valid(number: Any) -> bool:
         return _is_number(number) and least <= number <= _MOST_NUMBER
@@ -198,7 +203,7 @@ def _colours(least: float) -> Callable[[Any], list[float]]:
 
 
 def _pair(low: int) -> Callable[[Any], list[int]]:
-    """Return a reader of two whole numbers of at least `low`."""
+    """Return a reader for two whole numbers of at least `low`."""
 
     def read(value: Any) -> list[int]:
         if not isinstance(value, list) or len(value) != 2:
@@ -208,7 +213,7 @@ def _pair(low: int) -> Callable[[Any], list[int]]:
     return read
 
 
-# `size` of the Qwen classes gives pixels of a whole image, not lengths of edges as its names say.
+# In the Qwen classes, `size` gives numbers of pixels in an image, not edge lengths as its keys say.
 _EDGES = ("shortest_edge", "longest_edge")
 _OLDER_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _WORDS_OF_EDGES = (
@@ -231,7 +236,7 @@ def _pixels(part: Content, default: list[int], has_older: bool) -> list[int]:
         for older, edge in _OLDER_EDGES.items():
             if part.get(older) is not None:
                 size[edge] = part[older]
-                # the older name may also be inside `size`, where its value no longer counts
+                # the older name may also be inside `size`, where it now has no effect
                 size.pop(older, None)
     if set(size) != set(_EDGES):
         raise ValueError(_WORDS_OF_EDGES)
@@ -254,8 +259,8 @@ def _video_pixels(part: Content) -> list[int]:
 def _square(part: Content) -> int:
     """Return the side of a crop in pixels.
 
-    `size` is an object with height and width, two numbers, or one number that the library turns
-    into a square.
+    `size` is an object with height and width, a list of two numbers, or one number that the library
+    expands to a square.
     """
     if "size" not in part:
         return 378
@@ -265,12 +270,12 @@ def _square(part: Content) -> int:
     if isinstance(size, dict) and {*size} == {"height", "width"}:
         size = [size["height"], size["width"]]
     if not isinstance(size, list) or len(size) != 2 or size[0] != size[1]:
-        raise ValueError("megacp can only express squares, as height and width")
+        raise ValueError("megacp supports only squares, with equal height and width")
     return _count()(size[0])
 
 
 _HALF = [0.5, 0.5, 0.5]
-# OpenAI CLIP's, the defaults of Qwen2VLImageProcessor.
+# The values of OpenAI's CLIP, which are the defaults of Qwen2VLImageProcessor.
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_DEVIATION = [0.26862954, 0.26130258, 0.27577711]
 
@@ -282,14 +287,14 @@ def _normalized(mean: list[float], deviation: list[float]) -> dict[str, Setting]
     }
 
 
-# megacp always takes these steps: a file that switches one off is an error.
+# megacp always performs these steps, so a file that disables one of them is an error.
 _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 _PIXELS_ONLY: dict[str, tuple[Any, Any]] = {
     **{name: (True, True) for name in _STEPS},
     "rescale_factor": (1 / 255, 1 / 255),
     "input_data_format": (None, None),
 }
-# Pillow's numbers of the filters that resize an image.
+# Pillow's numbers for resampling filters.
 _BILINEAR = 2
 _BICUBIC = 3
 _WINDOWS_ONLY: dict[str, tuple[Any, Any]] = {
@@ -297,7 +302,7 @@ _WINDOWS_ONLY: dict[str, tuple[Any, Any]] = {
     "resample": (_BICUBIC, _BICUBIC),
     "temporal_patch_size": (2, 2),
 }
-# Qwen3.5: patches of whole images, in windows that become one token each.
+# Qwen3.5: patches of whole images, in windows that each become one token.
 _MERGED = {"merge_size": Setting("merge_size", 2, _count())}
 _WINDOWS = ProcessorFiles(
     images=ProcessorPart(
@@ -356,8 +361,8 @@ _CROPS = ProcessorFiles(
         },
         {
             **_PIXELS_ONLY,
-            # The library's video class has no defaults for these two, so it skips both steps if
-            # the fields are missing.
+            # The library's video class has no defaults for these two fields, so it skips both steps
+            # if the fields are missing.
             "do_rescale": (True, False),
             "do_normalize": (True, False),
             "resample": (_BILINEAR, _BILINEAR),
@@ -377,7 +382,7 @@ _CROPS = ProcessorFiles(
 # Vision family -> its processor files.
 PROCESSOR_FILES: dict[str, ProcessorFiles] = {"molmo2": _CROPS, "qwen3_5": _WINDOWS}
 
-# Fields that are ignored without a note: no rule depends on them, or another field decides.
+# Fields that are ignored without a note, because no rule depends on them or another field decides.
 _SILENT = frozenset(
     {
         # names of classes
@@ -386,7 +391,7 @@ _SILENT = frozenset(
         "video_processor_type",
         "feature_extractor_type",
         "auto_map",
-        # the form of the library's results
+        # the format of the library's results
         "data_format",
         "return_tensors",
         "device",
@@ -407,8 +412,8 @@ _SILENT = frozenset(
     }
 )
 
-# Rules that config.json also defines for the vision tower: the possible paths of the field, and the
-# library's default.
+# Rules that config.json also defines for the vision tower, with the possible paths of the field and
+# the library's default.
 _SIZES_OF_CONFIG: dict[str, dict[str, tuple[tuple[str, ...], int]]] = {
     "molmo2": {
         "image_size": (("vision_config.image_size", "vit_config.image_default_input_size"), 378),
@@ -439,18 +444,18 @@ def misfit_of_config(told: FolderRules) -> str | None:
         value = told.values[rule]
         if any(side != value for side in sides):
             place = told.fields[rule]
-            problems.append(f"{place} is {value}, {path} of config.json is {_shown(size)}")
+            problems.append(f"{place} is {value}, but {path} in config.json is {_shown(size)}")
     return "; ".join(problems) or None
 
 
-# A part of a processor: its place for messages, and its fields.
+# A processor part: its place, for messages, and its fields.
 _NamedPart = tuple[str, dict[str, Any]]
 
 
 def read_processor(folder: Path, family: str) -> FolderRules | None:
-    """Return the rules in a folder's processor files, or None if it has no files for images.
+    """Return the rules in a folder's processor files, or None if the folder has no such files.
 
-    Raise ValueError with the file and every field that the rules cannot express, and its subclass
+    Raise ValueError, with the file and every field that the rules cannot express, and its subclass
     OtherProcessorError if the files belong to the processor of another family.
     """
     files = PROCESSOR_FILES[family]
@@ -466,20 +471,21 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
         raise ValueError(
             f"{folder} has {video[0]} but no {IMAGES}: the library cannot load such a folder"
         )
-    # Check the classes first: fields of another class would only lead to misleading messages.
+    # Check the classes first: the fields of another class would only cause misleading messages.
     wrong_classes = _other_class(image, "image_processor_type", files.images.cls)
     if video is not None:
         wrong_classes += _other_class(video, "video_processor_type", files.videos.cls)
     if wrong_classes:
         raise OtherProcessorError(
-            f"{folder}: {'; '.join(wrong_classes)}; --vision-family {family} has another processor"
+            f"{folder}: {'; '.join(wrong_classes)}; --vision-family {family} uses a different "
+            "processor"
         )
     values, fields, problems = _read_parts(image, video, files, notes)
     problems += _read_switches(whole, files, values, fields, notes)
     if problems:
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     found = FolderRules(folder, family, values, fields, tuple(notes))
-    # Each number is valid by itself. Building the rules also checks them together.
+    # Each number is valid by itself; building the rules also checks their combination.
     try:
         found.with_ids({})
     except ValueError as error:
@@ -492,7 +498,7 @@ def _read_parts(
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Return the rules of both parts, the place of each rule, and problems.
 
-    Problems are unsupported fields, and rules that differ between both parts.
+    Problems are unsupported fields, and rules that differ between the parts.
     """
     values, fields, problems = _read_part(image, files.images)
     if video is None:
@@ -501,19 +507,22 @@ def _read_parts(
         return {**video_values, **values}, {**video_fields, **fields}, problems
     video_values, video_fields, of_videos = _read_part(video, files.videos)
     problems += of_videos
-    # We have one rule for images and videos where the library has two fields, such as patch_size.
+    # For some rules, such as patch_size, the library has separate fields for images and videos.
     for rule in values.keys() & video_values.keys():
         if values[rule] != video_values[rule]:
             of_video = _shown(video_values[rule])
             of_image = _shown(values[rule])
-            problems.append(f"{video_fields[rule]} is {of_video}, {fields[rule]} is {of_image}")
+            problems.append(
+                f"{video_fields[rule]} is {of_video}, but {fields[rule]} is {of_image}; megacp "
+                "supports only equal values"
+            )
     _note_names(*video, files.videos.names, notes)
     _note_names(*image, files.images.names, notes)
     return {**video_values, **values}, {**video_fields, **fields}, problems
 
 
 def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -> _NamedPart | None:
-    """Return a part inside `processor_config.json`, or else the older file `name`, or else None.
+    """Return the part `key` of `processor_config.json`, or else the older file `name`, or None.
 
     Raise ValueError if the part is not an object.
     """
@@ -531,7 +540,7 @@ def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -
 
 
 def _is_same(path: Path, inside: Content) -> bool:
-    """Whether an older file has the same fields as the part inside `processor_config.json`."""
+    """Return whether an older file has the same fields as a part of `processor_config.json`."""
     try:
         outside = read_object(path)
     except (ValueError, OSError):
@@ -541,7 +550,7 @@ def _is_same(path: Path, inside: Content) -> bool:
 
 
 def _other_class(part: _NamedPart, key: str, expected: str) -> list[str]:
-    """Return a message if a part names another class than `expected`; otherwise an empty list."""
+    """Return a message if the class of a part is not `expected`; otherwise return []."""
     where, content = part
     name = content.get(key)
     if name is None:
@@ -572,7 +581,7 @@ def _read_part(
         except ValueError as error:
             names = [name]
             if name == "size":
-                # any of the fields that the reader of `size` uses may be wrong
+                # any field that the reader of `size` uses may be wrong
                 names += [further for further in spec.further if further in content]
             given = ", ".join(f"{one} is {_shown(content.get(one))}" for one in names)
             problems.append(f"{where}: {given}; {error}")
@@ -582,12 +591,12 @@ def _read_part(
             found = f"is {_shown(given)}"
             if name not in content:
                 found = f"is missing, which the library reads as {usual}"
-            problems.append(f"{where}: {name} {found}, megacp can only express {_shown(expected)}")
+            problems.append(f"{where}: {name} {found}, but megacp supports only {_shown(expected)}")
     return values, fields, problems
 
 
 def _acts_otherwise(value: Any, expected: Any) -> bool:
-    """Whether a value differs from the only supported one.
+    """Return whether a value differs from the only supported value.
 
     A null equals false, as in the library, but true does not equal 1.
     """
@@ -601,10 +610,10 @@ def _acts_otherwise(value: Any, expected: Any) -> bool:
 def _without_videos(
     image: _NamedPart, values: Content, files: ProcessorFiles, notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the rules of videos, and their places, for a folder without video settings.
+    """Return the rules for videos, and their places, for a folder without video settings.
 
-    The library then reads the file for images with a video class, whose name it derives from the
-    image class.
+    The library then loads the image file into a video class, whose name it derives from the image
+    class.
     """
     where, content = image
     videos = files.videos
@@ -617,8 +626,8 @@ def _without_videos(
         agrees = all(values.get(rule, value) == value for rule, value in found.items())
         if not problems and agrees:
             return found, fields
-    # Our rules cannot express the library's choice, so take the defaults of the family's class.
-    notes.append(f"there is no {VIDEOS}: videos follow the defaults of the library's {videos.cls}")
+    # Our rules cannot express the library's choice, so use the defaults of the family's class.
+    notes.append(f"there is no {VIDEOS}: videos use the defaults of the library's {videos.cls}")
     found = {videos.size.rule: videos.size.read({})}
     for setting in videos.settings.values():
         found[setting.rule] = setting.default
@@ -636,8 +645,8 @@ def _read_switches(
     problems = []
     for name, (rule, usual) in files.switches.items():
         given = whole.get(name, usual)
-        # The library reads a null as false, except if null is the default: another field decides
-        # then.
+        # The library treats a null as false, unless null is the default: then another field
+        # decides.
         value = given
         if given is None and usual is not None:
             value = False
@@ -649,7 +658,7 @@ def _read_switches(
         given = whole.get(name, expected)
         if given is not expected:
             found = f"{name} is {_shown(given)}"
-            problems.append(f"{PROCESSOR}: {found}, megacp can only express {_shown(expected)}")
+            problems.append(f"{PROCESSOR}: {found}, but megacp supports only {_shown(expected)}")
     for rule, value in files.constants.items():
         values[rule] = value
         fields[rule] = "the library's processor"
@@ -658,10 +667,10 @@ def _read_switches(
 
 
 def _note_names(where: str, content: Content, used: set[str], notes: list[str]) -> None:
-    """Add a line about fields that are not used, because the library ignores them as well."""
+    """Add a note about fields that are not used, because the library also ignores them."""
     left = []
     for name in sorted(content.keys() - used - _SILENT):
-        # a null or false field asks for nothing, so it needs no note
+        # a null or false field has no effect, so it needs no note
         if content[name] not in (None, False):
             left.append(f"{printable(name)} {_shown(content[name])}")
     if left:

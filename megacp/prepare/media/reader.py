@@ -1,4 +1,4 @@
-"""Read the images and videos that records name: stored bytes, and placeholder tokens.
+"""Read the images and videos to which records refer: their bytes and their placeholder tokens.
 
 The reader opens nothing outside `--image-root`, `--image-urls` and the record itself. It decodes
 each image and each sampled frame once.
@@ -23,17 +23,17 @@ from megacp.training.data.vision.decoding import load_pixels, video_info, video_
 from megacp.training.data.vision.rules import ImageError, VisionRules
 
 ALLOWED = "allowed are URLs below --image-urls"
-# Maximum bytes of an item: the index of images.bin counts them in int32.
+# Maximum bytes of an item: the index of images.bin stores its size as int32.
 LARGEST_ITEM = (1 << 31) - 1
 # Default maximum bytes of a file, by kind.
 LIMITS = {"image": 64 << 20, "video": 512 << 20}
 _LIMIT_FLAGS = {"image": "--max-image-bytes", "video": "--max-video-bytes"}
-# `..` as servers read it: they treat `\` as `/`, and drop blanks and the text after a semicolon.
+# `..` as servers interpret it: `\` counts as `/`, and blanks and text after `;` are dropped.
 _CLIMBS = re.compile(r"(^|[/\\])[\s\0]*\.[\s\0]*\.[\s\0]*($|[/\\;])")
 
 
 def _climbs(path: str) -> bool:
-    """Whether a component of a path is `..` after all percent escapes are decoded."""
+    """Return whether a component of a path is `..` once all percent escapes are decoded."""
     # An escape may itself be escaped, so decode until nothing changes.
     while (plain := unquote(path)) != path:
         path = plain
@@ -42,7 +42,7 @@ def _climbs(path: str) -> bool:
 
 @dataclass(frozen=True)
 class _Below:
-    """A middleware of the web client that only lets requests below `places` pass.
+    """A middleware for the web client that allows only requests below `places`.
 
     The client also calls it for every redirect.
     """
@@ -65,7 +65,7 @@ class _Below:
 
 
 class MediaReader:
-    """Reads the images and videos of records by one set of rules."""
+    """Reads the images and videos of records according to one set of rules."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class MediaReader:
         urls: Sequence[str] = (),
         limits: Mapping[str, int] = LIMITS,
     ) -> None:
-        """Set the places that may be read.
+        """Set the places from which files may be read.
 
-        Relative paths are read below `root`, a directory or a URL. Records may also name URLs below
-        `urls`. `limits` gives the maximum bytes of an `image` and a `video` file.
+        Relative paths are resolved against `root`, a directory or a URL. Records may also refer to
+        URLs below `urls`. `limits` contains the maximum bytes of an `image` and a `video` file.
         """
         self._rules = rules
         self._urls = tuple(urls)
@@ -98,9 +98,9 @@ class MediaReader:
     ) -> tuple[RecordPart, ...]:
         """Return `pieces` with each image and video replaced by its units and the texts in between.
 
-        The stored bytes are appended to `items`. `seen` maps earlier images and videos of the
-        record to their parts, which are used again for equal references. Raise RecordError with the
-        place in the record and the problem.
+        The bytes to store are appended to `items`. `seen` maps earlier images and videos of the
+        record to their parts, which are reused for equal references. Raise RecordError, with the
+        path in the record and the problem, if an image or video cannot be read.
         """
         if seen is None:
             seen = {}
@@ -110,7 +110,7 @@ class MediaReader:
             if piece.media is None:
                 parts.append(piece)
                 continue
-            # The key is the place in the record; the same image may be named at several places.
+            # The key is the place in the record; several places may refer to the same image.
             named = replace(piece.media, key="")
             try:
                 if named not in seen:
@@ -121,8 +121,8 @@ class MediaReader:
             found.append(expanded)
             if parts and isinstance(parts[0], Rendered):
                 continue
-            # A video begins with the time of its first frame. Join it to the text before it, which
-            # the tokenizer would see as one text in a written prompt.
+            # A video begins with the time of its first frame. Join this time to the text before it,
+            # because both are tokenized as one text in a prompt.
             last = parts[-1] if parts else None
             first = expanded[0]
             if isinstance(last, SamplePart) and isinstance(first, SamplePart) and last.text:
@@ -140,7 +140,7 @@ class MediaReader:
     def _expanded(
         self, media: Media, members: Mapping[str, bytes], items: list[bytes]
     ) -> list[RecordPart]:
-        """Return the units of an image or a video, with the time texts of frames in between."""
+        """Return the units of an image or a video, with the times of frames in between."""
         data = self._bytes(media, members)
         items.append(data)
         item = len(items) - 1
@@ -148,7 +148,7 @@ class MediaReader:
             height, width, _ = load_pixels(data, self._rules).shape  # [height, width, 3]
             return [Placed(self._rules.layout_of_image(width, height), item, -1)]
         num_frames, fps = video_info(data, self._rules)
-        # Decode every sampled frame now, so that a damaged video fails here and not in training.
+        # Decode every sampled frame now, so that a damaged video fails here instead of in training.
         sizes = {frame.shape[1::-1] for frame in video_pixels(data, self._rules)}  # (width, height)
         taken = self._rules.sampled(num_frames, fps)
         layouts = self._rules.layouts_of_video(taken, fps, sizes)
@@ -176,26 +176,26 @@ class MediaReader:
             if name is None:
                 names = ", ".join(sorted(members))
                 if not names:
-                    names = "none: it is not from a .tar, or its group has no other files"
+                    names = "none, because it is not from a .tar or has no other files there"
                 raise ImageError(f"the record has no such member; it has {names}")
             return members[name]
         assert isinstance(media.value, bytes), "checked when the record was parsed"
         return media.value
 
     def _from_path(self, value: str, kind: str = "image") -> bytes:
-        """Read a file by its path below the root or by its URL; raise ImageError if that fails."""
+        """Read a file, given its path below the root or its URL. Raise ImageError if that fails."""
         limit = self._limits[kind]
         is_named = is_url(value)
         outside = f"is a URL or an absolute path; {ALLOWED} and paths below --image-root"
-        # An absolute path may name a file below a root directory, but not below a root URL.
+        # An absolute path may refer to a file below a root directory, but not below a root URL.
         absolute = value.startswith("/")
         at_url = absolute and is_url(self._root)
         if value.startswith("file:") or "\0" in value or at_url or (is_named and not self._urls):
             raise ImageError(f"it {outside}")
         if self._root is None and not is_named:
-            raise ImageError("a path needs --image-root")
+            raise ImageError("a path can be read only with --image-root")
         if _climbs(value):
-            raise ImageError("the path climbs with `..`; it must stay inside --image-root")
+            raise ImageError("the path contains `..`; it must stay inside --image-root")
         path = value if is_named else os.path.join(str(self._root), value)
         try:
             if is_url(path):
@@ -210,14 +210,16 @@ class MediaReader:
                 if absolute:
                     raise ImageError(f"it {outside}")
                 raise ImageError("a symbolic link leads out of --image-root")
-            # `open_below` follows no link, so a link created after this check leads nowhere.
+            # `open_below` does not follow links, so a link created after this check is harmless.
             with open_below(str(self._root), path) as stream:
                 return read_within(stream, path, limit)
         except TooLargeError:
             flag = _LIMIT_FLAGS[kind]
-            raise ImageError(f"it has more than {limit:,} bytes: {flag} N allows more") from None
+            raise ImageError(
+                f"it has more than {limit:,} bytes; use {flag} N to allow more"
+            ) from None
         except UnreachableError as error:
-            # If the root itself does not answer, the record is not at fault: end the build.
+            # If the root itself does not respond, the record is not at fault, so end the build.
             if not is_named:
                 raise
             raise ImageError(str(error)) from error
@@ -226,7 +228,7 @@ class MediaReader:
                 raise ImageError("there is no file at this URL") from None
             raise ImageError(f"no such file under --image-root {self._root}") from None
         except OSError as error:
-            raise ImageError(f"it cannot be read ({error.strerror})") from error
+            raise ImageError(f"the file cannot be read ({error.strerror})") from error
         except UnicodeEncodeError:
             raise ImageError(
                 "the path contains half of a surrogate pair, which no file name can have"
@@ -238,7 +240,7 @@ class MediaReader:
 def _with_times(rendered: Rendered, found: Sequence[Sequence[RecordPart]]) -> Rendered:
     """Return a conversation whose video placeholders are repeated for each unit, after its time.
 
-    `found` are the parts of the image or video at each place. Times have no loss.
+    `found` contains the parts of the image or video at each place. Times have no loss.
     """
     whole = rendered.text or ""
     text = ""
@@ -270,14 +272,14 @@ def _with_times(rendered: Rendered, found: Sequence[Sequence[RecordPart]]) -> Re
 
 
 def _shown(media: Media) -> str:
-    """Return the place of a reference in its record, with the path or member that it names."""
+    """Return the place of a reference in its record, with its path or member name if it has one."""
     if media.source in ("path", "member"):
         return f"`{media.key}` {str(media.value)[:100]!r}"
     return f"`{media.key}`"
 
 
 def _member(name: str, members: Mapping[str, bytes]) -> str | None:
-    """Return the full name of the tar member that a record calls `name`, or None.
+    """Return the full name of the tar member to which a record refers as `name`, or None.
 
     `name` is the full name, or the part of the file name after its first dot.
     """
@@ -291,7 +293,7 @@ def _member(name: str, members: Mapping[str, bytes]) -> str | None:
 
 
 def unnamed_members(pieces: Iterable[SamplePart], members: Mapping[str, bytes]) -> list[str]:
-    """Return the tar members that no piece of a record names; they would be lost silently."""
+    """Return the tar members to which no piece of a record refers; they would be lost silently."""
     media = [piece.media for piece in pieces if piece.media is not None]
     named = {str(one.value) for one in media if one.source == "member"}
     return sorted(set(members) - {_member(name, members) for name in named})

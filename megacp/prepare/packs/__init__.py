@@ -1,4 +1,4 @@
-"""Build packed datasets: records become documents, and documents become packs, shard by shard.
+"""Build packed datasets: convert records to documents, and documents to packs, shard by shard.
 
-An interrupted build can be restarted.
+An interrupted build can be resumed.
 """

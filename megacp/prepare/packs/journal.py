@@ -1,8 +1,8 @@
 """Lock and state of a dataset directory during a build.
 
 The folder `.build` contains `settings.json` and one file per finished unit. The settings include
-everything that determines the bytes of the dataset; a rerun with different settings is an error
-that names the differences. A unit's file appears atomically, after its shard has its final name.
+everything that determines the bytes of the dataset; a rerun with different settings fails with a
+list of the differences. A unit's file appears atomically, after its shard has its final name.
 Every process builds the same bytes for a unit, so parts can run in any order.
 """
 
@@ -37,7 +37,7 @@ _LARGEST = 1 << 30
 def locked(directory: Path, shared: bool = False) -> Iterator[None]:
     """Lock `directory` against builds by other processes.
 
-    With `shared`, other processes may hold the same shared lock (parts of one build). The operating
+    With `shared`, other processes may also hold the shared lock (parts of one build). The operating
     system releases the lock if the process dies.
 
     Raise ValueError if another process holds a conflicting lock.
@@ -74,7 +74,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # A build that was killed before its first unit leaves only these files.
     own = (_LOCK_NAME, ".partial")
-    # Never mix a dataset with files of the user.
+    # Never mix a dataset with the user's files.
     foreign = sorted(path.name for path in directory.iterdir() if not path.name.endswith(own))
     if foreign and not {MANIFEST_NAME, _STATE} & {*foreign}:
         raise ValueError(
@@ -85,7 +85,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
         return
     with locked(directory):
         remove_partial(directory)
-        # The manifest goes first: without it, a half-deleted directory is not a valid dataset.
+        # Delete the manifest first: without it, a half-deleted directory is not a valid dataset.
         for name in (MANIFEST_NAME, REJECTS_NAME):
             (directory / name).unlink(missing_ok=True)
         folders = (directory / name for name in (_STATE, TOKENIZER_DIRECTORY, VALID_FOLDER))
@@ -114,7 +114,7 @@ class Journal:
                 "Use --overwrite to replace it"
             )
         before = files.read_json(path) if path.exists() else now
-        # Each unit file repeats the fingerprint, which detects files of a different build.
+        # Each unit file contains the fingerprint, which reveals files of a different build.
         unit_files = sorted((directory / _STATE).glob("[0-9]*.json"))
         finished = [_read(unit_file) for unit_file in unit_files]
         is_foreign = any(fingerprint != self.fingerprint for fingerprint, _ in finished)
@@ -125,16 +125,16 @@ class Journal:
                 if before.get(name) != now.get(name)
             ]
             raise ValueError(
-                f"{directory} was begun with other settings or other input; nothing was "
+                f"{directory} was started with other settings or other input; nothing was "
                 "overwritten. Use --overwrite to start again. " + "; ".join(differences)
             )
-        # Without finished units there is nothing to lose, so the new settings replace the old ones.
+        # Without finished units, nothing can be lost, so the new settings replace the old ones.
         if not path.exists() or before != now:
             path.parent.mkdir(exist_ok=True)
             files.write_atomically(path, text)
         self.results: dict[int, UnitResult] = {}
         for _, result in finished:
-            # A unit whose shard was deleted or truncated is not finished: it is built again.
+            # A unit whose shard was deleted or truncated is not finished, so it is built again.
             if result.entry is None or _is_complete(directory, result.entry):
                 self.results[result.unit] = result
 
@@ -161,7 +161,7 @@ def _read(path: Path) -> tuple[str, UnitResult]:
         values = files.read_json(path, _LARGEST)
         fingerprint = values.pop("settings")
         shard = values.pop("entry")
-        # JSON has turned the refusals into dicts in a list.
+        # In JSON, the refusals are a list of objects.
         for name in ("refusals", "dropped"):
             values[name] = tuple(Refusal(**refusal) for refusal in values[name])
         entry = ShardEntry.from_json(shard) if shard else None

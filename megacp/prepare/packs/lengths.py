@@ -1,4 +1,4 @@
-"""Measure the documents of some input before it is packed, to choose the length of a row."""
+"""Measure the documents of an input before packing, in order to choose the row length."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from megacp.prepare.packs.unit import UnitBuilder, UnitRun
 from megacp.prepare.records.read import plan_units
 from megacp.storage.place import expanded, place_of, size_of
 
-# Documents after which measuring stops. Their chat template takes some ten seconds.
+# Number of documents after which measuring stops: about ten seconds with a chat template.
 MOST_DOCUMENTS = 20_000
-# Documents whose lengths are returned one by one.
+# Number of documents whose individual lengths are returned.
 _SOME = 1_000
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Number of documents and tokens of some input."""
+    """Numbers of documents and tokens in an input."""
 
     documents: int
-    """Documents that were measured."""
+    """Number of measured documents."""
     tokens: int
-    """Tokens of these documents, including the tokens of images and the ends of documents."""
+    """Total tokens of these documents, including image tokens and end-of-document tokens."""
     longest: int
     """Tokens of the longest document."""
     longest_whole: int
-    """Tokens of the longest document that is not a plain text; 0 if there are only texts.
+    """Tokens of the longest document that is not plain text; 0 if there is only plain text.
 
-    A conversation would lose its question if it were cut, and images and branches are never cut.
+    Such documents should not be cut: the end of a conversation would lose its question, and
+    documents with images or branches are never cut.
     """
     talks: int
-    """Documents with answers: conversations and instructions, but not plain texts."""
+    """Number of documents with answers: conversations and instructions, but not plain texts."""
     is_whole: bool
     """Whether all documents were measured."""
     some: tuple[int, ...]
-    """Tokens of each of the first documents."""
+    """Individual lengths of the first documents, in tokens."""
     share: float
-    """Estimated share of the measured documents in the whole input, in (0, 1]."""
+    """Estimated fraction of the input that the measured documents represent, in (0, 1]."""
 
     @property
     def all_documents(self) -> int:
-        """Estimated number of documents of the whole input."""
+        """Estimated number of documents in the whole input."""
         return round(self.documents / self.share)
 
     @property
     def all_tokens(self) -> int:
-        """Estimated number of tokens of the whole input."""
+        """Estimated number of tokens in the whole input."""
         return round(self.tokens / self.share)
 
 
 def measure(settings: BuildSettings, most_documents: int = MOST_DOCUMENTS) -> Lengths:
-    """Return the lengths of the first documents of an input, as a build would make them.
+    """Return the lengths that the first documents of an input would have in a build.
 
-    Nothing is written, and `settings.seq_length` does not matter. Raise ValueError for invalid
-    settings or input, and for a refused record.
+    Nothing is written, and `settings.seq_length` is ignored. Raise ValueError for invalid settings
+    or input, and for a refused record.
     """
     paths: list[str] = []
     for text in settings.input:
@@ -97,7 +98,7 @@ def measure(settings: BuildSettings, most_documents: int = MOST_DOCUMENTS) -> Le
                 break
     if not lengths:
         raise ValueError(f"--input {', '.join(paths)}: no records")
-    # A unit that was read in part counts as a whole one, so the estimate is rather low.
+    # A partly read unit counts as completely read, so the estimate tends to be low.
     is_whole = len(lengths) < most_documents
     share = 1.0 if is_whole else read_bytes / all_bytes
     return Lengths(

@@ -1,8 +1,8 @@
 """Assign documents to packs.
 
-Best-fit decreasing packs by tokens; first fit packs by tokens and image crops. The result is
-deterministic. Each item goes to one pack, and the items of a pack keep their arrival order. Lengths
-include padding.
+Best-fit decreasing considers only tokens; first fit considers tokens and image crops. The result is
+deterministic. Each item is assigned to one pack, and the items of a pack keep their arrival order.
+Lengths include padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Packing:
 
 
 def _packing(pack_of: np.ndarray) -> Packing:
-    """Return the packing for the pack number of each item, int64 [n].
+    """Convert the pack number of each item, int64 [n], to a packing.
 
     Every pack number 0..packs-1 must occur.
     """
@@ -65,14 +65,14 @@ def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> np.ndarra
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     """Return the exact best-fit decreasing packing.
 
-    The longest item is packed first, each into the pack that it leaves with the least free space.
-    lengths: integers [n], 1 <= length <= capacity. Items of equal length are packed in arrival
-    order. Packs with equal free space that reached it last are filled as one group, in their order:
-    `[6, 6, 3, 3]` with capacity 10 gives `[6, 3], [6, 3]`. Packs are numbered by their longest
-    item.
+    Items are packed from longest to shortest, each into the pack with the least free space in which
+    it fits. lengths: integers [n], 1 <= length <= capacity. Items of equal length are packed in
+    arrival order. Among packs with equal free space, the packs that reached it last are filled as
+    one group, in their order: `[6, 6, 3, 3]` with capacity 10 gives `[6, 3], [6, 3]`. Packs are
+    numbered in the order of their longest items.
 
-    One step moves all items of one length that go to packs with one free space. Time: O(n) array
-    work plus a bisection per step (in practice at most a few steps per distinct length).
+    One step packs all items of one length that go to packs with the same free space. Time: O(n)
+    array work plus a bisection per step (in practice at most a few steps per distinct length).
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     pack_of = np.empty(len(lengths), np.int64)  # [n]: the result
@@ -80,11 +80,11 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     order = np.argsort(-lengths, kind="stable")  # [n]
     values, counts = np.unique(lengths, return_counts=True)  # [distinct], ascending
     free_spaces: list[int] = []  # the free spaces of all open packs, ascending
-    # Pack numbers by free space; the pack that was filled last is at the end.
+    # Pack numbers by free space; the most recently filled pack is at the end.
     packs_with_free: dict[int, list[int]] = {}
 
     def put(packs: list[int], free: int) -> None:
-        """Enter packs under their free space. Full packs are dropped."""
+        """Store packs under their free space; omit full packs."""
         if free and packs:
             if free not in packs_with_free:
                 packs_with_free[free] = []
@@ -104,8 +104,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
                 packs = list(range(num_packs, num_packs + needed))
                 num_packs += needed
             else:
-                # A pack that is the best fit stays the best fit until it has no space for this
-                # length, so it gets all items that fit at once.
+                # The best-fitting pack remains the best fit until it has no space for this length,
+                # so it gets all items that fit at once.
                 free = free_spaces[best]
                 each = free // length
                 available = packs_with_free[free]
@@ -135,9 +135,9 @@ def two_budgets(
 ) -> Packing:
     """Return a first-fit packing with two budgets per pack: tokens and image crops.
 
-    Each window of consecutive items is packed separately. Three orders are tried: arrival,
-    decreasing share of the scarcer budget, and decreasing tokens. The order with the fewest packs
-    wins; on a tie, the first of them. Larger windows waste less space.
+    Each window of consecutive items is packed separately. Three orders are tried: by arrival, by
+    decreasing share of the scarcer budget, and by decreasing tokens. The order with the fewest
+    packs is used; on a tie, the first such order. Larger windows waste less space.
 
     tokens: integers [n], 1 <= tokens <= token_capacity. crops: integers [n], 0 <= crops <=
     crop_capacity.
@@ -148,7 +148,7 @@ def two_budgets(
     num_packs = 0
     for begin in range(0, len(tokens), window):
         here = slice(begin, min(begin + window, len(tokens)))
-        # The larger of an item's shares of the two budgets.
+        # The larger share that an item takes of either budget.
         token_share = tokens[here] / token_capacity  # [items here]
         crop_share = crops[here] / max(crop_capacity, 1)  # [items here]
         share = np.maximum(token_share, crop_share)
@@ -176,10 +176,10 @@ def _first_fit(
 ) -> np.ndarray:
     """Return the pack number of each item, int64 [n].
 
-    Items are taken in `order`; each goes to the first pack with enough of both budgets.
+    Items are packed in `order`, each into the first pack in which both budgets suffice.
     """
     pack_of = np.empty(len(tokens), np.int64)
-    # Free budgets of each pack, [n], as there are at most n packs. Packs that are not open are
+    # Free budgets of each pack, [n], because there are at most n packs. Packs that are not open are
     # empty.
     free_tokens = np.full(len(tokens), token_capacity, np.int64)
     free_crops = np.full(len(tokens), crop_capacity, np.int64)

@@ -1,7 +1,7 @@
 """Progress line and final summary of a build.
 
-Progress goes to stderr: a terminal shows one line that is updated in place; other streams get a
-new line every 10 seconds.
+Progress is printed to stderr: a terminal shows one line that is updated in place, and other streams
+get a new line every 10 seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megacp.prepare.packs.unit import UnitResult
 from megacp.storage.wording import counted
 from megacp.training.data.manifest import DatasetManifest, answers_told, thoughts_told
 
-# The summary gives the steps of an epoch for the default batch size.
+# The summary shows the steps per epoch for the default batch size.
 _BATCH = TrainingConfig.global_batch_size
 # Seconds between two lines if the stream is not a terminal.
 _EVERY_SECONDS = 10.0
@@ -28,7 +28,7 @@ class BuildProgress:
     def __init__(self, stream: TextIO, total_bytes: int, resumed_bytes: int = 0) -> None:
         """Start the clock.
 
-        `total_bytes` is the size of the input; an earlier run has processed `resumed_bytes` of it.
+        `total_bytes` is the size of the input; earlier runs have processed `resumed_bytes` of it.
         """
         self._stream = stream
         self._total = total_bytes
@@ -79,7 +79,7 @@ class BuildSummary:
     results: tuple[UnitResult, ...]
     """Results of all units, or of the units of the part."""
     read_bytes: int
-    """Bytes of input that this run has read."""
+    """Input bytes that this run has read."""
     seconds: float
     units_resumed: int
     """Number of units that an earlier run finished."""
@@ -111,7 +111,7 @@ class BuildSummary:
 
     @property
     def sentence(self) -> str:
-        """Printed summary: contents of the dataset, speed and resumed shards."""
+        """Summary to print: the dataset's contents, the speed and the number of resumed shards."""
         manifest = self.manifest
         shards = counted(len(self.results), "shard")
         resumed = f"{self.units_resumed} of {shards} were already built"
@@ -130,7 +130,7 @@ class BuildSummary:
         steps = ""
         if not self.is_valid:
             num_steps = -(-manifest.num_packs // _BATCH)
-            steps = f"; {counted(num_steps, 'step')} of an epoch at --global-batch-size {_BATCH}"
+            steps = f"; {counted(num_steps, 'step')} per epoch at --global-batch-size {_BATCH}"
         there = f" ({resumed})" if self.units_resumed else ""
 
         # The maxima avoid divisions by zero.
@@ -157,8 +157,8 @@ class BuildSummary:
         in_context = sum(result.in_context for result in self.results)
         if in_context:
             lines.append(
-                f"{counted(in_context, 'answer')} not learned, only used as context: the chat "
-                "template leaves out the thought"
+                f"{counted(in_context, 'answer')} not learned, only used as context, because the "
+                "chat template omits the thought"
             )
         told = thoughts_told(manifest.chat_template)
         if told:
@@ -177,12 +177,12 @@ class BuildSummary:
 
     @property
     def answers(self) -> str:
-        """Line about the form of the answers and how to prompt the model; empty without answers."""
+        """A line about the form of answers and how to prompt the model; empty without answers."""
         forms: dict[str, int] = {}
         if self.manifest is not None:
             forms = self.manifest.answer_forms or {}
         told = answers_told(forms)
-        # A user who did not choose the form should see why it was used.
+        # A user who did not choose the form should see why this form was used.
         why = "" if self.form_named else ", as the tokenizer's folder has no chat template"
         if "messages" in forms:
             told += (

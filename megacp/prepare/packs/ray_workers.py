@@ -1,9 +1,9 @@
 """Run tasks on all CPUs of a Ray cluster. `workers.run_tasks` is the variant for one machine.
 
 A task returns a summary, and only this process writes the journal, so both variants produce the
-same bytes. A task is retried only if its worker or node was lost, and a limited number of times:
-Ray's own retries would repeat a task that runs out of memory forever. The build ends with an error
-if a worker has different packages or a different source of megacp.
+same bytes. A task is retried only if its worker or node was lost, and only a limited number of
+times: Ray itself would endlessly retry a task that runs out of memory. The build ends with an error
+if a worker has different package versions or different megacp sources.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megacp.storage.files import source_digest
 
 # Maximum attempts for a task whose workers are lost.
 _TRIES = 4
-# Object store of a local Ray. Results take only a few KiB each.
+# Size of the object store of a local Ray. Each result takes only a few KiB.
 _STORE_BYTES = 100 << 20
 _SECONDS_BETWEEN_LOOKS = 5.0
 # Packages that can change the bytes of a dataset.
@@ -42,9 +42,9 @@ def run_on_ray(
     """Yield results like `workers.run_tasks`, from the Ray cluster at `address`.
 
     Without an address, start a local Ray with `workers` CPUs and stop it at the end. Raise
-    ValueError if Ray is not installed or cannot start, if a worker differs from this process, or if
-    a handler raises it. Raise WorkerFailed if a task lost its worker too often or raised another
-    error.
+    ValueError if Ray is not installed or cannot start, if a worker's versions differ from those of
+    this process, or if a handler raises ValueError. Raise WorkerFailed if a task lost its worker
+    too often or raised another error.
     """
     if not tasks:
         return
@@ -67,16 +67,16 @@ def run_on_ray(
         )
         # `init` replaces the handler of SIGTERM, so restore ours.
         signal.signal(signal.SIGTERM, before)
-    except Exception as error:  # Ray raises plain exceptions, too
+    except Exception as error:  # Ray also raises plain exceptions
         where = "Ray cannot start here"
         if address is not None:
             where = f"cannot connect to Ray at --ray-address {address}"
         reason = " ".join(str(error).split())  # on one line
         raise ValueError(f"--executor ray: {where}: {reason}") from error
-    # The first arguments of every task: handler and settings, working directory, and versions.
+    # The first arguments of every task: handler and settings, working directory, versions.
     known = pickle.dumps((start, settings)), os.getcwd(), versions_here()
     work = ray.remote(_work).options(num_cpus=1, max_retries=0)
-    # Errors that say nothing about the task, so another worker may succeed.
+    # Errors that are not caused by the task itself, so another worker may succeed.
     errors = ray.exceptions
     lost = (
         errors.WorkerCrashedError,
@@ -88,12 +88,12 @@ def run_on_ray(
     flying: dict[Any, tuple[Any, int]] = {}
     try:
         while waiting or flying:
-            # Submit two tasks per CPU: one runs, and one is ready to follow. Nodes may join or
-            # leave, so ask for the number of CPUs every time.
+            # Submit two tasks per CPU: one that runs, and one that is ready to follow. Nodes may
+            # join or leave, so query the number of CPUs every time.
             while waiting and len(flying) < 2 * max(1, int(ray.cluster_resources().get("CPU", 1))):
                 task, number = waiting.popleft()
                 flying[work.remote(*known, task)] = task, number
-            # The timeout lets this loop notice new CPUs while all tasks are still running.
+            # With the timeout, this loop notices new CPUs while all tasks are still running.
             for answer in ray.wait(list(flying), timeout=_SECONDS_BETWEEN_LOOKS)[0]:
                 task, number = flying.pop(answer)
                 try:
@@ -116,7 +116,7 @@ def run_on_ray(
 
 @functools.cache
 def versions_here() -> dict[str, str]:
-    """Return the versions that must be equal in this process and in all workers, by name."""
+    """Return, by name, the versions that must be equal in this process and in all workers."""
     found = {
         "the source of megacp (sha256)": source_digest(),
         "the version of Python": platform.python_version(),
@@ -129,12 +129,12 @@ def versions_here() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _handler(packed: bytes, folder: str) -> Handler:
-    """Return the handler of a worker process, which is created once.
+    """Return the handler of a worker process; create it only once.
 
     The worker changes to `folder`, the working directory of the build, because the settings may
     contain relative paths.
     """
-    # If a node lacks the folder, a later error names the file that was not found.
+    # If a node lacks the folder, a later error reports which file was not found.
     with contextlib.suppress(OSError):
         os.chdir(folder)
     start, settings = pickle.loads(packed)
@@ -145,12 +145,12 @@ def _handler(packed: bytes, folder: str) -> Handler:
 def _work(packed: bytes, folder: str, here: dict[str, str], task: Any) -> tuple[str, Any]:
     """Run a task in a worker process. Return an answer like `workers.answer_of`.
 
-    `here` has the versions of the process that runs the build.
+    `here` contains the versions of the process that runs the build.
     """
     there = versions_here()
     # Check before the first task: a different version could write different bytes.
     reasons = [
-        f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        f"{name} is {there.get(name, 'absent')} there, but {here.get(name, 'absent')} here"
         for name in {**here, **there}
         if here.get(name) != there.get(name)
     ]

@@ -47,8 +47,8 @@ from megacp.storage.place import expanded, place_of, size_of
 from megacp.storage.wording import counted, for_terminal, listed
 from megacp.training.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 
-# Version of the rules that turn a record into tokens and weights. Increase it when a rule changes:
-# an unfinished build of an earlier version is then refused, so a dataset never mixes two versions.
+# Version of the rules that convert a record to tokens and weights. Increase it when a rule changes:
+# an unfinished build with an earlier version is then refused, so a dataset never mixes versions.
 RECORD_RULES = 6
 # Records per shard of a dataset with images, on average.
 RECORDS_OF_A_SHARD = 1024
@@ -64,12 +64,12 @@ def build(
     """Build or finish the dataset in `settings.output`, and print the progress to `stream`.
 
     With `part` (i, n), build only the units whose number modulo n is i; other processes may build
-    other parts at the same time. Finished units are kept after an error, and the next run continues
-    from there.
+    other parts at the same time. Finished units are kept after an error, and the next run builds
+    only the remaining units.
 
     Raise ValueError for invalid settings, input or tokenizer, for a refused record, if the
-    directory is in use or was begun with other settings, if the disk is full, or if units are
-    missing although `builds_missing` is false. Raise workers.WorkerFailed if a worker died.
+    directory is in use or belongs to a build with other settings, if the disk is full, or if units
+    are missing and `builds_missing` is false. Raise workers.WorkerFailed if a worker died.
     """
     found: list[str] = []
     for text in settings.input:
@@ -94,22 +94,22 @@ def build(
     try:
         prepare_directory(directory, overwrite)
         empty = [path for path in settings.input if not size_of(place_of(path))]
-        # If all files are empty, the build fails with an error, and the notes add nothing.
+        # If all files are empty, the build fails anyway, so these notes would be redundant.
         if len(empty) < len(settings.input):
             for path in empty:
                 stream.write(f"note: --input {path} is empty\n")
         with locked(directory, shared=part is not None):
             return _build(settings, tokenizer, template, stream, part, builds_missing)
     except OSError as error:
-        # The directory itself may be missing; then the nearest existing parent has the disk.
+        # If the directory itself is missing, its nearest existing parent is on the same disk.
         candidates = (directory, *directory.absolute().parents)
         there = next(folder for folder in candidates if folder.exists())
         free = shutil.disk_usage(there).free
         # A failed `write` (a full disk) does not report a file name.
         name = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         raise ValueError(
-            f"--output {directory}: {name}{error.strerror or error}; {free:,} bytes are free "
-            "there. Finished shards are kept: run the same command again to continue"
+            f"--output {directory}: {name}{error.strerror or error}; {free:,} bytes are free on "
+            "this disk. Finished shards are kept: run the same command again to continue"
         ) from error
 
 
@@ -121,9 +121,9 @@ def _build(
     part: tuple[int, int] | None,
     builds_missing: bool,
 ) -> BuildSummary:
-    """Build the missing units; without `part`, write the manifest of the dataset as well.
+    """Build the missing units and, without `part`, write the manifest of the dataset.
 
-    The caller must have locked the directory.
+    The caller must hold the lock of the directory.
     """
     started = time.monotonic()
     directory = Path(settings.output)
@@ -149,7 +149,7 @@ def _build(
         # If shards of a finished dataset were lost, its manifest is no longer valid.
         if missing:
             (directory / MANIFEST_NAME).unlink(missing_ok=True)
-    # Check the units of earlier runs first: a build that must fail should fail before it works.
+    # Check the units of earlier runs first: a build that must fail should fail before any work.
     done = [journal.results[unit.index] for unit in units if unit.index in journal.results]
     _check_results(settings, template, done)
     run: Callable[..., Iterator[Any]] = run_tasks
@@ -160,14 +160,14 @@ def _build(
         run = functools.partial(run_on_ray, address=settings.ray_address)
     try:
         for result in run(UnitBuilder, settings, missing, settings.workers):
-            # Enter the result first: if a check fails, a rerun does not build this unit again.
+            # Store the result first: if a check fails, a rerun does not build this unit again.
             journal.add(result)
             done.append(result)
             _check_results(settings, template, done)
             progress.add(result, sizes[result.unit])
     finally:
         progress.finish()
-    # Workers finish in any order; the dataset has its shards in the order of the input.
+    # Workers finish in any order; the shards of the dataset are in the order of the input.
     results = tuple(journal.results[unit.index] for unit in units)
     manifest = None
     if is_there:
@@ -192,16 +192,16 @@ def _build(
 
 
 def _bytes_of(unit: Unit) -> int:
-    """Return the input bytes of a unit."""
+    """Return a unit's number of input bytes."""
     return sum(extent.stop - extent.start for extent in unit.extents)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
-    """Return the input bytes of a shard with about 1024 records.
+    """Return the number of input bytes for a shard of about 1024 records.
 
     The size of a record is estimated from the start of the first plain file that is not empty. The
-    rule for text does not fit: a record that names an image file is far smaller than the image, so
-    one shard would contain all records.
+    rule for text does not apply here: a record is far smaller than the image files to which it
+    refers, so one shard would contain all records.
     """
     for path in settings.input:
         if not is_plain(path):
@@ -228,7 +228,7 @@ def _decisive(
 ) -> dict[str, Any]:
     """Return everything that determines the bytes of the dataset, by flag name.
 
-    Image files are represented by their root: their contents are not compared.
+    Image files are represented only by their root directory: their contents are not compared.
     """
     same = "ignore_keys context_roles roles columns tokenizer_engine seq_length oversize"
     same += " pad_multiple append_eod seed text_key max_record_bytes window_tokens"
@@ -239,7 +239,7 @@ def _decisive(
     values = {name: getattr(settings, name) for name in names}
     if settings.image_rules is not None:
         values["image_rules"] = settings.image_rules.to_dict()
-    # A template that was named by a flag is compared by content. The tokenizer's own template is
+    # A template that a flag selects is compared by content. The tokenizer's own template is
     # compared only if a unit uses it (see `_check_results`).
     chat_template: Any = settings.chat_template
     if isinstance(template, ChatTemplate):
@@ -266,8 +266,9 @@ def _check_results(
     writers = {result.written_by for result in done if result.written_by is not None}
     if writers and writers != {writer_of(template)}:
         raise ValueError(
-            f"{settings.output} was begun with another chat template than --tokenizer "
-            f"{settings.tokenizer} has now; nothing was overwritten. Use --overwrite to start again"
+            f"{settings.output} was started with a different chat template from the one that "
+            f"--tokenizer {settings.tokenizer} has now; nothing was overwritten. Use --overwrite "
+            "to start again"
         )
     forms = _forms_of(done)
     if forms[AS_MESSAGES] and forms[ALPACA]:
@@ -284,7 +285,7 @@ def _check_results(
     count = sum(map(len, refusals))
     if refusals and settings.on_error == "fail":
         raise ValueError(
-            f"{refusals[0][0]}; an earlier run skipped this record: use --on-error skip again"
+            f"{refusals[0][0]}; an earlier run skipped this record, so use --on-error skip again"
         )
     if settings.max_errors is not None and count > settings.max_errors:
         raise ValueError(
@@ -294,7 +295,7 @@ def _check_results(
 
 
 def _forms_of(results: Sequence[UnitResult]) -> Counter[str]:
-    """Return the number of records per form of learned answers."""
+    """Count the records per form of learned answers."""
     forms = Counter[str]()
     for result in results:
         forms.update(result.forms)
@@ -302,7 +303,7 @@ def _forms_of(results: Sequence[UnitResult]) -> Counter[str]:
 
 
 def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
-    """Raise ValueError if the dataset would be empty or would not contain a learned token."""
+    """Raise ValueError if the dataset would be empty or contain no learned token."""
     documents = sum(result.documents for result in results)
     is_refused = any(result.refusals for result in results)
     if settings.valid_share and not documents and not is_refused:
@@ -320,7 +321,7 @@ def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
     if not any(result.learned_tokens for result in results):
         raise ValueError(
             f"--input: {counted(documents, 'document')} without a learned token: no record has "
-            "text of an assistant, or all weights are 0; no dataset was written"
+            "assistant text, or all weights are 0; no dataset was written"
         )
 
 
@@ -340,7 +341,7 @@ def _write(
     fingerprint: str,
     results: Sequence[UnitResult],
 ) -> DatasetManifest:
-    """Write the rejects, the tokenizer's files and, last, the manifest. Return the manifest."""
+    """Write the rejected records, the tokenizer's files and, last, the manifest; return it."""
     directory = Path(settings.output)
     # Sort by position in the input, so the file does not depend on how the units finished.
     order = {path: i for i, path in enumerate(settings.input)}
@@ -350,7 +351,7 @@ def _write(
     )
     lines = [json.dumps(vars(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
     files.write_atomically(directory / REJECTS_NAME, b"".join(lines))
-    # With a copy of the tokenizer, a moved dataset can still be decoded to text.
+    # With a copy of the tokenizer, a dataset can still be decoded to text after it is moved.
     for path in tokenizer.files:
         (directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
         files.write_atomically(directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())

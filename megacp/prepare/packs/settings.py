@@ -1,6 +1,6 @@
 """Settings of a build, and their checks.
 
-All problems are found before a record is read or a file is written, and are reported together.
+All problems are reported together, before any record is read or any file is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.storage.url import is_url
 from megacp.training.data.vision.rules import VisionRules
 
-# Folder of the validation dataset inside a dataset that is built with --valid-share.
+# Folder of the validation dataset inside a dataset built with --valid-share.
 VALID_FOLDER = "valid"
 # Value of --chat-template that selects megacp's own form for all conversations, including Alpaca
 # records.
@@ -35,7 +35,7 @@ HOUSE_FORM = "ignore"
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Settings of a build. Fields are named after their flags; see the help of each flag."""
+    """Settings of a build. Each field is named after its flag; see the help of that flag."""
 
     input: tuple[str, ...]
     output: str
@@ -72,7 +72,7 @@ class BuildSettings:
     roles: tuple[tuple[str, str], ...] = ()
     columns: tuple[tuple[str, str], ...] = ()
     chat_template: str | None = None
-    """None: the tokenizer's template, if it has one. It is loaded when a record has messages."""
+    """None selects the tokenizer's template, if any; it is loaded when a record has messages."""
     chat_template_date: str | None = None
     prepend_bos: bool | None = None
     prefix_tree: bool = False
@@ -85,7 +85,7 @@ class BuildSettings:
 
     @property
     def longest_piece(self) -> int:
-        """Maximum tokens of a document, or a piece of a document, that fits in a pack."""
+        """Maximum number of tokens of a document, or of a piece of one, that fits in a pack."""
         return self.seq_length // self.pad_multiple * self.pad_multiple
 
     @property
@@ -99,7 +99,7 @@ class BuildSettings:
     def record_rules(self, tokenizer: Tokenizer) -> RecordRules:
         """Return the rules for reading records with a tokenizer."""
         forms = {HOUSE_FORM: AS_MESSAGES, ALPACA: ALPACA}
-        # Without --chat-template, the tokenizer's folder can ask for messages in megacp's own form.
+        # Without --chat-template, the tokenizer's folder may select megacp's own form for messages.
         by_folder = ""
         if tokenizer.asked_as_messages and self.chat_template is None:
             by_folder = AS_MESSAGES
@@ -133,7 +133,7 @@ class BuildSettings:
             return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
 
         # A dataset of plain text does not need a valid template, so the tokenizer's template is
-        # loaded by the first record with messages.
+        # only loaded for the first record with messages.
         @functools.cache
         def load() -> ChatTemplate:
             try:
@@ -142,7 +142,7 @@ class BuildSettings:
                 raise ValueError(
                     f"the input has records with messages, but the chat template in "
                     f"{tokenizer.chat_template} cannot be used: {error}; or use --chat-template "
-                    f"{HOUSE_FORM} to write them without it"
+                    f"{HOUSE_FORM} to write messages without a template"
                 ) from error
 
         return None if tokenizer.chat_template is None else load
@@ -186,8 +186,8 @@ def problems(settings: BuildSettings) -> list[str]:
             )
     if is_url(settings.output):
         found.append(
-            f"--output {settings.output}: a dataset is built in a directory; use a local path, and "
-            "copy the finished dataset"
+            f"--output {settings.output}: a dataset must be built in a local directory; use a "
+            "local path, and copy the finished dataset to the URL"
         )
     if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
         found.append(
@@ -200,11 +200,13 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--max-errors {settings.max_errors} needs --on-error skip")
     read = sorted({settings.text_key, *RECORD_KEYS} & {*settings.ignore_keys})
     if read:
-        found.append(f"--ignore-keys {','.join(read)}: these keys are read and cannot be ignored")
+        found.append(
+            f"--ignore-keys {','.join(read)}: a build reads these keys, so they cannot be ignored"
+        )
     learned = sorted({*LEARNED_ROLES} & {*settings.context_roles})
     if learned:
         found.append(
-            f"--context-roles {','.join(learned)}: the text of these roles is learned; remove them"
+            f"--context-roles {','.join(learned)}: these roles always have a loss; remove them"
         )
     found += _naming_problems(settings)
     found += _image_problems(settings)
@@ -216,7 +218,7 @@ def problems(settings: BuildSettings) -> list[str]:
 
 
 def _image_problems(settings: BuildSettings) -> list[str]:
-    """Return all problems of --image-root and --image-urls."""
+    """Return all problems with --image-root and --image-urls."""
     found = []
     root = settings.image_root
     if settings.image_rules is not None and root is not None and not is_url(root):
@@ -238,11 +240,11 @@ def _image_problems(settings: BuildSettings) -> list[str]:
 
 
 def _naming_problems(settings: BuildSettings) -> list[str]:
-    """Return all problems of the names in --columns and --roles, and their conflicts."""
+    """Return all problems with the names in --columns and --roles, including conflicts."""
     found = []
     known = {"--columns": READ_KEYS, "--roles": (*CONTEXT_ROLES, *LEARNED_ROLES)}
     for flag, pairs in {"--columns": settings.columns, "--roles": settings.roles}.items():
-        # A pair is OWN=NAME: a name that megacp reads, and the name in the input for it.
+        # A pair is OWN=NAME: a name that megacp reads, and the corresponding name in the input.
         for own, name in pairs:
             given = f"{flag} {own}={name}"
             if own in known[flag]:
@@ -255,48 +257,54 @@ def _naming_problems(settings: BuildSettings) -> list[str]:
                     f"{given}: {own!r} is not a name that megacp reads; choose one of "
                     f"{', '.join(known[flag])}"
                 )
-        # Several names of the input may have one role, but a key can be read from only one column.
+        # Several names in the input may have one role, but a key can be read from only one column.
         name_lists = [[name for _, name in pairs]]
         if flag == "--columns":
             name_lists.append([own for own, _ in pairs])
         for names in name_lists:
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
-                found.append(f"{flag} names {', '.join(repeated)} twice")
+                found.append(f"{flag} contains {', '.join(repeated)} twice; keep only one pair")
     columns = {name for _, name in settings.columns}
     ignored = sorted(columns & {*settings.ignore_keys})
     if ignored:
-        found.append(f"--ignore-keys {','.join(ignored)}: --columns reads these keys")
+        found.append(
+            f"--ignore-keys {','.join(ignored)}: --columns reads these keys; remove them from one "
+            "of the flags"
+        )
     renames_text = settings.text_key != "text" and "text" in dict(settings.columns)
     if settings.text_key in columns or renames_text:
         found.append(
-            f"--text-key {settings.text_key} and --columns both name the key of plain text; use "
+            f"--text-key {settings.text_key} and --columns both define the key of plain text; use "
             "only one of them"
         )
     role_names = {name for _, name in settings.roles}
     both = sorted(role_names & {*settings.context_roles})
     if both:
-        found.append(f"--context-roles {','.join(both)}: --roles gives these names another role")
+        found.append(
+            f"--context-roles {','.join(both)}: --roles maps these names to another role; remove "
+            "them from one of the flags"
+        )
     return found
 
 
 def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | None:
     """Return why the tokens around a document are undefined or ambiguous; None if they are clear.
 
-    The tokenizer's files determine them: an end token, and at most one token at the beginning.
+    The tokenizer's files must define an end token, and at most one token at the beginning.
     """
     if settings.append_eod and tokenizer.eos_id is None:
         return (
-            f"--tokenizer {settings.tokenizer} does not define a token that ends a document: "
-            "name it with --eod-token, or use --no-append-eod"
+            f"--tokenizer {settings.tokenizer} does not define an end-of-document token: "
+            "set it with --eod-token, or use --no-append-eod"
         )
     around = tokenizer.surroundings
     unclear = None
     if len(around.before) > 1 or around.after not in ((), (tokenizer.eos_id,)):
         unclear = (
             f"the tokenizer puts the tokens {list(around.before)} before and {list(around.after)} "
-            "after every text, but a document has at most one token in front and only --eod-token "
-            "at its end"
+            "after every text, but a document can have at most one token in front and only "
+            "--eod-token at its end"
         )
     elif tokenizer.kind == "huggingface" and around.stated not in (None, bool(around.before)):
         # The two files contradict each other, so the user must decide.

@@ -1,7 +1,7 @@
 """Build one unit: turn the records of a few byte ranges into one shard of packs.
 
 The shard depends only on the settings, the unit and the bytes of the input. The number of workers
-and their crashes do not change it. Documents are packed in windows, which bounds the memory.
+and their crashes do not change it. Documents are packed in windows, which limits the memory use.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from megacp.training.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengt
 # A batch for the tokenizer ends when it reaches one of these sizes.
 _BATCH_CHARACTERS = 1 << 20
 BATCH_RECORDS = 4096
-# Maximum documents per window. It bounds the memory of tiny documents, which take 500 bytes each in
-# addition to their tokens.
+# Maximum documents per window. It limits the memory for tiny documents, each of which takes 500
+# bytes in addition to its tokens.
 WINDOW_DOCUMENTS = 1 << 18
 
 
@@ -56,12 +56,12 @@ class UnitResult:
     refusals: tuple[Refusal, ...]
     """Invalid records."""
     dropped: tuple[Refusal, ...]
-    """Valid records that `--oversize drop` left out."""
+    """Valid records dropped by `--oversize drop`."""
     learned_tokens: int = 0
     unlearned: int = 0
     """Number of documents without learned tokens."""
     in_context: int = 0
-    """Answers that are not learned, because the chat template leaves out their thoughts."""
+    """Answers that are not learned, because the chat template omits their thoughts."""
     no_end: int = 0
     """Learned answers without a learned end token."""
     before_answers: str | None = None
@@ -71,9 +71,9 @@ class UnitResult:
     no_thoughts: int = 0
     """Number of learned answers of each kind in THOUGHTS."""
     written_by: str | None = None
-    """Fingerprint of the messages' template (see `writer_of`); None without messages."""
+    """Fingerprint of the template for the messages (see `writer_of`); None without messages."""
     forms: dict[str, int] = field(default_factory=dict)
-    """Number of records per form of learned answers; the keys are those in ANSWER_FORMS."""
+    """Number of records per form of learned answers, with keys from ANSWER_FORMS."""
 
 
 def writer_of(template: Template | None) -> str:
@@ -82,7 +82,7 @@ def writer_of(template: Template | None) -> str:
 
 
 class _Place(NamedTuple):
-    """Position of a record; `line` counts from the first line of the extent."""
+    """Position of a record in an extent; `line` counts from the first line of the extent."""
 
     extent: Extent
     line: int
@@ -92,7 +92,7 @@ class _Place(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A parsed record that waits for the tokenizer."""
+    """A parsed record that has not been tokenized yet."""
 
     place: _Place
     parents: tuple[int, ...]
@@ -121,14 +121,14 @@ class UnitBuilder:
 
     def __call__(self, unit: Unit) -> UnitResult:
         """Write the unit's shard. Raise ValueError for a refused record if on_error is "fail"."""
-        # An unnamed file stores the encoded images until their pack is written, so they do not take
-        # up memory.
+        # An unnamed file stores the encoded images until their pack is written, so that they do not
+        # take up memory.
         with tempfile.TemporaryFile(dir=self.settings.output) as spool:
             return UnitRun(self, unit, spool).run()
 
 
 class UnitRun:
-    """State of building one unit."""
+    """The state of building one unit."""
 
     def __init__(self, builder: UnitBuilder, unit: Unit, spool: IO[bytes]) -> None:
         settings = builder.settings
@@ -136,7 +136,7 @@ class UnitRun:
         self._settings = settings
         self._unit = unit
         self._spool = spool
-        # Both functions read the file up to the extent, so their results are cached per extent.
+        # Both functions read the file up to the extent, so cache their results per extent.
         self._lines_before = functools.cache(builder.lines_before)
         self._records_before = functools.cache(records_before)
         self._media = None
@@ -163,8 +163,8 @@ class UnitRun:
         directory = Path(settings.output) / f"shard_{unit.index:05d}"
         window: list[tuple[_Entry, Document]] = []
         tokens = 0
-        # If Ray declares a node lost, the node may still be writing the same unit. The owner in the
-        # temporary name keeps the two apart.
+        # If Ray declares a node lost, that node may still be writing the same unit. The owner in
+        # the temporary name separates the two writers.
         owner = f"{platform.node()}-{os.getpid()}"
         shard_writer = ShardWriter(
             directory,
@@ -213,14 +213,14 @@ class UnitRun:
     def _refusal(self, place: _Place, reason: str) -> Refusal:
         """Return a refusal with the record's line in the whole file.
 
-        It has the record's number in the file as well, if lines do not number the records.
+        If lines do not number the records, it also has the record's number in the file.
         """
         number = place.number + self._records_before(place.extent) if place.number else 0
         line = self._lines_before(place.extent) + place.line
         return Refusal(place.extent.path, line, place.offset, reason, number)
 
     def _refuse(self, place: _Place, reason: str) -> None:
-        """Enter a refused record. Raise ValueError if on_error is "fail"."""
+        """Store a refused record. Raise ValueError if on_error is "fail"."""
         refusal = self._refusal(place, reason)
         if self._settings.on_error == "fail":
             raise ValueError(str(refusal))
@@ -233,7 +233,7 @@ class UnitRun:
         characters = 0
         for extent in self._unit.extents:
             for item in read_extent(extent, settings.max_record_bytes, self._media is not None):
-                # The training and the validation build read the same input; each keeps its share.
+                # The training and validation builds read the same input; each keeps its share.
                 is_valid = False
                 if settings.valid_share and not isinstance(item, Refusal):
                     is_valid = self._draws_validation(item)
@@ -265,7 +265,8 @@ class UnitRun:
     def _draws_validation(self, record: Record) -> bool:
         """Return whether a record belongs to the validation dataset of --valid-share.
 
-        A hash of the whole content decides, so copies of a record go to the same dataset.
+        The decision is based on a hash of the whole content, so copies of a record go to the same
+        dataset.
         """
         content = repr((record.value, record.members)).encode(errors="surrogatepass")
         digest = hashlib.blake2b(content, digest_size=8).digest()
@@ -275,9 +276,10 @@ class UnitRun:
     def _expanded(
         self, sample: Sample, members: dict[str, bytes]
     ) -> tuple[tuple[tuple[RecordPart, ...], ...], tuple[tuple[int, int], ...]]:
-        """Expand the images of a sample to units, and append their bytes to the spool.
+        """Expand the images of a sample into units, and append their bytes to the spool.
 
-        Return the parts of prefix and branches, and the offset and size of each item in the spool.
+        Return the parts of the prefix and branches, and the offset and size of each item in the
+        spool.
         """
         texts = sample.prefix, *sample.branches
         if self._media is None:
@@ -285,10 +287,10 @@ class UnitRun:
         lost = unnamed_members(itertools.chain.from_iterable(texts), members)
         if lost:
             raise RecordError(
-                f"the record does not name its member {lost[0]!r}; images are never paired by "
-                "order: name each image in the record"
+                f"the record does not refer to its member {lost[0]!r}; images are never assigned "
+                "by order: refer to each image in the record"
             )
-        # All texts of a sample share these two, so an image in several branches is stored once.
+        # All texts of a sample share these lists, so an image in several branches is stored once.
         items: list[bytes] = []
         seen: dict[Media, list[RecordPart]] = {}
         parts = tuple(self._media.expand(text, members, items, seen) for text in texts)
@@ -300,7 +302,7 @@ class UnitRun:
         return parts, tuple(stored)
 
     def _is_kept(self, place: _Place, document: Document) -> bool:
-        """Return whether a document is packed. If not, enter its record as refused or dropped."""
+        """Return whether a document is packed. If not, store its record as refused or dropped."""
         settings = self._settings
         crops = document.num_crops
         tokens, weights, starts, leaves, units, problem = document
@@ -323,8 +325,8 @@ class UnitRun:
         if excess is not None:
             self._refuse(
                 place,
-                f"a document of {excess}: raise this limit or use --oversize drop (split and "
-                "truncate only cut documents without branches and images)",
+                f"a document has {excess}: raise this limit or use --oversize drop (split and "
+                "truncate cut only documents without branches and images)",
             )
             return False
         self._documents += 1
@@ -381,7 +383,7 @@ class UnitRun:
 
         tokens, weights, starts, leaves, units, _ = document
         # An image, or the first frame of a video, begins an item; later frames belong to the same
-        # item. A file that is named twice is stored twice, so the items are numbered again.
+        # item. A file with two references is stored twice, so the items are renumbered.
         items: list[Callable[[], bytes]] = []
         numbered: list[SegmentUnit] = []
         for unit in units:

@@ -1,6 +1,6 @@
 """Run tasks in a pool of worker processes on this machine.
 
-If a worker is killed, the job ends with an error. If the parent dies, its workers exit, too.
+If a worker is killed, the job ends with an error. If the parent dies, its workers also exit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Handler = Callable[[Any], Any]
 
 
 class WorkerFailed(RuntimeError):
-    """A worker died or raised an unexpected error; the message names its task."""
+    """A worker died or raised an unexpected error; the message includes its task."""
 
 
 def run_tasks(
@@ -35,8 +35,8 @@ def run_tasks(
     Each worker calls `start` once. `start`, `settings`, tasks and results must be picklable. With
     one worker, or one task, everything runs in this process.
 
-    Raise ValueError and OSError of a handler unchanged. Raise WorkerFailed, which names the task,
-    if a worker died or raised another error.
+    Raise a handler's ValueError or OSError unchanged. Raise WorkerFailed, with the task in its
+    message, if a worker died or raised another error.
     """
     if not tasks:
         return
@@ -51,7 +51,7 @@ def run_tasks(
     running: dict[Future[Any], Any] = {}
     try:
         while waiting or running:
-            # Submit one task per worker, so that a failure names only tasks that really ran.
+            # Submit one task per worker, so that an error lists only tasks that were running.
             while waiting and len(running) < workers:
                 future = pool.submit(_work, waiting[-1])
                 running[future] = waiting.pop()
@@ -60,7 +60,7 @@ def run_tasks(
                 answer = done.result()
                 yield result_of(answer, f"while working on {running.pop(done)}")
     except BrokenProcessPool as error:
-        # `submit` raises this, too, if a worker died before it; then no task may be running.
+        # `submit` also raises this error, if a worker has died before; no task may be running then.
         at = "; ".join(f"while working on {task}" for task in running.values() or waiting[-1:])
         raise WorkerFailed(f"a worker was killed or ended (out of memory?) {at}") from error
     finally:
@@ -88,7 +88,7 @@ def _work(task: Any) -> tuple[str, Any]:
 
 
 def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:
-    """Return the kind of outcome of a task in a worker, and its result or error."""
+    """Run a task in a worker; return the kind of outcome, and the result or error."""
     try:
         return "result", handler(task)
     except (ValueError, OSError) as error:
@@ -111,7 +111,7 @@ def result_of(answer: tuple[str, Any], at: str) -> Any:
 
 
 def _end_with_parent() -> None:
-    """Wait until the parent dies, and exit."""
+    """Wait until the parent dies, then exit."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait_for([parent.sentinel])

@@ -1,8 +1,8 @@
 """Write the shards of a packed dataset.
 
-A shard directory gets its final name when all its files are durable. A pack is a Megatron
+A shard directory gets its final name once all its files are durable. A pack is a Megatron
 "document", and each of its segments (source documents) is a "sequence" of tokens without padding.
-Weights are stored only if one differs from 1, and image files only if the shard has images.
+Weights are stored only if any of them differs from 1, and image files only if the shard has images.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _GRID_ROW = struct.Struct("<ii")
 
 
 class HashedFile:
-    """File that computes its size and sha256 while it is written sequentially."""
+    """A sequentially written file that computes its size and sha256 on the way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class HashedFile:
         self._stream = open(path, "wb", buffering=1 << 20)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. A memoryview must be contiguous and have one byte per item."""
+        """Append bytes. A memoryview must be contiguous and have items of one byte."""
         self._hash.update(data)
         self._stream.write(data)
         self.size += len(data)
@@ -81,7 +81,7 @@ class IndexedWriter:
     """Writer of Megatron's indexed format: streams to `PREFIX.bin`; `close` writes `PREFIX.idx`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
-        """Open `PREFIX.bin` and truncate an existing file.
+        """Create `PREFIX.bin`, or truncate an existing file.
 
         `prefix` has no suffix; `dtype` is one of DTYPE_OF_CODE.
         """
@@ -99,7 +99,7 @@ class IndexedWriter:
         return len(self._lengths)
 
     def add_sequence(self, values: np.ndarray) -> None:
-        """Append a sequence, `values[n]`; its values must fit in `dtype`."""
+        """Append a sequence, `values` [n], whose values must fit in `dtype`."""
         stored = np.ascontiguousarray(values, self.dtype).view(np.uint8).data
         self._crc = crc32(stored, self._crc)
         self.data.write(stored)
@@ -133,7 +133,7 @@ def write_table(path: Path, table: np.ndarray) -> FileEntry:
 
 @dataclass(frozen=True)
 class Segment:
-    """A source document, or a piece of one, that goes into a pack."""
+    """A source document in a pack, or a piece of a source document."""
 
     tokens: np.ndarray
     """Integers [n], n >= 1, without padding."""
@@ -146,15 +146,17 @@ class Segment:
     offsets.
     """
     source_start: int = 0
-    """Position of the first token in the whole document; > 0 in later pieces of a split one."""
+    """Position of the first token in the whole document; > 0 in the later pieces of a split
+    document.
+    """
     branch_starts: tuple[int, ...] = ()
-    """Start of each branch; the shared prefix ends at the first. Empty without branches."""
+    """Start of each branch; the shared prefix ends where the first branch starts."""
     flags: int = 0
     """tables.FLAG_SPLIT | tables.FLAG_TRUNCATED."""
     units: tuple[SegmentUnit, ...] = ()
     """Images and frames of the segment, in the order of their tokens."""
     items: tuple[Callable[[], bytes], ...] = ()
-    """Functions that return the encoded bytes of each image and video; called once, on writing."""
+    """Functions that return the encoded bytes of each image or video; called once, when writing."""
     branch_leaves: tuple[int, ...] = ()
     """End of the last descendant of each branch; empty if branches have no branches."""
 
@@ -162,8 +164,8 @@ class Segment:
 class ShardWriter:
     """Writer of a shard directory, which has a hidden temporary name until `commit`.
 
-    Leaving the `with` block without `commit` deletes the directory. Equal packs give equal bytes.
-    Only the table rows are kept in memory, about 50 bytes per segment.
+    Leaving the `with` block without `commit` deletes the directory. Equal packs produce equal
+    bytes. Only the table rows are kept in memory, about 50 bytes per segment.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class ShardWriter:
         cp_degrees: Sequence[int] = (1, 2, 4, 8, 16),
         owner: str = "",
     ) -> None:
-        """Create the temporary directory, and delete an old one of a killed build.
+        """Create the temporary directory; first delete one that a killed build has left.
 
         The parent of `directory` must exist. A shard with images gets a table of image-shard
         boundaries for each of `cp_degrees`. `owner` makes the temporary name unique if another
@@ -222,7 +224,7 @@ class ShardWriter:
     def add_pack(self, segments: Sequence[Segment]) -> None:
         """Append a pack.
 
-        A segment of n >= 1 tokens has token ids 0..vocab_size-1, float weights [n], finite and
+        A segment of n >= 1 tokens must have token ids 0..vocab_size-1, finite float weights [n],
         >= 0, and ascending branch starts in 1..n-1. Raise ValueError, before anything is written,
         if the pack is empty or too long.
         """
@@ -230,8 +232,8 @@ class ShardWriter:
         padded = tables.padded_lengths(lengths, self._pad_multiple).tolist()
         if not segments or sum(padded) > self._seq_length:
             raise ValueError(
-                f"{len(segments)} segments with {sum(padded)} padded tokens; "
-                f"a pack has at least 1 segment and at most --seq-length {self._seq_length} tokens"
+                f"{len(segments)} segments with {sum(padded)} padded tokens cannot form a pack: it "
+                f"needs at least 1 segment and at most --seq-length {self._seq_length} tokens"
             )
         if self._weights is None and _has_weights(segments):
             self._weights = self._start_weights()
@@ -248,7 +250,7 @@ class ShardWriter:
         self._num_padded += sum(padded)
 
     def _start_weights(self) -> IndexedWriter:
-        """Open weights.bin, and write weights of 1 for all tokens that are already in the shard."""
+        """Open weights.bin, and write weights of 1 for all tokens already in the shard."""
         writer = IndexedWriter(self._temporary / "weights", np.dtype("<f4"))
         segments = np.frombuffer(bytes(self._segments), tables.SEGMENT_DTYPE)
         lengths = segments["true_length"]  # [segments]
@@ -296,8 +298,8 @@ class ShardWriter:
     def _add_images(self, segments: Sequence[Segment]) -> tuple[int, int, int]:
         """Append the images of the next pack: items, unit rows and boundaries.
 
-        Return the number of the pack's first unit, and its numbers of units and crops. Call this
-        before the pack's tokens are added.
+        Return the number of the pack's first unit, and how many units and crops the pack has. Call
+        this before the pack's tokens are added.
         """
         units: list[SegmentUnit] = []
         for segment in segments:
@@ -312,7 +314,7 @@ class ShardWriter:
             for _ in range(self.num_packs):
                 self._images.end_document()
                 self._add_boundaries(none, none)
-        # Sums up to and including each unit, [units].
+        # Cumulative sums, including each unit, [units].
         crops = np.cumsum([unit.num_crops for unit in units], dtype=np.int64)
         pooled = np.cumsum([unit.num_pooled for unit in units], dtype=np.int64)
         self._add_boundaries(crops, pooled)
@@ -344,15 +346,18 @@ class ShardWriter:
         return first_unit, len(units), num_crops
 
     def _add_boundaries(self, crops: np.ndarray, pooled: np.ndarray) -> None:
-        """Append a pack's image-shard boundaries for every degree, from the sums of its units."""
+        """Append a pack's image-shard boundaries for every degree.
+
+        `crops` and `pooled` are the cumulative sums over the pack's units.
+        """
         for degree, rows in self._boundaries.items():
             rows.append(compute_image_shard_boundaries(crops, pooled, degree))
 
     def commit(self) -> ShardEntry:
         """Sync all files, give the directory its final name, and return its manifest entry.
 
-        An existing directory of that name is replaced: a build may have been killed after renaming
-        the shard and before entering it in the journal. Raise ValueError if no pack was added.
+        An existing directory of that name is replaced: a build may have been killed between
+        renaming the shard and entering it in the journal. Raise ValueError if no pack was added.
         """
         if not self.num_packs:
             raise ValueError(f"{self.directory}: a shard must contain at least one pack")
@@ -401,7 +406,7 @@ class ShardWriter:
 
 
 def _has_weights(segments: Sequence[Segment]) -> bool:
-    """Return whether a token has a weight other than 1."""
+    """Return whether any token has a weight other than 1."""
     for segment in segments:
         if segment.weights is not None and (segment.weights != 1).any():
             return True

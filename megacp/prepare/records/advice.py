@@ -1,7 +1,7 @@
 """Advice for records that have no form, or whose form cannot be trained.
 
-Advice must be safe to follow. It never drops a system prompt, learns what users write, turns an
-answer into context, or learns answers that a dataset marks as bad.
+Advice must be safe to follow. Following it never drops a system prompt, trains on what users write,
+turns an answer into context, or trains on answers that a dataset marks as bad.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ANSWERED = ("messages", "conversations", "conversation", "completion", "output"
 """Keys of records with an answer, which a `label` may rate."""
 # keys that rate an answer (KTO) or classify a text
 _LABELS = ("label", "kto_tag")
-_PREFERENCES = "are preferences (DPO), which cannot be trained here"
+_PREFERENCES = "are preferences (DPO), which megacp does not support"
 _SPEAKERS = (
     "human:",
     "user:",
@@ -63,11 +63,11 @@ _SPEAKERS = (
     "[inst]",
     "### instruction",
 )
-"""Marks of a text that is a dialogue of several speakers."""
+"""Substrings that show that a text is a dialogue between several speakers."""
 
 
 def refuse_untrained(given: Mapping[str, Any], rules: RecordRules) -> None:
-    """Raise RecordError for record types that are not trained.
+    """Raise RecordError for record types that cannot be used for training.
 
     These are preferences (a good and a bad answer), single messages, and texts or answers with a
     `label`.
@@ -81,7 +81,7 @@ def refuse_untrained(given: Mapping[str, Any], rules: RecordRules) -> None:
         way = f"use --columns {column}=chosen --ignore-keys {dropped}"
         if not column:
             # `chosen` is a whole dialogue as one text
-            way = "convert `chosen` to `messages`; as one text it would also teach the users' turns"
+            way = "convert `chosen` to `messages`; as plain text, user turns would be learned too"
         raise RecordError(
             f"`chosen` and `rejected` {_PREFERENCES}; to learn the chosen answers, {way}"
         )
@@ -90,7 +90,7 @@ def refuse_untrained(given: Mapping[str, Any], rules: RecordRules) -> None:
     if text_key in given and isinstance(given.get("role"), str) and not rules.leaves_out("role"):
         raise RecordError(
             f"`{text_key}` with `role` {given['role']!r} is a single message. Put all messages of "
-            "a conversation into one record; as separate texts, user turns would be learned too"
+            "a conversation into one record; as separate texts, the user turns would be learned too"
         )
     for key in _LABELS:
         label = given.get(key)
@@ -108,8 +108,8 @@ def refuse_untrained(given: Mapping[str, Any], rules: RecordRules) -> None:
         # a number or a boolean rates the answer; a string may be anything
         if any(name in given for name in _ANSWERED) and not isinstance(label, str):
             raise RecordError(
-                f"`{key}` rates the answers (KTO), which cannot be trained here; to learn only the "
-                "good ones: "
+                f"`{key}` rates the answers (KTO), which megacp does not support; to learn only "
+                "the good answers: "
                 f"jq -c 'select(.{key} == true or .{key} == 1) | del(.{key})' FILE > NEW.jsonl"
             )
 
@@ -141,7 +141,7 @@ def advice_for(given: Mapping[str, Any]) -> str:
         _of_two_columns,
         _of_wrapper,
     )
-    # the first that applies; the later ones are guesses that need more care
+    # use the first one that applies; the later ones are less certain guesses
     for advise in ways:
         if advice := advise(given):
             return advice
@@ -149,7 +149,7 @@ def advice_for(given: Mapping[str, Any]) -> str:
 
 
 def _of_message(given: Mapping[str, Any]) -> str:
-    """Advise on a single message: the file has one conversation over many lines."""
+    """Advise on a single message: the file may have one conversation spread over many lines."""
     has_role = any(key in given for key in ROLE_KEYS)
     if not has_role or given.keys().isdisjoint(("content", "value", "parts")):
         return ""
@@ -203,7 +203,7 @@ def _of_pair(given: Mapping[str, Any]) -> str:
     if not questions or not answers:
         return ""
     contexts = [texts[name] for name in _CONTEXTS if name in texts and texts[name] not in answers]
-    # the `input` of Alpaca is not a second question, but belongs to the first
+    # Alpaca's `input` is not a second question, but belongs to the first one
     if len(questions) == 2 and questions[-1] in contexts:
         questions.remove(contexts[0])
     # with several candidates the user has to choose
@@ -246,14 +246,14 @@ def _of_transcript(given: Mapping[str, Any]) -> str:
     for key, value in given.items():
         if isinstance(value, str) and any(mark in value.lower() for mark in _SPEAKERS):
             return (
-                f"`{key}` is one text with several speakers; convert it to `messages`, because as "
-                "text all of it would be learned"
+                f"`{key}` is one text with several speakers; convert it to `messages`, because all "
+                "of a plain text would be learned"
             )
     return ""
 
 
 def _of_tokens(given: Mapping[str, Any]) -> str:
-    """Advise on the token ids of another tool."""
+    """Advise on token ids that another tool has made."""
     # the ids depend on a tokenizer that the record does not name
     if "input_ids" not in given:
         return ""
@@ -296,7 +296,7 @@ def _of_wrapper(given: Mapping[str, Any]) -> str:
     for key, value in given.items():
         if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
             found.append(key)
-    # an export has little else in it, such as a version
+    # an export has few other keys, such as a version
     if len(found) != 1 or len(given) > 3:
         return ""
     return f"If `{found[0]}` is a list of records: jq -c '.{found[0]}[]' FILE > NEW.jsonl"

@@ -2,13 +2,13 @@
 
 An answer is the text that its message adds to the prompt: the rendering of all earlier messages
 with the generation prompt. Rendering a prompt for every answer takes time quadratic in the length
-of the conversation. Answers of one kind (the same keys, neighbours and surrounding text) begin and
-end alike, however. Only one answer of each kind is therefore located by renderings. The other
-answers are located by the same surrounding text at their marks.
+of the conversation. However, answers of one kind (with the same keys, neighbours and surrounding
+text) begin and end in the same way. Only one answer of each kind is therefore located by rendering.
+The other answers are located by matching the surrounding text at their marks.
 
-A template may still treat an answer differently, for example by its number. The last matched answer
-and some earlier ones are therefore located both ways. If the results differ, every answer of the
-conversation is located by renderings.
+A template may still treat an answer differently, for example depending on its number. The last
+matched answer and some earlier ones are therefore located in both ways. If the results differ,
+every answer of the conversation is located by rendering.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LocatedAnswer:
     stop: int | None
     """End; None to stop with the generation block."""
     thought: str = ""
-    """Counter (of THOUGHTS) for the kind of thought; "" for none."""
+    """Kind of thought, a name in THOUGHTS; "" if the answer is not counted."""
     before_answers: str = ""
     """Empty thought, without loss, between the prompt and the answer; as in `Sample`."""
     opens_thought: bool = False
@@ -61,9 +61,9 @@ class _Opening(NamedTuple):
 
     thought: str
     alone: str | None = None
-    """Rendering up to there if the answer is the last message; None for the prompt."""
+    """Rendering up to that word if the answer is the last message; None if this is the prompt."""
     here: str | None = None
-    """Rendering up to there in the whole conversation; None for the prompt."""
+    """Rendering up to that word in the whole conversation; None if this is the prompt."""
     before_answers: str = ""
     opens_thought: bool = False
 
@@ -86,7 +86,7 @@ class AnswerFinder:
     """Locates the learned parts of the answers in one conversation."""
 
     def __init__(self, renderings: Renderings, paths: Sequence[str], has_blocks: bool) -> None:
-        """`paths` name the messages in errors; `has_blocks` asks only for the starts of answers."""
+        """`paths` identify messages in errors; `has_blocks`: locate only the starts of answers."""
         self._renderings = renderings
         self._paths = paths
         self._has_blocks = has_blocks
@@ -94,8 +94,8 @@ class AnswerFinder:
         self._text = renderings.text
 
     def find(self, answers: Sequence[int]) -> dict[int, LocatedAnswer]:
-        """Locate answers by message number. Raise RecordError for the first that cannot be
-        located.
+        """Locate the answers with these message numbers. Raise RecordError for the first answer
+        that cannot be located.
         """
         found: dict[int, LocatedAnswer] = {}
         patterns: dict[Hashable, list[_Pattern]] = defaultdict(list)
@@ -127,7 +127,7 @@ class AnswerFinder:
     # ---- by matching an answer of the same kind
 
     def _kind(self, i: int) -> Hashable:
-        """Return everything except words that may make a template write an answer differently."""
+        """Return all properties, except its words, that may affect how answer i is written."""
         # the message with both of its neighbours; templates often test the next or previous role
         here = self._shapes[i - 1 : i + 2] if i else (None, *self._shapes[:2])
         return (
@@ -175,7 +175,7 @@ class AnswerFinder:
         )
 
     def _matched(self, pattern: _Pattern, i: int) -> LocatedAnswer | None:
-        """Locate answer i by a pattern; None if the text around it differs."""
+        """Locate answer i with a pattern; return None if the surrounding text differs."""
         borders = self._borders(i)
         if borders is None:
             return None
@@ -204,17 +204,15 @@ class AnswerFinder:
         return begin, words, end
 
     def _text_from(self, at: int, count: int | None) -> str:
-        """Return `count` characters from a position on, or before it if the count is negative."""
+        """Return `count` characters that start at a position, or end there if it is negative."""
         if count is None:
             return ""
         return self._text[min(at, at + count) : max(at, at + count)]
 
-    # ---- by renderings of all messages before it
+    # ---- by rendering all messages before it
 
     def _rendered(self, i: int) -> LocatedAnswer:
-        """Locate answer i by renderings of the earlier messages. Raise RecordError if that is
-        impossible.
-        """
+        """Locate answer i by rendering the earlier messages. Raise RecordError if that fails."""
         try:
             return self._rendered_after(i, self._messages)
         except RecordError:
@@ -238,7 +236,7 @@ class AnswerFinder:
         """Locate answer i after `messages[:i]`. Raise RecordError if the renderings disagree."""
         before = messages[:i]
         where = self._paths[i]
-        # a generation block ends the answer, so only its first learned word is looked for
+        # a generation block ends the answer, so find only its first learned word
         if self._has_blocks:
             prompt = self._renderings.tried(before, True)
             opening = self._opening(i, prompt, before)
@@ -250,8 +248,8 @@ class AnswerFinder:
             prompt = self._renderings.render(before, True).text if i else self._opened()
         except RecordError as error:
             raise RecordError(
-                f"`{where}`: the chat template cannot write a prompt of the messages before it: "
-                f"{error}; give it a `weight` of 0 to use it as context"
+                f"`{where}`: the chat template cannot render the preceding messages as a prompt: "
+                f"{error}; give this answer a `weight` of 0 to use it as context"
             ) from error
         # `until` is the text with the answer as the last message
         until = self._text
@@ -274,7 +272,7 @@ class AnswerFinder:
             )
         if not said and here == prompt:
             raise RecordError(
-                f"`{where}`: the chat template writes nothing for this answer that could be learned"
+                f"`{where}`: the chat template writes no learnable text for this answer"
             )
         return LocatedAnswer(
             len(here),
@@ -285,8 +283,8 @@ class AnswerFinder:
         )
 
     def _opened(self) -> str:
-        """Return the text before an answer that is the first message, as far as a prompt goes."""
-        # no question precedes the answer, so take the generation prompt from another conversation
+        """Return the prompt for an answer that is the first message."""
+        # no question precedes the answer, so get the generation prompt from another conversation
         render = self._renderings.render
         begin = render([{**self._messages[0], "content": PLACE}]).text.partition(PLACE)[0]
         opening = render([_ASK], True).text.removeprefix(render([_ASK]).text)
@@ -305,13 +303,14 @@ class AnswerFinder:
     def _opening_of_thought(self, prompt: str) -> _Opening:
         """Return the opening of an answer with a thought.
 
-        It is the prompt, or the text before the thought if the prompt asks for none.
+        It is the prompt, or the text before the thought if the prompt asks for an answer without a
+        thought.
         """
         bare = _UNASKED.sub("", prompt) + THOUGHT
         is_asked = prompt in ("", self._text[: len(prompt)]) or self._renderings.variables
         if is_asked or not self._text.startswith(bare):
             return _Opening("real_thoughts")
-        # the answer has a thought although the prompt asks for none: learn it after its tag
+        # the answer has a thought although the prompt asks for none: the loss starts after its tag
         words = self._text[len(bare) :].lstrip()
         begin = self._text.removesuffix(words)
         return _Opening("real_thoughts", begin, begin)
@@ -340,12 +339,12 @@ class AnswerFinder:
     def _opening_after_empty_thought(
         self, i: int, prompt: str, alone: str, wordless: dict[str, Any]
     ) -> _Opening:
-        """Return the opening of an answer whose template writes an empty thought.
+        """Return the opening of an answer for which the template writes an empty thought.
 
-        `alone` is the text up to the words of the answer, including the empty thought, as it is
-        rendered if the answer is the last message.
+        `alone` is the text up to the words of the answer, including the empty thought, as rendered
+        if the answer is the last message.
         """
-        # an answer of white space has no words: its end follows the thought directly
+        # a white-space answer has no words: its end directly follows the thought
         if not self._text.startswith(alone) and self._text.startswith(alone.rstrip()):
             alone = alone.rstrip()
         candidates = (alone, prompt)
@@ -371,9 +370,9 @@ class AnswerFinder:
         )
 
     def _last(self, i: int, message: dict[str, Any], before: list[dict[str, Any]]) -> str:
-        """Render `before` with another message i at the end.
+        """Render `before`, followed by a replacement for message i.
 
-        If the message cannot be the last one, such as before any question, render all messages.
+        If the message cannot be the last one, for example before any question, render all messages.
         """
         return self._renderings.tried([*before, message]) or self._renderings.with_message(
             i, message
@@ -398,9 +397,9 @@ def _without_words(message: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _some_of(answers: Sequence[int]) -> list[int]:
-    """Choose answers to confirm: the last one, then each time the last in the first half.
+    """Choose answers to confirm: the last one, then repeatedly the last one in the first half.
 
-    Rendering all of them costs about twice as much as rendering the last one.
+    Rendering all chosen answers costs about twice as much as rendering the last one.
     """
     # positions halve each time, so the costs form a geometric series
     chosen = []

@@ -1,9 +1,10 @@
 """Load chat templates and render conversations like the transformers library.
 
-The token ids are identical to `apply_chat_template(tokenize=True)`: one text, tokenized as a whole.
-The library itself is not used for three reasons. Importing it takes seconds in each worker. It
-reads the clock, so a resumed build would get different tokens. It loses generation blocks inside
-macros. Here noncharacters of Unicode mark the generation blocks and are removed again.
+The token ids are identical to those of `apply_chat_template(tokenize=True)`, which tokenizes the
+whole text at once. The library itself is not used for three reasons. Importing it takes seconds in
+each worker. It reads the clock, so a resumed build would get different tokens. It loses generation
+blocks inside macros. Here, Unicode noncharacters mark the generation blocks and are removed
+afterwards.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ OURS = {
 the learned text.
 """
 PLACE = "\ufdd2"
-"""Placeholder for a value whose position in a rendering is to be found."""
+"""Placeholder that shows the position of a value in a rendering."""
 _RESERVED = (BLOCK_BEGIN, BLOCK_END, PLACE, *MARK_CHARACTERS)
-"""Noncharacters of Unicode that mark a rendering; no text may contain them."""
+"""Unicode noncharacters for marks in a rendering; no text may contain them."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys for the reasoning of a message; templates use the first."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
@@ -74,8 +75,8 @@ _TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Looks", "parameters": _PLACES},
 }
-"""A tool, and above it a conversation and a call: they show the text that a template writes after
-answers and calls.
+"""An example tool. With the conversation and the call above, it shows which text a template writes
+after answers and calls.
 """
 _MARKS = ("<|im_start|>", "<|im_end|>")
 """Special tokens of the built-in templates."""
@@ -98,11 +99,11 @@ class ChatTemplate:
     today: str | None
     """Date (YYYY-MM-DD) for templates that write the current date."""
     special: Mapping[str, str] = field(repr=False)
-    """Special tokens by the names that the tokenizer's files give them."""
+    """Special tokens by their names in the tokenizer's files, such as `eos_token`."""
     _model: Any = field(repr=False)
     before_answers: str = ""
     """Ending of every prompt if the model was trained on answers without thoughts: an empty
-    thought, or text that opens none.
+    thought, or text that does not open a thought.
     """
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Default variables of all renderings."""
@@ -114,7 +115,7 @@ class ChatTemplate:
     @property
     def decisive(self) -> dict[str, Any]:
         """Everything that affects the tokens, as JSON types."""
-        # thousands of added tokens: a digest of them is enough to detect a change
+        # there may be thousands of added tokens; a digest is enough to detect a change
         digest = hashlib.sha256("\n".join(map(repr, self._added)).encode()).hexdigest()
         ends = list(self.folder_ends)
         special = dict(self.special)
@@ -154,17 +155,17 @@ class ChatTemplate:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """Tokens that may end an answer if the template writes no end: from the next turn or from
-        the folder.
+        """Tokens that may end an answer if the template writes no end token itself: the first token
+        of the next turn, and the end tokens in the model's folder.
         """
         tokens = (self._after_answer, self._after_call, *self.folder_ends)
         return tuple(dict.fromkeys(token for token in tokens if token))
 
     def end_after(self, calls: bool, goes_on: bool) -> str:
-        """Return the token that ends a last answer, or "" if the template writes an end.
+        """Return the token to append to a last answer, or "" if the template writes an end token.
 
-        `calls`: the answer is a tool call. `goes_on`: a turn follows, so only the token with which
-        turns begin can end the answer.
+        `calls`: the answer is a tool call. `goes_on`: a turn follows, so only the first token of
+        that turn can end the answer.
         """
         # the token that training on several turns would teach as the end of an answer
         of_turn = self._after_call if calls else self._after_answer
@@ -174,7 +175,7 @@ class ChatTemplate:
 
     @cached_property
     def _ends_answers(self) -> bool:
-        """Whether the template writes text after the words of a last answer."""
+        """Whether the template writes text after the words of the last answer."""
         # after the last turn, without a generation prompt
         text = self._text_of(_TURNS, None)
         return text.rpartition(_TOLD)[2].strip() != ""
@@ -195,9 +196,9 @@ class ChatTemplate:
     def _token_between(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         """Return the first special token between _TOLD and the next _SAID, or "".
 
-        Return "" as well if the template writes an end of answers.
+        Also return "" if the template writes an end token after answers.
         """
-        # the text between the answer and the next message has the end of the answer
+        # the text between the answer and the next message contains the end token
         _, _, rest = self._text_of(messages, tools).partition(_TOLD)
         between, said, _ = rest.partition(_SAID)
         found = self.forgeable.search(between)
@@ -206,9 +207,7 @@ class ChatTemplate:
         return found[0]
 
     def _text_of(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        """Return the rendering of messages, or "" if the template refuses them, as it would in the
-        data.
-        """
+        """Return the rendering of messages, or "" if the template refuses them."""
         try:
             return self.render(messages, tools).text
         except RecordError:
@@ -225,15 +224,15 @@ class ChatTemplate:
         string.
         """
         function = {"name": "look", "arguments": {"place": PLACE}}
-        # an object that is printed by Python instead of JSON does not show PLACE
+        # PLACE disappears if the template prints the object with Python's `str` instead of as JSON
         calls = [{"id": "call00001", "type": "function", "function": function}]
         asked = {"role": "user", "content": "?"}
         return self._writes(asked, {"role": LEARNED_ROLES[0], "content": "", "tool_calls": calls})
 
     def _writes(self, *messages: dict[str, Any]) -> bool:
-        """Return whether the rendering of messages contains PLACE, which the last of them has.
+        """Return whether the rendering of messages contains PLACE, a value of the last message.
 
-        A template that prints an object by Python's `str` would escape it.
+        A template that prints an object with Python's `str` would escape it.
         """
         try:
             return PLACE in self.render(messages).text
@@ -258,7 +257,7 @@ class ChatTemplate:
         """
         own = variables or {}
         # The model was trained on prompts that end with `before_answers`: take the text that the
-        # template writes before an answer, and append that ending if it is not there.
+        # template writes before an answer, and append that ending if it is missing.
         if prompt and self.before_answers and THINKS not in own:
             answer = {"role": LEARNED_ROLES[0], "content": PLACE}
             text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
@@ -290,7 +289,7 @@ class ChatTemplate:
         prompt: bool,
         turns: TurnMarks | None = None,
     ) -> str:
-        """Render messages, with the characters that mark generation blocks."""
+        """Render messages, keeping the characters that mark generation blocks."""
         # later entries win: a record's variables override the defaults
         given = {**self.special, **self.variables, **variables, "tools": tools, "documents": None}
         if turns is not None:
@@ -303,11 +302,13 @@ class ChatTemplate:
                     template, dict(messages=chat, add_generation_prompt=prompt, **given)
                 )
             sandbox.refuse_addresses(text, self.text, (chat, given))
-        # a limit ends the build, unlike any other failure of a template, which only costs a record
+        # exceeding a limit ends the build; any other failure only refuses the record
         except TemplateLimitError:
             raise
         except Exception as error:
-            raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
+            raise RecordError(
+                f"the chat template refuses these messages: {_one_line(error)}"
+            ) from error
         return text
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -318,7 +319,7 @@ class ChatTemplate:
 
 
 def _as_given(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with their thought under every key that templates read."""
+    """Return copies of messages, each with its thought under every key that templates read."""
     # copies: a template must not change the caller's messages
     chat = []
     for message in messages:
@@ -408,7 +409,7 @@ def template_of(
 ) -> ChatTemplate:
     """Return a template for a tokenizer.json and the settings next to it.
 
-    `today` is the date that the template may write. Raise ValueError if the settings name tokens
+    `today` is the date that the template may write. Raise ValueError if the settings contain tokens
     that the tokenizer does not have.
     """
     folder = tokenizer.files[0].parent
@@ -449,7 +450,7 @@ def templates_of(folder: Path) -> dict[str, str]:
 
     Template files take precedence over the settings. Raise ValueError if the settings are invalid.
     """
-    # newer folders have template files, one for each name
+    # newer folders have one template file per name
     plain, old = TEMPLATE_NAMES
     found = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / plain).is_file():
@@ -484,7 +485,7 @@ def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> 
     """
     import tokenizers
 
-    # change the file's JSON, because the package cannot remove a post-processor
+    # edit the JSON, because the package cannot remove a post-processor
     content = json.loads(path.read_text(encoding="utf-8"))
     model = tokenizers.Tokenizer.from_str(json.dumps({**content, "post_processor": None}))
     model.no_truncation()
@@ -493,7 +494,7 @@ def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> 
     listed = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     tokens = {token["content"]: tokenizers.AddedToken(**token) for _, token in listed}
     known = {token.content for token in model.get_added_tokens_decoder().values()} | tokens.keys()
-    # further special tokens have a list, or an object with a name for each
+    # further special tokens: a list, or an object that maps names to tokens
     texts = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.get(name) or ()
@@ -506,7 +507,7 @@ def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> 
     unknown = sorted(text for text in tokens if model.token_to_id(text) is None)
     if unknown:
         raise ValueError(
-            f"{path}: the files next to it name tokens that it does not have: {', '.join(unknown)}"
+            f"{path} lacks these tokens, which the files next to it define: {', '.join(unknown)}"
         )
     # adding a token again changes nothing unless its properties differ
     model.add_tokens(list(tokens.values()))
@@ -514,9 +515,9 @@ def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> 
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the longest of some tokens, and nothing if there are none.
+    """Return a pattern that matches the longest of the given tokens, or nothing if there are none.
 
-    Tokens of white space are left out, because every text contains them.
+    White-space tokens are left out, because every text contains them.
     """
     # the longest first: a pattern tries its alternatives in order
     texts = sorted((text for text in tokens if text.strip()), key=len, reverse=True)

@@ -7,10 +7,10 @@ conversation. The token that ends an answer is learned with it, even if the temp
 token only at the beginning of the next turn, or omits it after the last answer. Every value of a
 record must appear in the text, and no text may contain a special token.
 
-Some templates drop the thought of earlier answers. Such an answer becomes context without loss,
+Some templates drop the thoughts of earlier answers. Such an answer becomes context without loss,
 because its author would not have given it without the thought. If an answer has no thought and the
 template writes an empty one, the loss starts at the first word of the answer; otherwise the model
-would learn to think nothing.
+would learn to write empty thoughts.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class WrittenTalk:
     def __init__(
         self, talk: Talk, template: ChatTemplate, rules: RecordRules, goes_on: bool = False
     ) -> None:
-        """`goes_on`: branches follow, so only the first token of a next turn can end the text."""
+        """`goes_on`: branches follow, so only the first token of the next turn can end the text."""
         self._goes_on = goes_on
         self._talk = talk
         self._template = template
         self._rules = rules
         self._media: list[tuple[int, int, Media]] = []  # (message, content part, media)
         self._weights: list[float] = []  # loss weight of each message
-        # the fields of the same names of a Sample
+        # as the fields of `Sample` with the same names
         self.answers = Counter[str]()
         self.before_answers = ""
         self._messages = [self._given(i) for i in range(len(talk.messages))]
@@ -175,13 +175,13 @@ class WrittenTalk:
             ]
         if all(given[key] in ([], {}) for key in given.keys() - {*LINK_KEYS}):
             raise RecordError(f"`{where}` is empty: it has no `content`")
-        # "developer" is OpenAI's newer name of the system role; most templates do not know it
+        # "developer" is OpenAI's newer name for the system role; most templates do not support it
         if given["role"] == "developer" and "developer" not in self._template.text:
             given["role"] = "system"
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
-            # a template without support for lists gets the joined texts
+            # if the template does not support lists, join the texts
             if not self._template.takes_parts:
                 if any("text" not in part for part in given["content"]):
                     raise RecordError(
@@ -261,7 +261,7 @@ class WrittenTalk:
             return
         if key == "name" and message["role"] == "tool":
             return
-        # _answers looks for the words of a learned answer; _refuse_lost has handled omitted ones
+        # _answers checks the words of a learned answer; _refuse_lost has handled omitted contents
         if key == "content":
             if self._weights[i] > 0 or i in self._renderings.unwritten_contents:
                 return
@@ -317,13 +317,13 @@ class WrittenTalk:
 
     @cached_property
     def _all_are_read(self) -> bool:
-        """Whether the template recognises the thoughts in all contents, by one test for all."""
+        """Whether the template recognises the thoughts inside all contents, tested all at once."""
         return self._are_read(self._thoughts_inside)
 
     def _are_read(self, inside: dict[int, tuple[dict[str, Any], ...]]) -> bool:
-        """Return whether thoughts in contents are rendered like thoughts under a separate key.
+        """Return whether thoughts inside contents are rendered like thoughts under a separate key.
 
-        A template that omits those, or that refuses the separate key, counts as well.
+        Also return True if the template omits thoughts under a separate key, or refuses that key.
         """
         texts = []
         for variant in range(3):
@@ -345,14 +345,14 @@ class WrittenTalk:
             start = answer.start
             stop = answer.stop
             assert start is not None and stop is not None
-            # the thought's opening tag may belong to the prompt, but the record's words have it
+            # the thought's opening tag may be part of the prompt, but the record's words include it
             written = self.text[self._before_thought(start) : stop]
             for key in ("content", *REASONING):
                 self._refuse_unsaid(i, key, written)
             stop = self._with_end(i, stop)
             if start < stop:
                 learned.append((start, stop, self._weights[i]))
-            # count answers without an end: no special token follows, not even that of a next turn
+            # count answers without an end: no special token follows, not even one of the next turn
             if self._has_end(stop):
                 continue
             if not self._template.forgeable.match(self.text, self._after_blanks(stop)):
@@ -360,7 +360,7 @@ class WrittenTalk:
         return learned
 
     def _found(self, has_blocks: bool) -> dict[int, LocatedAnswer]:
-        """Locate the learned answers and count their thoughts. `has_blocks`: as for
+        """Locate the learned answers and count their thoughts. `has_blocks` is passed to
         `AnswerFinder`.
         """
         # the finder renders as little as possible; see answers.py
@@ -395,7 +395,8 @@ class WrittenTalk:
         if has_too_few or (different and len(blocks) != len(weights)):
             raise RecordError(
                 f"the chat template writes {len(blocks)} generation blocks for {len(weights)} "
-                "answers, so the blocks cannot be assigned to the answers"
+                "answers, so the blocks cannot be assigned to the answers; use a template with one "
+                "block per answer"
             )
         each = weights if different else weights[:1] * len(blocks)
 
@@ -439,7 +440,7 @@ class WrittenTalk:
         return self.text.endswith((*self._template.special_texts, *self._template.ends), 0, stop)
 
     def _after_blanks(self, at: int) -> int:
-        """Return the position of the first character from `at` on that is not white space."""
+        """Return the position of the first character at or after `at` that is not white space."""
         while at < len(self.text) and self.text[at].isspace():
             at += 1
         return at
@@ -451,8 +452,8 @@ class WrittenTalk:
         return at - len(THOUGHT) if self.text.endswith(THOUGHT, 0, at) else at
 
     def _refuse_unwritten_words(self, i: int) -> None:
-        """Raise RecordError unless the text has the words of a content, after its mark or
-        anywhere.
+        """Raise RecordError unless the text contains the words of message i's content, after its
+        mark or anywhere.
         """
         # the same words may occur earlier, so search after the mark first
         begin = self._renderings.begin_of(i)
@@ -463,9 +464,9 @@ class WrittenTalk:
         self._refuse_unsaid(i, "content", self.text)
 
     def _refuse_unsaid(self, i: int, key: str, text: str, start: int = 0) -> int:
-        """Raise RecordError unless a text has the words of a value, in order, from `start` on.
+        """Return the position after the last word of a value in `text[start:]`.
 
-        Return the position after the last word.
+        Raise RecordError unless the text contains the words of the value in order.
         """
         words = message_words(self._messages[i], key, " ")
         # templates may put white space around the tags of a thought, so they are separate words
@@ -490,13 +491,13 @@ class WrittenTalk:
 
         A placeholder is found by rendering the messages with a text in its place.
         """
-        # one rendering for all placeholders pays off from two of them on
+        # one rendering for all placeholders pays off if there are at least two
         if len(self._media) < 2:
             return [self._place(*media) for media in self._media]
         return self._places_at_once() or [self._place(*media) for media in self._media]
 
     def _places_at_once(self) -> list[tuple[int, int]]:
-        """Find all placeholders by one rendering that has a text in place of each of them.
+        """Find all placeholders with one rendering that has a text in place of each of them.
 
         Return [] if not all placeholders of a kind are written like the first one.
         """
@@ -525,8 +526,8 @@ class WrittenTalk:
         return places if at == len(text) else []
 
     def _place(self, i: int, j: int, media: Media) -> tuple[int, int]:
-        """Return the range of characters of one placeholder. Raise RecordError unless it is special
-        tokens.
+        """Return the range of characters of one placeholder. Raise RecordError unless it consists
+        of special tokens.
         """
         text = self._renderings.text
         start, stop = self._replaced(i, j)
@@ -584,7 +585,7 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
-    elif not (value is None or isinstance(value, int | float)):  # such as a date of a table
+    elif not (value is None or isinstance(value, int | float)):  # such as a date from a table
         raise RecordError(
             f"a message contains {described(value)}, which a chat template cannot write as text"
         )
@@ -619,8 +620,8 @@ _PROBE = (([_ASK, _TELL], None), ([_ASK, _TELL] * 2, None), ([_ASK, _CALL], _TOO
 def answer_ends(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of the special tokens that end a learned answer; () if none is known.
 
-    Of a tool call only the last special token counts, because earlier ones may end parts of it.
-    Raise ValueError if the files next to the tokenizer name tokens that it does not have.
+    For a tool call, only the last special token counts, because earlier ones may end parts of it.
+    Raise ValueError if the files next to the tokenizer define tokens that it does not have.
     """
     template = template_of(text, tokenizer, _DAY)
     found = list[str]()

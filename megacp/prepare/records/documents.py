@@ -1,8 +1,8 @@
 """Encode parsed records as token ids with weights, branches and images.
 
-The result is packed by a build and used as a prompt in generation. Image tokens come only from
-images; a text that contains one is refused. A document begins with the tokenizer's first token
-(BOS), so that a prompt tokenized by a server equals a prompt of training.
+A build packs the resulting documents; generation uses them as prompts. Image tokens come only from
+images; a text that contains one is refused. A document begins with the tokenizer's BOS token, if it
+has one, so that prompts have the same tokens in training as on a server.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def learned_tokens(
     """Return the number of tokens of a document that contribute to the loss.
 
     Such a token has a positive weight and a preceding token that predicts it. If all branches of a
-    part begin with the same token, the end of the part predicts it. tokens: [n]; weights: [n], or
-    None for all ones; starts, leaves: of the branches.
+    part begin with the same token, the part's last token predicts it. tokens: [n]; weights: [n], or
+    None for all ones; starts, leaves: one per branch, as in `Document`.
     """
     first = np.array([0, *starts])
     if weights is None and len(first) == 1:
@@ -91,9 +91,9 @@ class Document(NamedTuple):
     weights: np.ndarray | None
     """float32 [n], or None for all ones."""
     branch_starts: tuple[int, ...]
-    """First token of each branch."""
+    """Index of each branch's first token."""
     branch_leaves: tuple[int, ...]
-    """End of the last branch below each branch, or of the branch itself."""
+    """End of each branch, including all branches below it."""
     units: tuple[SegmentUnit, ...]
     """Images and video frames of the record."""
     problem: str | None
@@ -125,8 +125,8 @@ class DocumentMaker:
     ) -> None:
         """Prepare to encode with a tokenizer.
 
-        `token_ids` are the special image tokens (empty in a text build); `template` is the chat
-        template that rendered the messages.
+        `token_ids` maps the names of special image tokens to ids (empty in a text build).
+        `template` is the chat template that rendered the messages.
         """
         self._tokenizer = tokenizer
         self._template = template
@@ -146,7 +146,7 @@ class DocumentMaker:
         records: Sequence[Sequence[Sequence[RecordPart]]],
         parents: Sequence[Sequence[int]] = (),
     ) -> Iterator[Document]:
-        """Yield the document of each record, which is a prefix with branches.
+        """Yield one document per record, where a record is a prefix with branches.
 
         `parents` come from the samples; -1 marks rollouts, which become a prefix tree.
         """
@@ -174,9 +174,9 @@ class DocumentMaker:
         above: Sequence[int],
         encoded: Iterator[np.ndarray],
     ) -> tuple[list[list[Stretch]], str | None]:
-        """Return the tokens of a prefix and its branches, and a problem with them or None.
+        """Return the tokens of a prefix and its branches, and a problem or None.
 
-        `encoded` yields the ids of the texts that follow.
+        `encoded` yields the token ids of the remaining texts in order.
         """
         if self._template is not None and isinstance(record[0][0], Rendered):
             return _conversation(record, above, loaded(self._template))
@@ -201,8 +201,8 @@ class DocumentMaker:
     ) -> Document:
         """Return the document of a tree of parts.
 
-        `above` has the number of the part that each branch continues. Branches that begin with
-        learned text are made predictable first.
+        `above` contains, for each branch, the number of the part that it continues. Branches that
+        begin with learned text are made predictable first.
         """
         # an empty text has no tokens
         parts = [[stretch for stretch in part if len(stretch.ids)] for part in parts]
@@ -244,8 +244,9 @@ class DocumentMaker:
             weights = np.repeat(each, [len(stretch.ids) for stretch in stretches])
         if problem is not None or len(parts) < 2:
             return Document(tokens, weights, (), (), tuple(units), problem)
-        # Parts are stored one after another: the end of each is the start of the next. A part also
-        # covers the branches below it; going backwards passes each end on to the part above.
+        # Parts are stored consecutively, so the end of each is the start of the next. The range of
+        # a part also covers the branches below it: iterate backwards to pass each end to the part
+        # above.
         lengths = []
         for part in parts:
             lengths.append(sum([len(stretch.ids) for stretch in part]))
@@ -261,8 +262,8 @@ def _conversation(
 ) -> tuple[list[list[Stretch]], str | None]:
     """Encode a record rendered by a chat template; return its parts and a problem or None.
 
-    Each text begins with the text of the part that it continues (`above`). Only the added tokens
-    become a part.
+    Each text begins with the text of the part that it continues (`above`). Only the tokens after
+    that prefix become a part.
     """
     texts: list[np.ndarray] = []
     parts: list[list[Stretch]] = []
@@ -294,7 +295,7 @@ def _conversation(
             if not (whole and isinstance(unit, Placed)):
                 return (
                     parts,
-                    "an image placeholder of the chat template is not made of whole tokens",
+                    "an image placeholder of the chat template does not consist of whole tokens",
                 )
             images[int(first)] = (int(last), unit)
         parts.append(_cut(ids, weights, images, len(prefix)))
@@ -305,7 +306,7 @@ def _conversation(
 def _cut(
     ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Placed]], begin: int
 ) -> list[Stretch]:
-    """Return the tokens [n] from `begin` on as stretches of equal weight.
+    """Split the tokens [n] starting at `begin` into stretches of equal weight.
 
     `images` maps the first token of a placeholder to its end and the unit that replaces it.
     """
@@ -329,20 +330,19 @@ def _cut(
 def _prefix_tree(
     rollouts: Sequence[tuple[list[list[Stretch]], str | None]],
 ) -> tuple[list[list[Stretch]], list[int], str | None]:
-    """Merge whole documents into a tree by their common first tokens.
+    """Merge whole documents into a tree in which common first tokens are shared.
 
-    `rollouts` are the documents, each with a problem or None. Return the parts, the number of the
-    part that each part except the first continues, and a problem or None. A part ends where
-    documents differ; branches keep the order of the documents. The weights of a shared token add
-    up.
+    `rollouts` are the documents, each with a problem or None. Return the parts, the parent number
+    of each part except the first, and a problem or None. A part ends where documents start to
+    differ; branches keep the order of the documents. The weights of a shared token are summed.
     """
     for _, problem in rollouts:
         if problem is not None:
             return [], [], problem
 
-    # Lay out each rollout: ids [n], weights [n], and keys [n] by which rollouts are compared. A key
-    # is the token's id, or for an image a negative number. All tokens of an image have the same
-    # key, so rollouts share an image as a whole or not.
+    # Lay out each rollout: ids [n], weights [n], and keys [n] for comparing rollouts. A key is the
+    # token's id, or a negative number for an image. All tokens of an image have the same key, so
+    # rollouts share an image completely or not at all.
     numbers: dict[Placed, int] = {}
     ids: list[np.ndarray] = []
     keys: list[np.ndarray] = []
@@ -404,11 +404,11 @@ def _predictable(
 ) -> tuple[list[list[Stretch]], Sequence[int], str | None]:
     """Move tokens so that every branch of a tree has a token that predicts its first token.
 
-    Return the parts, their numbers above, and a problem or None. The last token of a part cannot
-    predict several different tokens. If a branch begins with learned text, the last token of the
-    part that it continues moves to the beginning of all of that part's branches. Only the first
-    branch keeps the token's weight, so it is learned once, as before. A part that becomes empty is
-    replaced by its branches.
+    Return the parts, the parent number of each part except the first, and a problem or None. The
+    last token of a part cannot predict several different tokens. If a branch begins with learned
+    text, the last token of the part that it continues therefore moves to the beginning of all of
+    that part's branches. Only the first branch keeps the token's weight, so the token is learned
+    once, as before. A part that becomes empty is replaced by its branches.
     """
     branches: list[list[int]] = [[] for _ in parts]
     for branch, parent in enumerate(above, start=1):

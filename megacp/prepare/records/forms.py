@@ -1,8 +1,8 @@
 """The forms of a record: which keys have its text or messages, and how to read them.
 
-A record must have exactly one form. If its keys match two forms, only one would be trained on, so
-the record is refused with both names, unless one repeats the other word for word. Whether a message
-has a loss depends only on its role and its `weight`.
+A record must have exactly one form. If its keys match two forms, only one would be trained on. The
+record is therefore refused, with the names of both forms, unless one repeats the other word for
+word. Whether a message has a loss depends only on its role and its `weight`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ float32.
 _PLACE = re.compile(r"<(image|video)>")
 """Placeholder in a text for the record's next image or video."""
 _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
-"""A placeholder at the edge of a line; within a line, the word may belong to a text about
-images.
+"""A placeholder at the edge of a line; within a line, the word may be part of a text about images.
 """
 _SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, *LINKS)
 """Keys of a content part that refer to its image or video."""
@@ -113,8 +112,8 @@ def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> 
         return role, 1.0 if rules.ignore_weights else weight
     if message.get("weight") is not None and weight > 0:
         raise RecordError(
-            f"`{where}.weight` is {weight:g}, but messages of role {role} have no loss; leave the "
-            "weight out"
+            f"`{where}.weight` is {weight:g}, but messages of role {role} have no loss; remove the "
+            "weight"
         )
     return role, 0.0
 
@@ -126,7 +125,7 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
         if "content" not in message:
             hint = ""
             if "tool_calls" in message:
-                hint = "; only a chat template can write tool calls, so give --chat-template"
+                hint = "; only a chat template can write tool calls, so use --chat-template"
             raise RecordError(f"`{where}` has no `content`{hint}")
         role, learned = role_and_weight(message, where, rules)
         content = message["content"]
@@ -153,7 +152,7 @@ def turn_header(role: str, first: bool) -> SamplePart:
 def from_content(value: Any, key: str, rules: RecordRules) -> list[SamplePart]:
     """Return the parts of a content list; consecutive texts become one part."""
     if not isinstance(value, list) or not value:
-        raise RecordError(f"`{key}` must be a list of at least one part, found {described(value)}")
+        raise RecordError(f"`{key}` must be a non-empty list of parts, found {described(value)}")
     pieces: list[SamplePart] = []
     for i, part in enumerate(value):
         where = f"{key}[{i}]"
@@ -179,7 +178,7 @@ def kind_of(part: Any, where: str) -> str:
     types.
     """
     kind = part.get("type") if isinstance(part, dict) else None
-    # OpenAI's name of an image part
+    # OpenAI's type of an image part
     if kind == "image_url":
         return "image"
     if kind not in ("text", *MEDIA_TYPES):
@@ -213,7 +212,9 @@ def weight_of(record: dict[str, Any], key: str) -> float:
 
 
 Reader = Callable[[dict[str, Any], Callable[[str], str], RecordRules], Said]
-"""Read the contents of a record. The second argument maps a key to its path for error messages."""
+"""A function that reads the contents of a record. Its second argument maps a key to its path for
+error messages.
+"""
 
 
 def plain_text(value: Any, key: str) -> list[SamplePart]:
@@ -273,9 +274,9 @@ def _refuse_hidden_messages(text: str, where: str) -> None:
 
 
 def _alpaca(record: dict[str, Any], at: Callable[[str], str], rules: RecordRules) -> Said:
-    """Return an Alpaca record as a conversation, in the way of LLaMA-Factory.
+    """Convert an Alpaca record to a conversation, as LLaMA-Factory does.
 
-    The input becomes the last line of the question; pairs in `history` precede it.
+    The input becomes the last line of the question; pairs in `history` precede the question.
     """
     key = at("history")
     history = list_at(record.get("history") or [], key)
@@ -370,7 +371,7 @@ FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
     _ALPACA_KEYS: (_alpaca, ("input", "history")),
 }
 """All forms except plain text: required keys -> (reader, optional keys)."""
-# columns that data sets keep next to the conversation that they were made into
+# columns that data sets keep next to the conversation built from them
 _REPEATED_QUESTIONS = ("prompt", "question", "query", "instruction", "input")
 _REPEATED_ANSWERS = ("completion", "response", "answer", "output")
 _REPEATED = (*_REPEATED_QUESTIONS, *_REPEATED_ANSWERS)
@@ -408,11 +409,11 @@ def said_by(
 ) -> tuple[Said, str]:
     """Return the contents of a record, or of a branch at `where`, and the form of its answers.
 
-    `own_keys` are keys that it may have in any form. Raise RecordError if it has no form or several
-    forms, if a value does not fit its form, or if a key would be lost.
+    `own_keys` are keys that every form may have. Raise RecordError if the record has no form or
+    several forms, if a value does not fit its form, or if a key would be lost.
     """
-    # --text-key may name a key of another form, which then is plain text. Ignored keys count as
-    # absent, unless the user also names them by another flag.
+    # --text-key may be a key of another form, which then contains plain text. Ignored keys count as
+    # absent, unless another flag also names them.
     text_key = rules.text_key
     ignored = {*rules.ignore_keys} - {text_key, *own_keys, *(key for key, _ in rules.columns)}
     forms = [(text_key,), *(keys for keys in FORMS if text_key not in keys)]
@@ -423,7 +424,7 @@ def said_by(
     names = dict(rules.columns)
 
     def at(key: str) -> str:
-        """Return the path of a key, by its name in the record."""
+        """Return the path of a key under its name in the record."""
         prefix = f"{where}." if where else ""
         return f"{prefix}{names.get(key, key)}"
 
@@ -459,7 +460,7 @@ def said_by(
             "records of `instruction` and `output` without `history` and `system`"
         )
 
-    # add what other keys of the record contribute to it, and note which keys have been read
+    # add the contents of other keys of the record, and note which keys have been read
     # (_copies compares plain strings, so it precedes _with_media, which makes lists of parts)
     if isinstance(said, Talk):
         said = _with_system(said, given, at)
@@ -510,8 +511,8 @@ def _no_form(
     what = where or "a record"
     if present:
         several = " and ".join(shown[keys] for keys in present)
-        # Of a conversation and a text of it, suggest to drop the text: learning it would also
-        # teach the model to write the user's messages.
+        # For a conversation and a text version of it, suggest dropping the text: training on it
+        # would also teach the model to write the user's messages.
         others = [
             keys for keys in present if keys[0] not in TALKS and keys != ("prompt", "completion")
         ]
@@ -522,7 +523,7 @@ def _no_form(
             f"more than one content key: {what} needs exactly one of {wanted}, but it has "
             f"{several}; use {ways} to leave one out. Its keys: {found}"
         )
-    # a null is most likely a hole in the data, so it is reported in place of a missing key
+    # a null most likely means missing data, so report it instead of a missing key
     reason = "missing key"
     for key in itertools.chain.from_iterable(forms):
         if key in record and record[key] is None:
@@ -551,7 +552,7 @@ def _without_copies(
 
     A record that has several forms for another reason is returned unchanged.
     """
-    # only pairs of a question and an answer can be copies; other texts next to one are an error
+    # only a question with its answer can be a copy; other texts next to a conversation are errors
     talks = [keys for keys in present if keys[0] in TALKS]
     copies = ({"prompt", "completion"}, {*_ALPACA_KEYS})
     if len(talks) != 1 or any({*keys} not in copies for keys in present if keys != talks[0]):
@@ -576,7 +577,7 @@ def _copies(given: dict[str, Any], talk: Talk) -> set[str]:
     found = {
         key for key, text in pairs if isinstance(given.get(key), str) and _same(given[key], text)
     }
-    # TRL's `prompt` is a list of messages: those with which the conversation begins
+    # TRL's `prompt` is a list of the first messages of the conversation
     asked = given.get("prompt")
     if isinstance(asked, list) and 0 < len(asked) <= len(talk.messages):
         before = [_plain(message) for message in talk.messages[: len(asked)]]
@@ -657,7 +658,7 @@ def _refuse_empty_places(talk: Talk, media_keys: tuple[str, ...], rules: RecordR
 
 
 def _objects(value: Any) -> dict[str, Any]:
-    """Return the variables for a chat template, decoded if they are a JSON string."""
+    """Return the variables for a chat template, decoded if the value is a JSON string."""
     if isinstance(value, str) and value.strip():
         value = json_at(value, "chat_template_kwargs")
     value = value or {}
@@ -686,7 +687,7 @@ def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
 def _texts_with_media(
     texts: list[SamplePart], record: dict[str, Any], rules: RecordRules, key: str
 ) -> tuple[list[SamplePart], tuple[str, ...]]:
-    """Return texts with the record's images and videos placed into them, and the keys of those.
+    """Place the record's images and videos into its texts; return the texts and the media's keys.
 
     The texts are treated as user messages; `key` is their path for error messages.
     """
@@ -705,10 +706,11 @@ def _texts_with_media(
 def _with_media(
     talk: Talk, record: dict[str, Any], rules: RecordRules
 ) -> tuple[Talk, tuple[str, ...]]:
-    """Return the messages with the record's images and videos placed into them, and their keys.
+    """Place the record's images and videos into its messages; return these and the media's keys.
 
-    Each placeholder takes the next image or video. If no message has a placeholder, all of them
-    precede the first user message, as in LLaVA and TRL. Raise RecordError if the numbers differ.
+    Each placeholder is replaced by the next image or video. If no message has a placeholder, all
+    images and videos precede the first user message, as in LLaVA and TRL. Raise RecordError if the
+    number of placeholders differs from the number of images or videos.
     """
     keys: dict[str, str] = {}  # kind -> key of the record
     values: dict[str, list[Any]] = {}  # kind -> its images or videos
@@ -725,7 +727,7 @@ def _with_media(
     places: Counter[str] = Counter()  # placeholders found so far, by kind
 
     def filled(kind: str) -> dict[str, Any]:
-        """Return the next image or video as a content part; a surplus placeholder gets None."""
+        """Return the next image or video as a content part, or None for a surplus placeholder."""
         value = None
         if places[kind] < len(values[kind]):
             value = values[kind][places[kind]]
@@ -751,7 +753,7 @@ def _with_media(
                 yield {**part, "text": text}
 
     def parts_of(content: Any) -> Iterator[Any]:
-        """Yield the parts of a content with its placeholders filled."""
+        """Yield the parts of a message's content with its placeholders filled."""
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None

@@ -1,9 +1,9 @@
 """Marks in the values of a conversation, which show where one rendering writes each message.
 
-A mark is a number written in noncharacters of Unicode. A template copies it like any other
-character, and it is removed afterwards. A template may test a text (`startswith`, `trim`,
-`length`). A mark is therefore never placed before leading white space and tags, and users of marks
-compare the remaining text with a rendering without marks.
+A mark is a number written in Unicode noncharacters. A template copies it like any other character,
+and it is removed afterwards. Because a template may test a text (`startswith`, `trim`, `length`), a
+mark is never placed before leading white space and tags. Users of marks must also compare the
+remaining text with a rendering without marks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _VALUES = str.maketrans(_DIGITS, "0123456789abcdef")
 _EDGE = re.compile(r"\s*(?:<[^<>]*>\s*)*")
 """White space and tags at the beginning of a text, which templates test."""
 WORDS = "content"
-"""Key of the place of an answer's words."""
+"""Key for the place of an answer's words."""
 THOUGHT_WORDS = "thought"
-"""Key of the place of an answer's thought."""
+"""Key for the place of an answer's thought."""
 
 MarkedPlace = tuple[int, str]
 """Number of a message and one of its keys (or THOUGHT_WORDS); "" denotes its turn."""
 
 
 def _mark(number: int) -> str:
-    """Return the mark with a number."""
+    """Return the mark that encodes a number."""
     digits = "".join(_DIGITS[int(digit, 16)] for digit in f"{number:x}")
     return f"{_OPEN}{digits}{_CLOSE}"
 
@@ -69,10 +69,10 @@ class Marks:
 
 
 class TurnMarks:
-    """Returns the mark of each message over which a template loops; called as sandbox.TURN."""
+    """The function sandbox.TURN of a template: returns the mark of each message in its loops."""
 
     def __init__(self, marks: Marks, messages: Sequence[Mapping[str, Any]]) -> None:
-        """`messages` must be the same objects that the template gets."""
+        """Create a mark per message; `messages` must be the same objects that the template gets."""
         # by identity, because two messages may be equal
         self._marks = {id(message): marks.new(i) for i, message in enumerate(messages)}
 
@@ -81,9 +81,9 @@ class TurnMarks:
 
 
 def marked_text(text: str, mark: str, start: int = 0) -> str:
-    """Insert a mark before the first word after white space and tags, from `start` on.
+    """Insert a mark before the first word at or after `start`, skipping white space and tags.
 
-    If the text has only tags, the mark precedes them; a blank text gets none.
+    If the text has only tags, the mark precedes them; a blank text gets no mark.
     """
     edge = _EDGE.match(text, start)
     at = edge.end() if edge else start
@@ -102,7 +102,7 @@ def marked_value(value: Any, mark: str) -> Any:
     """
     if isinstance(value, str):
         return marked_text(value, mark)
-    # an item that changed has the mark, so the search stops there
+    # a changed item contains the mark, so the search ends there
     if isinstance(value, list):
         for n, item in enumerate(value):
             if (made := marked_value(item, mark)) is not item:

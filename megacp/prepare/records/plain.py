@@ -1,7 +1,7 @@
 """Read records from CSV tables and from plain text files.
 
-In a table (.csv, .tsv), the first row has the names of the columns, every other row is a record,
-and empty cells count as absent. A .txt file is one record: its whole content is a text.
+In a table (.csv, .tsv), the first row contains the column names, every other row is a record, and
+empty cells count as absent. A .txt file is one record, whose text is the whole content of the file.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def read_text_file(path: str, max_record_bytes: int) -> Iterator[Record | Refusa
         data = stream.read(max_record_bytes + 1)
     if len(data) > max_record_bytes:
         reason = (
-            f"the file has more than --max-record-bytes {max_record_bytes}: split it into several "
-            "files, or raise the limit"
+            f"the file has more bytes than --max-record-bytes {max_record_bytes}: split it into "
+            "several files, or raise the limit"
         )
         yield Refusal(path, 1, 0, reason)
         return
@@ -42,7 +42,7 @@ def read_csv(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
     """Yield the rows of a .csv or .tsv file as records.
 
     `line` is the line on which a row begins, and `offset` the 0-based row. The separator of a .csv
-    file may be a semicolon, as spreadsheets write it in some languages.
+    file may be a semicolon, which spreadsheets use in some locales.
     """
     with open_input(path) as stream:
         text = _decoded(stream.read())
@@ -68,7 +68,7 @@ def read_csv(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
                 names = [cell.strip() for cell in cells]
                 repeated = sorted({name for name in names if names.count(name) > 1})
                 if repeated:
-                    reason = f"the first row names the column {repeated[0]!r} more than once"
+                    reason = f"the first row contains the column {repeated[0]!r} more than once"
                     yield Refusal(path, at, 0, reason)
                     return
                 continue
@@ -91,7 +91,7 @@ def _record(
         reason = f"the row has {size} bytes, more than --max-record-bytes {max_record_bytes}"
         return Refusal(path, line, row, reason)
     value: dict[str, Any] = {}
-    # A short row lacks its last cells.
+    # In a short row, the last cells are missing.
     for name, cell in zip(names, cells, strict=False):
         if cell.strip():
             value[name] = cell

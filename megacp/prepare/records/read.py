@@ -92,7 +92,7 @@ _ARRAY = _Layout(
     re.compile(r"\s*\]\s*"),
 )
 _STREAM = _Layout("JSON", "", "", re.compile(r"\s*()"), re.compile(r"\s*"), re.compile(r"\s*"))
-"""Objects one after another, each over any number of lines."""
+"""Consecutive objects, each on any number of lines."""
 SAMPLED_BYTES = 1 << 16
 """Bytes read at each end of a file to detect that it has changed."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
@@ -155,14 +155,14 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
         size = size_of(place_of(path))
         count = -(-size // unit_bytes) if is_plain(path) else 1
         cuts = [size * i // count for i in range(count + 1)] if count else [0]
-        # Lines can be found from any byte, but the beginnings of JSON values only by parsing the
-        # file from its start. Move each inner cut to the first value at or after it.
+        # Lines can be found starting at any byte, but JSON values only by parsing the file from its
+        # start. Move each inner cut to the first value at or after it.
         if count > 1 and _layout(path) is not None:
             whole = read_extent(Extent(source, path, 0, size))
             begins = (item.offset for item in whole if isinstance(item, Record))
             inner = []
             for cut in cuts[1:-1]:
-                # `begins` continues where the previous cut stopped: one pass for all cuts
+                # `begins` continues at the previous cut, so one pass is enough for all cuts
                 inner.append(next((begin for begin in begins if begin >= cut), size))
             cuts = sorted({0, *inner, size})
         extents += [Extent(source, path, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -193,7 +193,7 @@ def _opened(path: str) -> Any:
 
 
 def _layout(path: str) -> _Layout | None:
-    """Return the layout of a JSON file, judged by its beginning; None for one record per line."""
+    """Detect the layout of a JSON file from its beginning; return None for one record per line."""
     try:
         with _opened(path) as stream:
             data = stream.read(SAMPLED_BYTES)
@@ -231,7 +231,7 @@ def _is_line_of_messages(head: str) -> bool:
 def _first_value(text: str, at: int) -> tuple[Any, int]:
     """Return the JSON value at a position and the number of newlines in `text` before its end.
 
-    Return (None, 0) if no complete value is there.
+    Return (None, 0) if there is no complete value.
     """
     begin = at + len(text[at:]) - len(text[at:].lstrip())
     try:
@@ -247,7 +247,7 @@ def input_problem(path: str) -> str | None:
         is_folder = Url(path).is_dir() if is_url(path) else os.path.isdir(path)
         if is_folder:
             return _folder_problem(path)
-        # both raise an error if there is no such file or it is not regular
+        # both raise an error if the file does not exist or is not regular
         if is_url(path):
             Url(path).size()
         else:
@@ -256,7 +256,7 @@ def input_problem(path: str) -> str | None:
         unread = [suffix for suffix in _CONVERSIONS if path.lower().endswith(suffix)]
         suffix = max(unread, key=len, default=None)
         if suffix is not None:
-            # commands cannot read a URL: suggest them for a downloaded copy of that name
+            # commands cannot read a URL: suggest them for a downloaded copy with the same name
             name = path.rpartition("/")[2] if is_url(path) else path
             way = _CONVERSIONS[suffix].format(path=name, stem=name[: -len(suffix)])
             return f"{path}: this file type is not supported; use {_FORMS}. To convert it: {way}"
@@ -270,13 +270,13 @@ def input_problem(path: str) -> str | None:
 
 
 def _folder_problem(path: str) -> str:
-    """Return an error message for a folder that suggests its files, if it has readable ones."""
+    """Return an error message for a folder; it suggests the folder's files, if any are readable."""
     what = f"{path} is a directory; give the files in it, such as {path}/*.jsonl"
     if is_url(path):
         return what
     folder = Path(path)
     stem = path.rstrip("/")
-    # folders that `save_to_disk` of Hugging Face datasets has written
+    # folders written by `save_to_disk` of Hugging Face datasets
     for name, part in (
         ("dataset_dict.json", "['train']"),
         ("state.json", ""),
@@ -284,19 +284,23 @@ def _folder_problem(path: str) -> str:
         if (folder / name).is_file():
             way = _DATASETS.format(read="load_from_disk", path=path, part=part, stem=stem)
             return (
-                f"{path} is a directory written by `save_to_disk` of datasets. To convert it: {way}"
+                f"{path} is a directory written by `save_to_disk` of Hugging Face datasets. To "
+                f"convert it: {way}"
             )
     # a dataset repository on the Hub keeps its files in data/, one level deeper
     for pattern in ("*", "*/*"):
         suffixes = {file.suffix for file in folder.glob(pattern) if file.suffix in _READ_SUFFIXES}
         for suffix in _READ_SUFFIXES:
             if suffix in suffixes:
-                return f"{path} is a directory; give the files in it, as '{stem}/{pattern}{suffix}'"
+                return (
+                    f"{path} is a directory; give the files in it, such as "
+                    f"'{stem}/{pattern}{suffix}'"
+                )
     return f"{path} is a directory without a supported file ({_FORMS})"
 
 
 def identity(path: str) -> list[Any]:
-    """Return name, size and a value that changes with the content of a file.
+    """Return a file's name, its size, and a value that changes with its content.
 
     The value is the version that the object store reports, or a hash of both ends of the file.
     """
@@ -304,7 +308,7 @@ def identity(path: str) -> list[Any]:
     size = size_of(place)
     if isinstance(place, Url) and (version := place.version()):
         return [path, size, version]
-    # hashing the whole file would read it once more; a changed file differs at its ends or in size
+    # hash only the ends: hashing the whole file would read it twice, and changes usually show there
     with open_input(path) as stream:
         data = stream.read(SAMPLED_BYTES)
         stream.seek(max(0, size - SAMPLED_BYTES))
@@ -321,8 +325,8 @@ def read_extent(
     """Yield the records of one extent in order; each bad record is a Refusal.
 
     `media` keeps the images and videos of tar records. `line` counts from the first line of the
-    extent and `number` from its first record; `LinesBefore` and `records_before` count those before
-    the extent. A truncated or damaged file ends with a Refusal.
+    extent and `number` from its first record; `LinesBefore` and `records_before` count the lines
+    and records before the extent. A truncated or damaged file ends with a Refusal.
     """
     suffix = suffix_of(extent.path)
     container = _CONTAINERS.get(suffix)
@@ -330,7 +334,7 @@ def read_extent(
         yield from container(extent.path, max_record_bytes, media)
         return
     with _opened(extent.path) as stream:
-        # a compressed file is one extent, and its size does not say how much text is in it
+        # a compressed file is one extent, and its size is not the size of its text
         stop = None if suffix in _COMPRESSED else extent.stop
         layout = _layout(extent.path)
         if layout is not None:
@@ -366,7 +370,7 @@ class LinesBefore:
 
 
 def records_before(extent: Extent) -> int:
-    """Count the records of a file before an extent, by reading all of them."""
+    """Count the records of a file before an extent by reading all of them."""
     if not extent.start:
         return 0
     return sum(1 for _ in read_extent(Extent(extent.source, extent.path, 0, extent.start)))
@@ -375,7 +379,7 @@ def records_before(extent: Extent) -> int:
 def _read_lines(
     path: str, stream: IO[bytes], offset: int, stop: int | None, max_record_bytes: int
 ) -> Iterator[Record | Refusal]:
-    """Yield the records of a JSONL file from byte `offset` on; `stop` is None if compressed."""
+    """Yield the records of a JSONL file from byte `offset`; `stop` is None if it is compressed."""
     line = 0
     if offset:
         # A line that crosses the beginning of the range belongs to the previous range. Starting
@@ -388,7 +392,7 @@ def _read_lines(
     while stop is None or offset < stop:
         line += 1
         try:
-            # two more bytes than allowed, for "\r\n": a longer line is read up to there and skipped
+            # two more bytes than allowed, for "\r\n"; skip the remainder of a longer line
             data = stream.readline(max_record_bytes + 2)
             size = len(data)
             content = data.rstrip(b"\r\n")
@@ -460,8 +464,8 @@ def _read_values(
                         raise RecordError(f"expected {mark!r} or the end of the array")
                     value, until = decode(text, begin)
                 except (ValueError, RecursionError) as error:
-                    # The value may only be incomplete in memory: read at least as much again, so
-                    # a long value is parsed a logarithmic number of times.
+                    # The value may merely be incomplete in memory. Read at least as much text
+                    # again, so that a long value is parsed only a logarithmic number of times.
                     fits = len(text) - at <= max_record_bytes
                     if fits and (block := source.read(max(_BLOCK, len(text) - at))):
                         text = text[at:] + block

@@ -1,8 +1,8 @@
 """Types shared by all readers and parsers of records, and the rules for the keys of a record.
 
 A reader yields a `Record` for each entry of an input file, or a `Refusal` with the reason why the
-entry cannot be used. A key that the parser does not read is accepted only if it cannot contain
-training text: its value is empty, its name is plain metadata, or the user listed it.
+entry cannot be used. A key that the parser does not read is accepted only if no training text can
+be lost: its value is empty, its name is plain metadata, or the user listed it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", 
 _SYSTEM = "may be a system prompt"
 _SYSTEM_TAKEN = "Use --columns system={} to read it as the system prompt of a conversation"
 _SYSTEM_ASIDE = (
-    "A text cannot have a system prompt; `messages`, or `instruction` with `output`, can"
+    "A plain text cannot have a system prompt; use `messages`, or `instruction` with `output`"
 )
-_IMAGES = "names an image or a video"
+_IMAGES = "refers to an image or a video"
 _TAKEN = (
     "A build with --image-root reads images from `image` or `images`, and videos from `video` or "
     "`videos`, next to a text or to messages with a user turn"
@@ -80,8 +80,8 @@ class Refusal:
     """Byte offset of the record in its (uncompressed) file; the 0-based row in Parquet."""
     reason: str
     number: int = 0
-    """1-based record number for JSON arrays and multi-line JSON, where lines do not number records;
-    else 0.
+    """1-based record number for JSON arrays and multi-line JSON, whose line numbers do not identify
+    records; otherwise 0.
     """
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Record:
-    """A decoded record and its position; `line` and `offset` are as in `Refusal`."""
+    """A decoded record and its position, with `line` and `offset` as in `Refusal`."""
 
     line: int
     offset: int
@@ -103,13 +103,13 @@ class Record:
     request).
     """
     number: int = 0
-    """Record number as in `Refusal`, but counted from the beginning of the extent."""
+    """Record number as in `Refusal`, but relative to the beginning of the extent."""
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the null keys of its objects, at any depth.
+    """Return a value without its null keys, at any depth.
 
-    Rows of a table have a null for each key that only other rows use.
+    Rows of a table contain a null for each key that only other rows use.
     """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -170,7 +170,7 @@ def decode_json(line: bytes) -> Any:
 
 
 def json_fault(error: ValueError) -> str:
-    """Describe an error of the JSON decoder, without Python's advice to raise a limit."""
+    """Describe an error from the JSON decoder, without Python's advice to raise a limit."""
     if isinstance(error, RecordError):
         return str(error)
     if isinstance(error, json.JSONDecodeError):
@@ -255,8 +255,8 @@ class RecordRules:
     ) -> None:
         """Raise RecordError if `found` has non-empty keys that are neither known nor ignored.
 
-        `where` names the object in the message. `in_record` allows metadata keys, which a record
-        may have, but a message or a part of one may not.
+        `where` is the object's path for the message. With `in_record`, metadata keys are allowed: a
+        record may have them, but a message or a content part may not.
         """
         lost: dict[str, str] = {}
         for key in found.keys() - {*known, *self.ignore_keys}:
@@ -289,8 +289,8 @@ class RecordRules:
 FOR_PROMPTS = RecordRules(
     media=True, ignore_keys=("*",), context_roles=("*",), ignore_weights=True, asks=True
 )
-"""Rules for prompts, which have no loss: a final assistant message is the expected answer, whatever
-its weight.
+"""Rules for prompts, which have no loss. A final assistant message is the expected answer, whatever
+its weight is.
 """
 
 
@@ -306,14 +306,14 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
     words = [word for word in pieces if word and not word.isdigit()] or [snake]
     singular = [word if word in ("is", "has", "ids") else word.rstrip("s") for word in words]
     counts = singular[0] in _METADATA_BEGINNINGS
-    # `image_width` is metadata, but `image` is not, so these words are tested before the media
+    # `image_width` is metadata, but `image` is not, so test these words before the media words
     if singular[-1] in _DESCRIBING or (counts and is_number):
         return None
     if not _SEEN.isdisjoint(singular):
         return _IMAGES
     if not _HEARD.isdisjoint(singular):
-        return "names a sound"
-    # a pattern of --ignore-keys must not drop media, so it is tested after them
+        return "refers to audio"
+    # a pattern of --ignore-keys must not drop media, so test it after the media words
     if counts or singular[-1] in _METADATA or any(fnmatchcase(key, pattern) for pattern in ignored):
         return None
     if "system" in singular and not is_number:
@@ -321,9 +321,9 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
     return "is unknown"
 
 
-# ---- parts of a sample: texts with a loss weight each; images and videos by reference
+# ---- parts of a sample: texts with loss weights, and references to images and videos
 
-# kinds of media, and keys of a content part for their contents
+# kinds of media, and the keys of a content part that refer to the media themselves
 MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")
 LINKS = ("url", "image_url")
@@ -391,11 +391,11 @@ class Sample:
     talks: bool = False
     """Whether the record, or a branch of it, consists of messages."""
     forms: frozenset[str] = frozenset()
-    """Members of ANSWER_FORMS that its answers have; empty for plain text."""
+    """Forms of its answers, from ANSWER_FORMS; empty for plain text."""
     answers: Mapping[str, int] = field(default_factory=dict)
-    """Number of answers by their kind of thought (the names of THOUGHTS).
+    """Number of answers per kind of thought (the names in THOUGHTS).
 
-    `in_context` counts answers without loss because their thought is missing.
+    `in_context` counts the answers that have no loss because the template omits their thought.
     """
     before_answers: str = ""
     """Empty thought, without loss, that precedes answers; "" if there is none."""

@@ -1,8 +1,8 @@
 """Renderings of one conversation: unchanged, with marks, and with changed messages.
 
 The cost of a rendering grows with the length of the conversation, so one rendering per message
-would be quadratic. Questions about messages are therefore answered by marks, which a single
-rendering places for all messages. The conversation is rendered again only if they do not suffice.
+would be quadratic. Instead, a single rendering with marks shows where each message was written. The
+conversation is rendered again only if the marks do not suffice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megacp.prepare.records.thoughts import is_blank, marked_message, solid, tho
 
 
 class Renderings:
-    """Renderings of one conversation and of its variants."""
+    """The renderings of one conversation and its variants."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Renderings:
         """
         marks = Marks()
         marked = [marked_message(message, i, marks) for i, message in enumerate(self.messages)]
-        # with marks in all values and turns, else only in turns
+        # first with marks in all values and turns, then with marks only in turns
         for messages, own in ((marked, marks), (self.messages, Marks())):
             try:
                 text, begins = self.template.render_marked(
@@ -119,12 +119,12 @@ class Renderings:
 
         `answers` are the candidates by number, each without its thought.
         """
-        # a thought whose mark is in the text is written
+        # if the mark of a thought is in the text, the thought has been written
         silent = {}
         for i, message in answers.items():
             if (i, THOUGHT_WORDS) not in self.begins:
                 silent[i] = message
-        # one rendering without all of them; only if the text differs, one for each
+        # first one rendering without all of them; only if its text differs, one rendering for each
         if silent and self._is_written_for(silent):
             return {*silent}
         return {i for i, message in silent.items() if self._is_written_for({i: message})}
@@ -135,7 +135,7 @@ class Renderings:
 
     @cached_property
     def unwritten_contents(self) -> set[int]:
-        """Tool calls whose content is written only while no answer follows.
+        """Tool calls whose content the template writes only if no answer follows.
 
         gpt-oss writes the content of a call as a thought, and drops thoughts of earlier answers.
         """
@@ -149,7 +149,7 @@ class Renderings:
                 calls[i] = {**message, "content": ""}
         if not calls or not self._is_written_for(calls):
             return set()
-        # the first of them must be written when nothing follows; otherwise its content is lost
+        # the first one must be written if nothing follows it; otherwise its content is always lost
         i, without = next(iter(calls.items()))
         before = self.messages[:i]
         alone = self.tried([*before, self.messages[i]])
@@ -157,7 +157,9 @@ class Renderings:
 
     @cached_property
     def as_written(self) -> list[dict[str, Any]]:
-        """The messages without the thoughts and contents of calls that the template omits here."""
+        """The messages without the parts that the template omits here: thoughts, and contents of
+        tool calls.
+        """
         answers = {}
         for i, message in enumerate(self.messages):
             thought, thoughtless = thought_apart(message)

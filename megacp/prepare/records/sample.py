@@ -1,10 +1,10 @@
-"""Parse a record into a `Sample`: texts with a loss weight each, a shared prefix and its branches.
+"""Parse a record into a `Sample`: texts with loss weights, as a shared prefix and its branches.
 
 Without a chat template, a message becomes `<|ROLE|>`, a newline and its content, with a newline
 between messages. The end-of-document token follows an assistant message and is learned with it. A
-branch sees the part that it continues (the record's text or another branch) and everything before
-that. After an image, a learned branch begins with a newline without loss, because no text token
-would predict its first word.
+branch attends to the part that it continues (the record's text or another branch) and to everything
+before that part. If a learned branch follows an image, a newline without loss is put in front of
+it; otherwise no text token would predict the branch's first word.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ RECORD_KEYS = ("weight", "branches")
 
 
 class _Said(NamedTuple):
-    """The contents of a record or branch, with its loss weight, path, and the number of the part
-    that it continues.
+    """The contents of a record or branch, with its loss weight, its path in the record, and the
+    number of the part that it continues.
     """
 
     what: Said
@@ -76,14 +76,14 @@ def parse_record(
         else:
             made = _plain(said, rules)
         made = replace(made, talks=talks, forms=forms)
-    # the record's weight is a factor of all weights inside it
+    # the record's weight multiplies all weights inside it
     weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
     return replace(made, prefix=_weighed(made.prefix, weight), branches=weighed)
 
 
 def _object(record: Any, rules: RecordRules) -> dict[str, Any]:
-    """Return a record as an object with renamed keys; a list of messages becomes a conversation."""
+    """Return a record as an object with renamed keys; wrap a bare list of messages in one."""
     if are_messages(record):
         record = {TALKS[0]: record}
     if isinstance(record, dict):
@@ -112,14 +112,17 @@ def _together(
         raise RecordError(f"`{key}` must be a list of rollouts, found {described(rollouts)}")
     other = [name for name in ("branches", "completion") if rest.get(name) is not None]
     if other:
-        raise RecordError(f"`{key}` and `{other[0]}` are both continuations; leave one out")
+        raise RecordError(
+            f"`{key}` and `{other[0]}` cannot be combined, because both are continuations; remove "
+            "one of them"
+        )
     # completions share the remaining keys of the record; rollouts are complete records
     if key == "completions":
         rollouts = [{**rest, "completion": each} for each in rollouts]
     else:
         rules.refuse_lost(rest, (), "", in_record=True)
     found = []
-    # parse each rollout as a record, and name it in errors
+    # parse each rollout as a record, and add its path to errors
     for i, rollout in enumerate(rollouts):
         try:
             found.append(parse_record(rollout, rules, template))
@@ -160,7 +163,7 @@ def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart,
 
 
 def _plain(said: Sequence[_Said], rules: RecordRules) -> Sample:
-    """Return a record as a sample without a chat template."""
+    """Render a record as a sample without a chat template."""
     parents = [each.parent for each in said]
     parts: list[tuple[SamplePart, ...]] = []
     for number, each in enumerate(said):
@@ -180,7 +183,8 @@ def _plain(said: Sequence[_Said], rules: RecordRules) -> Sample:
 def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...]:
     """Return the pieces of a part.
 
-    If the part `ends` a document, add its end; for a prompt, add the header of the answer instead.
+    If the part `ends` a document, append the end-of-document token. In a prompt, the header of the
+    answer precedes it.
     """
     pieces = from_messages(said, rules) if isinstance(said, Talk) else said
     if not ends:
@@ -189,16 +193,16 @@ def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...
         pieces = [*pieces, turn_header(LEARNED_ROLES[0], first=False)]
     if pieces[-1].is_end:  # an assistant message already has an end
         return tuple(pieces)
-    # the end of a document has the weight of its last text
+    # the end-of-document token has the same weight as the last text
     return (*pieces, SamplePart(None, pieces[-1].weight))
 
 
 def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules) -> Sample:
-    """Return a record rendered by a chat template.
+    """Render a record as a sample with a chat template.
 
     Each branch is rendered together with everything that it continues, as one conversation.
     """
-    # by number of the part: its whole conversation, the rendering, and its own pieces
+    # one entry per part: its whole conversation, the rendering, and its own pieces
     talks: list[Talk] = []
     written: list[WrittenTalk | None] = []
     parts: list[tuple[SamplePart, ...]] = []
@@ -250,7 +254,7 @@ def _variables(talk: Talk, template: ChatTemplate) -> dict[str, Any]:
         if not is_read and value not in (None, "", [], {}, False):
             raise RecordError(
                 f"`chat_template_kwargs.{name}`: the chat template does not use this variable; use "
-                "--ignore-keys chat_template_kwargs to leave all variables out"
+                "--ignore-keys chat_template_kwargs to ignore all variables"
             )
         if is_read:
             found[name] = value
@@ -271,8 +275,8 @@ def _said_in(
         value, where, parent, weight = waiting.pop()
         if rules.asks and parent > 0:
             raise RecordError(
-                f"`{where}`: a prompt cannot be a branch of a branch; make a separate record with "
-                "everything it continues"
+                f"`{where}`: prompts cannot have nested branches; make a separate record that "
+                "includes all text before this branch"
             )
         if isinstance(value, str):
             what = plain_text(value, where)
@@ -287,7 +291,7 @@ def _said_in(
             what, form = said_by(value, rules, RECORD_KEYS, has_template, where)
             if form:
                 forms.add(form)
-        # the weight of a branch is a factor of the weight of the part above
+        # multiply the branch's weight by the weight of the part above
         if where and not rules.ignore_weights:
             weight *= weight_of(value, f"{where}.weight")
             weight_of({"weight": weight}, f"{where}.weight (times the weights of the parts above)")
@@ -296,7 +300,7 @@ def _said_in(
         branches = value.get("branches")
         if branches is not None and (not isinstance(branches, list) or not branches):
             raise RecordError(
-                f"`{at}` must be a list of at least one continuation, found {described(branches)}"
+                f"`{at}` must be a non-empty list of continuations, found {described(branches)}"
             )
         # reversed, because the stack returns the last entry first
         own = [

@@ -1,7 +1,7 @@
 """Run chat templates in Jinja, configured like the transformers library, with limits.
 
 A chat template is a downloaded program. It may loop forever, request more memory than the machine
-has, or write text that differs in every process. Each of these ends with an error message.
+has, or write text that differs in every process. Each of these faults is reported as an error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LONGEST = 10.0
 MOST_MEMORY = 1 << 30
 """Bytes that one rendering may add to the process; a record of 64 MiB needs about a quarter."""
 MOST_CHARACTERS = 1 << 27
-"""Characters that a template may write, or produce from a text by `*`."""
+"""Characters that a template may write, or produce by repeating a text with `*`."""
 MOST_BITS = 1 << 16
-"""Bits of an integer that a template may compute. A timer cannot interrupt the product of larger
-ones.
+"""Bits of an integer that a template may compute. A timer cannot interrupt the multiplication of
+larger integers.
 """
 TOKEN_VARIABLES = (
     "bos_token",
@@ -46,7 +46,7 @@ TOKEN_VARIABLES = (
 )
 TURN = "_begins_turn"
 """Name of the function that a template compiled with `turns` calls at the beginning of each loop
-pass.
+iteration.
 """
 _STATM = Path("/proc/self/statm")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}", re.IGNORECASE)
@@ -115,7 +115,7 @@ _FUNCTIONS = ("function", "method", "builtin_function_or_method", "method-wrappe
 
 
 def _as_lazy(filtering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a Jinja filter so that a template cannot write a generator that it returns."""
+    """Wrap a Jinja filter: a template may iterate over a returned generator, but not write it."""
 
     # `wraps` also copies the marks that make Jinja pass a context to the filter
     @functools.wraps(filtering)
@@ -134,7 +134,7 @@ def _by_chance(*values: Any, **named: Any) -> Any:
 
 
 def _raise(message: str) -> None:
-    """Raise the error that a template requests by `raise_exception`."""
+    """Raise the error that a template requests with `raise_exception`."""
     raise RecordError(message)
 
 
@@ -148,7 +148,7 @@ def _end(number: int, frame: Any) -> None:
 
 @lru_cache(maxsize=1)
 def _heed_time() -> None:
-    """Let the timer of the process's CPU time interrupt a template."""
+    """Install the signal handler through which the CPU-time timer interrupts a template."""
     signal.signal(signal.SIGVTALRM, _end)
 
 
@@ -156,8 +156,8 @@ def _heed_time() -> None:
 def bounded(what: str) -> Iterator[None]:
     """Run a template within the limits. Raise TemplateLimitError, naming `what`, if it exceeds one.
 
-    Only the main thread may set timers and the memory limit of the process. In other threads, only
-    the sizes that the sandbox and `rendered` count are limited.
+    Only the main thread may set timers and the memory limit of the process. Other threads enforce
+    only the size limits that the sandbox and `rendered` check.
     """
     problem = ""
     is_main = threading.current_thread() is threading.main_thread()
@@ -178,7 +178,7 @@ def bounded(what: str) -> Iterator[None]:
         if is_main:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             resource.setrlimit(resource.RLIMIT_AS, limits)
-    # raised only here: the frames of the template, and the memory that they use, are gone by now
+    # raise only here, after the template's frames have released their memory
     if problem:
         raise TemplateLimitError(f"--chat-template: {what} {problem}")
 
@@ -198,7 +198,7 @@ def _limit_memory(limits: tuple[int, int]) -> None:
 
 
 def rendered(template: Any, variables: dict[str, Any]) -> str:
-    """Render a compiled template. Raise MemoryError beyond MOST_CHARACTERS."""
+    """Render a compiled template. Raise MemoryError if it writes more than MOST_CHARACTERS."""
     pieces = []
     written = 0
     # piece by piece, so an endless template stops before it has used all memory
@@ -295,14 +295,14 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
         def getitem(self, obj: Any, argument: Any) -> Any:
             return _as_function(super().getitem(_unwrapped(obj), argument))
 
-    # trim_blocks and lstrip_blocks are the library's options: they decide about white space
+    # trim_blocks and lstrip_blocks are set as in the library, because they affect white space
     made = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, jinja2.ext.loopcontrols],
         undefined=Unnamed,
     )
-    # the library's functions, and no text that would differ in the next process
+    # the library's functions, but no text that would differ in another process
     for name, filtering in made.filters.items():
         made.filters[name] = _as_lazy(filtering)
     made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
@@ -317,8 +317,8 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
     for name, value in made.globals.items():
         made.globals[name] = _as_function(value)
     tree = made.parse(text)
-    # Put a call of TURN at the beginning of each loop body. A loop over messages looks
-    # like any other loop here. The function knows the messages and returns "" for other values.
+    # Insert a call of TURN at the beginning of each loop body. A loop over messages looks like any
+    # other loop here; the function returns "" for values that are not messages.
     if turns:
         for loop in tree.find_all(nodes.For):
             if isinstance(loop.target, nodes.Name):

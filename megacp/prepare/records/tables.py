@@ -3,8 +3,8 @@
 The readers yield the same `Record`s and `Refusal`s as the JSONL reader. In a table, a row is a
 record, its columns are the keys, and nulls count as absent. In a tar, consecutive members belong to
 one record if their names are equal up to the first dot after the last slash. `.json` is the record,
-`.txt` its text, and all other members are images and videos that the record names. A single image
-next to a text or caption needs no name.
+`.txt` its text, and all other members are images and videos to which the record refers. A single
+image next to a text or caption needs no such reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SEEN = {
     "video": ("avi", "mkv", "mov", "mp4", "webm"),
 }
 _NAMING = ("image", "images", "video", "videos", "branches")
-"""Keys by which a record may name its members itself."""
+"""Keys with which a record may refer to its members explicitly."""
 _TAR_BLOCK = 512
 
 
@@ -89,12 +89,12 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
 
 
 def _value(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type without null keys, and with JSON strings decoded.
+    """Return a value of an Arrow type without null keys and with decoded JSON strings.
 
-    A column of the type `Json` of Hugging Face datasets contains JSON strings.
+    Columns of Hugging Face's `Json` type contain JSON strings.
     """
     if isinstance(value, dict):
-        # of two columns with the same name the last wins, as in the value
+        # if two columns have the same name, the last one wins, as in the value
         kinds = {field.name: field.type for field in kind}
         return {key: _value(item, kinds[key]) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -120,9 +120,9 @@ def _size(value: Any) -> int:
 def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record | Refusal]:
     """Yield the records of a WebDataset tar.
 
-    `line` is the 1-based number of the record, `offset` the byte at which its first member begins.
-    Refused are unsafe members, members apart from the rest of their record, images unless `media`,
-    records without text, and whatever follows the damage in a truncated archive.
+    `line` is the 1-based number of the record, and `offset` the byte at which its first member
+    begins. Refuse unsafe members, members that are separated from the rest of their record, images
+    without `media`, and everything after the damage in a truncated archive.
     """
     number = 1
     offset = 0
@@ -132,14 +132,14 @@ def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record |
         with open_input(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             members = itertools.groupby((member for member in archive if not member.isdir()), _key)
             for number, (key, group) in enumerate(members, start=1):
-                # yield each record only after the next: the archive may be truncated within it
+                # yield a record only once the next one is found: the archive may end within it
                 yield from found
                 parts = list(group)
                 offset = parts[0].offset
                 names = {member.name for member in parts}
                 before, others = seen.setdefault(key, (offset, set()))
-                # The same key again: with new names it is the rest of an earlier record, but if a
-                # name is repeated it is a separate record, as in the webdataset library.
+                # If a key occurs again with new names, these are the rest of an earlier record. If
+                # a name is repeated, it is a separate record, as in the webdataset library.
                 if others.isdisjoint(names) and others:
                     reason = (
                         f"members of record {key!r} are not consecutive (bytes {before} and "
@@ -163,7 +163,7 @@ def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record |
 
 
 def _key(member: tarfile.TarInfo) -> str:
-    """Return the name that the members of a record share: up to the first dot after the last
+    """Return the common name of a record's members: the part up to the first dot after the last
     slash.
     """
     name = PurePosixPath(member.name)
@@ -184,7 +184,7 @@ def _tar_record(
     limit: int,
     media: bool,
 ) -> Record | Refusal:
-    """Return the record of some members: JSON and texts by extension, all other members by full
+    """Return a record made of some members: JSON and texts by extension, all other members by full
     name.
     """
     texts: dict[str, bytes] = {}  # extension -> content
@@ -232,7 +232,7 @@ def _refuse_member(member: tarfile.TarInfo, key: str, is_double: bool, is_wanted
         )
     if not is_wanted:
         raise RecordError(
-            f"{what} is not a text, but this build makes a text dataset; use --image-root or "
+            f"{what} is not text, but this build makes a text dataset; use --image-root or "
             "another image flag to build with images"
         )
 
@@ -248,8 +248,8 @@ def _content(member: tarfile.TarInfo, archive: tarfile.TarFile) -> bytes:
 
 
 def _value_of(texts: Mapping[str, bytes], key: str) -> Any:
-    """Return the JSON of a record, with the text of a separate member. Raise RecordError for two
-    texts.
+    """Return a record's JSON, including the text of a separate member. Raise RecordError if there
+    are two texts.
     """
     # a record may consist of a text only
     value: Any = decode_json(texts["json"]) if "json" in texts else {}
@@ -266,13 +266,15 @@ def _value_of(texts: Mapping[str, bytes], key: str) -> Any:
 
 
 def _name_image(value: Any, others: Mapping[str, bytes]) -> None:
-    """Add the only image or video to a record with a text, unless the record names it itself."""
+    """Add a reference to the only image or video to a record with text, unless the record refers to
+    its media itself.
+    """
     seen = []  # (kind, name) of each image and video
     for name in others:
         for kind, extensions in _SEEN.items():
             if _extension(name) in extensions:
                 seen.append((kind, name))
-    # of several media, or next to messages, the position would be a guess
+    # with several media, or next to messages, the position would be a guess
     says = isinstance(value, dict) and not {"text", "caption"}.isdisjoint(value)
     if says and len(seen) == 1 and value.keys().isdisjoint(_NAMING):
         ((kind, name),) = seen

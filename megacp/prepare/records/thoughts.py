@@ -9,7 +9,7 @@ from megacp.prepare.records.chat_template import REASONING, THOUGHT, THOUGHT_END
 from megacp.prepare.records.marks import THOUGHT_WORDS, WORDS, Marks, marked_text, marked_value
 
 EMPTY_THOUGHT = re.compile(rf"\A\s*{THOUGHT}\s*{THOUGHT_END}\s*")
-"""An empty thought at the beginning of a content."""
+"""An empty thought at the beginning of a message's content."""
 LINK_KEYS = ("role", "type", "id", "index", "tool_call_id")
 """Keys for types and references, which a template may omit."""
 
@@ -29,8 +29,8 @@ def message_words(message: dict[str, Any], key: str = "content", between: str = 
 def thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the thought of an answer ("" for none) and the answer without it.
 
-    The thought is a separate value, or it precedes the words in the content. In the content its
-    opening tag may be missing, because a prompt may end with that tag.
+    The thought is a separate value, or it precedes the words in the content. There, its opening tag
+    may be missing, because a prompt may end with that tag.
     """
     given = {key: value for key, value in message.items() if key not in REASONING}
     # the values that `given` leaves out
@@ -44,7 +44,7 @@ def thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _holds_thought(content: str) -> bool:
-    """Return whether a content begins with a thought, with or without its opening tag."""
+    """Return whether message content begins with a thought, with or without its opening tag."""
     if THOUGHT_END not in content:
         return False
     return content.lstrip().startswith(THOUGHT) or THOUGHT not in content
@@ -78,7 +78,7 @@ def marked_message(message: dict[str, Any], i: int, marks: Marks) -> dict[str, A
 
 
 def _marked_content(content: str, i: int, marks: Marks) -> str:
-    """Return a content that begins with a thought, with marks in the thought and in its words."""
+    """Return content that begins with a thought, with marks in the thought and before the words."""
     # the last closing tag ends the thought, as in `thought_apart`
     end = content.rindex(THOUGHT_END)
     thought = content[:end]

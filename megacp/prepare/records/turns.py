@@ -1,8 +1,8 @@
 """Convert lists of messages in common formats to OpenAI's: objects with `role` and `content`.
 
 ShareGPT uses `from` and `value`; Gemini uses `parts` and the role `model`. Tables often store a
-list as a JSON string. Only unambiguous formats are read: a role with an unclear meaning is refused,
-and so are two keys for the same thing.
+list as a JSON string. Only unambiguous formats are accepted: a role with an unclear meaning is
+refused, and so are two keys with the same meaning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _ROLES = {
 }
 """Role names of ShareGPT, and Gemini's `model`."""
 _CALLS = "function_call"
-"""ShareGPT's speaker of tool calls, written as JSON: `{"name": ..., "arguments": {...}}` or a list.
+"""ShareGPT's speaker name for tool calls. Their text is JSON: one `{"name": ..., "arguments":
+{...}}`, or a list of them.
 """
 _ASKING = ("human", "user", "question", "instruction", "query", "prompt", "input")
 _ANSWERING = ("gpt", "assistant", "model", "bot", "answer", "response", "output", "completion")
@@ -60,7 +61,7 @@ def json_at(value: Any, where: str) -> Any:
 
 
 def list_at(value: Any, where: str) -> Any:
-    """Return a value, decoded if it is a JSON list; use only where a plain text is not allowed."""
+    """Return a value, decoded if it is a JSON list. Use only where plain text is not allowed."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         return json_at(value, where)
     return value
@@ -86,9 +87,7 @@ def messages_at(value: Any, key: str, rules: RecordRules) -> list[dict[str, Any]
     """
     value = list_at(value, key)
     if not isinstance(value, list) or not value:
-        raise RecordError(
-            f"`{key}` must be a list of at least one message, found {described(value)}"
-        )
+        raise RecordError(f"`{key}` must be a non-empty list of messages, found {described(value)}")
     return [_message(each, f"{key}[{i}]", rules) for i, each in enumerate(value)]
 
 
@@ -99,7 +98,7 @@ def _message(turn: Any, where: str, rules: RecordRules) -> dict[str, Any]:
     if not isinstance(turn, dict):
         hint = ""
         if isinstance(turn, str):
-            hint = "; the position of a text does not tell its speaker"
+            hint = "; the speaker of a text cannot be inferred from its position"
         raise RecordError(
             f"`{where}` must be an object with `role` and `content`, found {described(turn)}{hint}"
         )
@@ -136,21 +135,23 @@ def _message(turn: Any, where: str, rules: RecordRules) -> dict[str, Any]:
 
 
 def _only_key(turn: dict[str, Any], keys: tuple[str, ...], where: str, what: str) -> str | None:
-    """Return which of several keys a message has, or None.
+    """Return the key among `keys` that a message has, or None.
 
-    An empty value counts only if all are empty. Raise RecordError, naming their meaning `what`, if
-    two are not empty.
+    A key with an empty value is returned only if no key has a non-empty value. Raise RecordError if
+    two values are not empty; `what` describes the meaning of the keys.
     """
     # null counts as absent, as in a table
     there = [key for key in keys if turn.get(key) is not None]
     said = [key for key in there if turn[key] not in ("", [])]
     if len(said) > 1:
-        raise RecordError(f"`{where}`: `{said[0]}` and `{said[1]}` both give {what}; leave one out")
+        raise RecordError(
+            f"`{where}`: `{said[0]}` and `{said[1]}` both specify {what}; remove one of them"
+        )
     return next(iter(said or there), None)
 
 
 def role_of(speaker: str, rules: RecordRules) -> str:
-    """Return the role of a speaker; an unknown name is returned unchanged, to be refused later."""
+    """Return the role of a speaker. An unknown name is returned unchanged and refused later."""
     # the user's own names (--roles) take precedence
     for role, name in rules.roles:
         if speaker == name:
@@ -164,7 +165,7 @@ def role_of(speaker: str, rules: RecordRules) -> str:
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return tool calls of ShareGPT as `tool_calls` of a message."""
+    """Convert ShareGPT's tool calls to the `tool_calls` of a message."""
     # one call, or a list of parallel calls
     calls = json_at(value, where)
     calls = calls if isinstance(calls, list) else [calls]
@@ -176,7 +177,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _joined(parts: Any, where: str) -> str:
-    """Return the joined text of Gemini's parts. Raise RecordError for other parts."""
+    """Return the joined text of Gemini's parts. Raise RecordError for parts other than text."""
     texts = []
     if not isinstance(parts, list):
         parts = [parts]
@@ -204,19 +205,19 @@ def system_text(value: Any, where: str) -> str:
 
 def _pair_advice(turn: dict[str, Any], where: str) -> str:
     """Return advice for an object with a question and its answer; "" for any other object."""
-    # exactly one question and one answer; anything else would be a guess
+    # only for exactly one question and one answer; anything else would be a guess
     asking = [key for key in _ASKING if isinstance(turn.get(key), str)]
     answering = [key for key in _ANSWERING if isinstance(turn.get(key), str)]
     if len(asking) != 1 or len(answering) != 1 or not where.endswith("]"):
         return ""
     key = where.rpartition("[")[0]
-    # a command of jq that makes two messages of each such object
+    # a jq command that converts each such object to two messages
     question = f'{{role: "user", content: .{asking[0]}}}'
     answer = f'{{role: "assistant", content: .{answering[0]}}}'
     change = f".messages = [.{key}[] | [{question}, {answer}][]]"
     if key != "messages":
         change += f" | del(.{key})"
     return (
-        ": it is a question with its answer. Convert it to two messages: "
+        ": it is a question with its answer. Convert each such object to two messages: "
         f"jq -c '{change}' FILE > NEW.jsonl"
     )

@@ -1,6 +1,7 @@
 """Read the files next to a tokenizer: special tokens, the first token, the chat template.
 
-These are read from files and never guessed, so that a served model gets the tokens of its training.
+These are read from files and never guessed, so that a served model gets the same tokens as in
+training.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
 ADDED_NAME = "added_tokens.json"
 NAMED_TOKENS = ("eos_token", "bos_token", "pad_token")
-"""Fields of tokenizer_config.json for special tokens; null means that there is none."""
+"""Fields of tokenizer_config.json for special tokens; null means that there is no such token."""
 MODEL_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
 BESIDE_NAMES = (CONFIG_NAME, OLDER_NAME, ADDED_NAME, *TEMPLATE_NAMES, MODEL_NAME)
@@ -28,7 +29,7 @@ _OURS = b"{#- megacp's messages."
 
 @dataclass(frozen=True)
 class Beside:
-    """The files next to a tokenizer."""
+    """The relevant contents of the files next to a tokenizer."""
 
     config: Path | None
     """tokenizer_config.json, or None."""
@@ -37,14 +38,12 @@ class Beside:
     chat_template: Path | None
     """File with a chat template, or None."""
     is_ours: bool = False
-    """Whether the template was written by the converter for conversations without a chat
-    template.
-    """
+    """Whether the converter wrote the template, for a model trained without a chat template."""
 
 
 def read_object(path: Path, limit: int = TEXT_LIMIT) -> dict[str, Any]:
-    """Read a JSON object of at most `limit` bytes. Raise ValueError, naming the file, if it is not
-    one.
+    """Read a JSON object of at most `limit` bytes. Raise ValueError, naming the file, if the file
+    contains anything else.
     """
     value = read_json(path, limit)
     if not isinstance(value, dict):
@@ -121,10 +120,10 @@ def end_ids(folder: Path) -> list[int]:
 
 
 def tokens_beside(folder: Path) -> set[str]:
-    """Return the texts of all tokens that the files next to a vocabulary name."""
+    """Return the texts of all tokens that the files next to a vocabulary define."""
     settings = settings_of(folder)
     added = folder / ADDED_NAME
-    # every field that names tokens ends with one of these
+    # every field that defines tokens ends with one of these
     ends = ("_token", "_special_tokens", "added_tokens_decoder")
     named = [value for key, value in settings.items() if key.endswith(ends)]
     texts = _texts(named)
@@ -161,7 +160,7 @@ class Surroundings:
         """Return the token that begins every text, or None."""
         if self.stated is False or not (self.before or self.stated):
             return None
-        # the post-processor's token; the named BOS only if the config asks for one
+        # the post-processor's token, or the BOS token if only the config asks for one
         return self.before[0] if self.before else bos_id
 
 

@@ -1,4 +1,4 @@
-"""Find the tokenizer of a dataset or training run, so that users need not name it again."""
+"""Find the tokenizer of a dataset or training run, so that users need not specify it again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kept_tokenizer(directory: StrPath | Url) -> str:
         folder = kept
     else:
         # the hash of a tokenizer does not cover the settings next to it, and two datasets may have
-        # different settings: name the cached copy by both
+        # different settings: name the cached copy after both the tokenizer and the dataset
         folder = fetched(kept, f"{manifest.tokenizer.sha256[:16]}-{manifest.fingerprint[:16]}")
     names = sorted(str(path) for path in folder.glob("*") if path.name != "tokenizer_config.json")
     names.sort(key=lambda name: name.endswith(".txt"))  # vocab.json before merges.txt
@@ -42,9 +42,9 @@ def kept_tokenizer(directory: StrPath | Url) -> str:
 
 
 def own_tokenizer(folder: Path, sha256: str, data_path: DataPath | None) -> str | None:
-    """Return the --tokenizer of a training run, or None if no candidate has this `sha256`.
+    """Return the --tokenizer argument of a training run, or None if no candidate has this `sha256`.
 
-    Candidates are the files in the checkpoint `folder`, then the tokenizers of its datasets.
+    Candidates are the files in the checkpoint `folder`, then the tokenizers of the run's datasets.
     """
     if sha256 == ByteTokenizer.sha256:
         return "byte"

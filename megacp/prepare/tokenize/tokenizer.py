@@ -1,9 +1,9 @@
 """Convert text to token ids and back, with local files only.
 
 One interface covers bytes, SentencePiece, tokenizer.json and GPT-2's two files. The fast engine
-(gigatoken) is used only if it produces the ids of the reference on a probe when the tokenizer is
-loaded. A text goes to the reference if it has a symbol that the engine splits differently, or a
-character that may be newer than the engine's Unicode tables.
+(gigatoken) is used only if it produces the same ids as the reference for a set of probe texts when
+the tokenizer is loaded. The reference still encodes texts that contain a symbol that the engine
+splits differently, or a character that may be newer than the engine's Unicode tables.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ PROBE = (
 
 @cache
 def _newer() -> np.ndarray:
-    """Return bool [code points]: letters, digits and spaces that `regex` knows, but Python's older
-    tables do not.
+    """Return bool [code points]: True for letters, digits and spaces that are in the tables of
+    `regex`, but not in Python's older tables.
     """
     import regex
 
@@ -100,7 +100,7 @@ def _has_newer(text: str) -> bool:
 
 
 class Tokenizer(abc.ABC):
-    """Interface of all tokenizers.
+    """The interface of all tokenizers.
 
     Ids are 0 .. vocab_size - 1. `eos_id`, `bos_id` and `pad_id` are None if there is no such token.
     """
@@ -114,34 +114,32 @@ class Tokenizer(abc.ABC):
     files: tuple[Path, ...] = ()
     """Files of the tokenizer; empty for `byte`."""
     engine: str = "reference"
-    """Implementation that encodes: "gigatoken" or "reference"."""
+    """Implementation in use: "gigatoken" or "reference"."""
     begins_with: int | None = None
-    """Id at the beginning of every document; `encode` does not add it."""
+    """Id of the first token of every document, or None; `encode` does not add it."""
     surroundings: Surroundings = Surroundings()
     """Special tokens that its files put around a text."""
     chat_template: Path | None = None
-    """File with the chat template of a server."""
+    """File with the chat template that a server would use."""
     asked_as_messages: bool = False
     """Whether its folder has the converter's template for conversations without a chat template."""
     model: Any = None
     own: frozenset[str] = frozenset()
-    """Special tokens of the vocabulary that are plain text within a text."""
+    """Special tokens of the vocabulary that are treated as plain text inside a text."""
     _fast: Any = None
     _apart: tuple[str, ...] = ()
-    """Texts that the fast engine splits differently; a text that contains one goes to the
-    reference.
-    """
+    """Symbols that the fast engine splits differently; the reference encodes texts with them."""
 
     @abc.abstractmethod
     def encode_reference(self, text: str) -> np.ndarray:
-        """Return the ids of one text, integers [n], from the reference; no BOS or EOS is added."""
+        """Encode one text with the reference; return its ids, integers [n], without BOS or EOS."""
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids` [n]; bytes that are not UTF-8 become U+FFFD."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, integer arrays [n_i] in order; no BOS or EOS is added.
+        """Return the ids of each text in order, integer arrays [n_i] without BOS or EOS.
 
         Raise ValueError if a text cannot be encoded as UTF-8 (a lone surrogate).
         """
@@ -159,22 +157,22 @@ class Tokenizer(abc.ABC):
             raise ValueError(f"a text is not valid Unicode: {error}") from error
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its text; None if there is none, or if tokens have no
-        text.
+        """Return the id of the token with this text; None if there is none, or if tokens have no
+        texts.
         """
         return None
 
     def info(self) -> TokenizerInfo:
-        """Return the tokenizer's entry in the manifest of a dataset."""
+        """Return the tokenizer's entry in a dataset's manifest."""
         ids = self.eos_id, self.bos_id, self.pad_id, self.begins_with
         return TokenizerInfo(self.kind, self.sha256, self.vocab_size, *ids)
 
     def accelerate(self, engine: str, load: Callable[[Any], Any], symbols: Iterable[str]) -> None:
-        """Use `load(gigatoken module)` if it is installed, reads this tokenizer, and passes the
-        probe.
+        """Use gigatoken if it is installed, can load this tokenizer, and passes the probe.
 
-        `symbols` are texts that may be a single token. Texts with a symbol that the engine splits
-        differently go to the reference.
+        `load` loads the tokenizer, given the gigatoken module. `symbols` are texts that may be a
+        single token. The reference still encodes texts with a symbol that gigatoken splits
+        differently.
         """
         if engine != "auto" or importlib.util.find_spec("gigatoken") is None:
             return
@@ -192,9 +190,9 @@ class Tokenizer(abc.ABC):
             probe = [text for text in PROBE if not self._is_apart(text)]
             if fast.vocab_size > self.vocab_size or differs(*probe):
                 return
-            # test each symbol between other text, and next to spaces and another symbol
+            # test each symbol between other text, and next to spaces and other symbols
             cut = [s for s in symbols if differs(s, f"a{s}b", f" {s} {s}{s}\n{s}")]
-        # the engine cannot read the tokenizer, or panics: the reference is always right
+        # the engine cannot load the tokenizer, or panics: the reference is always correct
         except Exception:
             return
         self._fast = fast
@@ -207,7 +205,7 @@ class Tokenizer(abc.ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids 0..255, and the end of a document as 256."""
+    """UTF-8 bytes as ids 0..255, and the end-of-document token as 256."""
 
     kind = "byte"
     sha256 = hashlib.sha256(b"megacp byte tokenizer").hexdigest()
@@ -220,7 +218,7 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of bytes; the end-of-document id is skipped."""
-        # a cut in the middle of a character gives U+FFFD
+        # a partial character becomes U+FFFD
         ids = np.asarray(ids, dtype=np.int64)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -248,7 +246,7 @@ class SentencePieceTokenizer(Tokenizer):
             ids = (model.eos_id(), model.bos_id(), model.pad_id())
         except Exception as error:  # RuntimeError or a protobuf error, depending on the damage
             raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
-        # the package returns -1 for a token that the model does not have
+        # the package returns -1 for tokens that the model does not have
         self.eos_id, self.bos_id, self.pad_id = (None if i < 0 else i for i in ids)
         self.own = frozenset(model.id_to_piece(i) for i in (model.unk_id(), *ids) if i >= 0)
         # "<s>" in a text is plain text for SentencePiece, but a special token for gigatoken
@@ -279,9 +277,9 @@ class PackageTokenizer(Tokenizer):
     """A model of the `tokenizers` package, from a Hugging Face `tokenizer.json` or GPT-2's two
     files.
 
-    A `tokenizer_config.json` next to them names the end-of-document token (null for none);
-    `eod_token` overrides it. Without it, the first special token among EOS_NAMES is used. BOS and
-    padding tokens are found in the same way.
+    A `tokenizer_config.json` next to them may define the end-of-document token (null for none).
+    Otherwise, the first special token among EOS_NAMES is used. BOS and padding tokens are found in
+    the same way.
     """
 
     def __init__(
@@ -292,14 +290,14 @@ class PackageTokenizer(Tokenizer):
         special: Mapping[str, int],
         beside: Beside,
     ) -> None:
-        """Wrap a model; `special` has the ids of tokens that ordinary text does not produce."""
+        """Wrap a model; `special` maps tokens that ordinary text does not produce to their ids."""
         self.kind = kind
         self.files = files
         self.model = model
         self.sha256 = sha256_of_all(*files)
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
         self.surroundings = surroundings_of(model)
-        # by name if the text is a special token; the config overrides it, even with null
+        # the first usual name that is a special token; the config overrides it, even with null
         for field, names in (("eos", EOS_NAMES), ("bos", BOS_NAMES), ("pad", PAD_NAMES)):
             found = next((special[name] for name in names if name in special), None)
             if f"{field}_token" in beside.values:
@@ -332,7 +330,7 @@ def _from_tokenizer_json(path: Path, engine: str, beside: Beside) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
         model = tokenizers.Tokenizer.from_str(text)
-        # a file may store settings of its last use, which would cut or pad every text
+        # a file may store truncation and padding settings, which would change every text
         model.no_truncation()
         model.no_padding()
         added = model.get_added_tokens_decoder()
@@ -343,7 +341,7 @@ def _from_tokenizer_json(path: Path, engine: str, beside: Beside) -> Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{path}: not a Hugging Face tokenizer.json ({error})") from error
-    # a dataset keeps the config next to the tokenizer, because it names the special tokens
+    # a dataset keeps the config next to the tokenizer, because it defines the special tokens
     if beside.config is not None:
         made.files = (path, beside.config)
     symbols = [token.content for token in added.values()]
@@ -363,7 +361,7 @@ def _from_gpt2(vocabulary: Path, merges: Path, engine: str, beside: Beside) -> T
     try:
         ids, pairs = models.BPE.read_file(str(vocabulary), str(merges))
         model = Tokenizer(models.BPE(vocab=ids, merges=pairs))
-    # files without ids, or merges that are not pairs of tokens
+    # the files have no ids, or merges that are not pairs of tokens
     except Exception as error:
         raise ValueError(f"{vocabulary}, {merges}: not a byte-level BPE ({error})") from error
     missing = sorted({*pre_tokenizers.ByteLevel.alphabet()} - ids.keys())
@@ -384,8 +382,8 @@ def _from_gpt2(vocabulary: Path, merges: Path, engine: str, beside: Beside) -> T
 
 
 def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
-    """Load a vocabulary with extra `tokens` next to it, converted to tokenizer.json by
-    transformers.
+    """Load a vocabulary for which other files define extra `tokens`, after transformers has
+    converted all of them to tokenizer.json.
     """
     begin = f"{folder}: files next to the vocabulary add tokens ({', '.join(sorted(tokens)[:3])})"
     try:
@@ -422,11 +420,11 @@ def load_tokenizer(
     eod_token: str | None = None,
     prepend_bos: bool | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer of `--tokenizer` from local files. Raise ValueError with the allowed
-    values.
+    """Load the tokenizer of `--tokenizer` from local files. Raise ValueError if it is invalid.
 
-    engine: "auto" uses gigatoken if its ids are identical, "reference" never does. eod_token: text
-    of the end-of-document token, if the files do not name one. prepend_bos: None follows the files.
+    engine: "auto" uses gigatoken if its ids are identical, "reference" never uses it. eod_token:
+    text of the end-of-document token, which overrides the files. prepend_bos: None follows the
+    files.
     """
     tokenizer = ByteTokenizer() if specification == "byte" else _from_files(specification, engine)
     # --eod-token overrides the files
@@ -436,20 +434,21 @@ def load_tokenizer(
             raise ValueError(
                 f"--eod-token {eod_token!r} is not in the vocabulary of --tokenizer {specification}"
             )
-    # the files decide, unless the caller asks for a BOS or for none
+    # the files decide, unless the caller sets prepend_bos
     first = tokenizer.surroundings.first(tokenizer.bos_id)
     if prepend_bos and first is None:
         first = next(iter(tokenizer.surroundings.before), tokenizer.bos_id)
         if first is None:
             raise ValueError(
-                f"--prepend-bos: --tokenizer {specification} does not name a BOS token"
+                f"--prepend-bos: --tokenizer {specification} does not define a BOS token; use "
+                "--no-prepend-bos"
             )
     tokenizer.begins_with = first if prepend_bos is not False else None
     return tokenizer
 
 
 def tokenizer_files(folder: Path) -> tuple[str, ...]:
-    """Return the names of the files of a folder's tokenizer; () if it has none."""
+    """Return the file names of the tokenizer in a folder; () if there is none."""
     for names in FILES:
         if all((folder / name).is_file() for name in names):
             return names
@@ -457,7 +456,7 @@ def tokenizer_files(folder: Path) -> tuple[str, ...]:
 
 
 def _from_files(specification: str, engine: str) -> Tokenizer:
-    """Load a tokenizer, with the first token and the chat template from the files next to it."""
+    """Load a tokenizer, including its BOS settings and chat template from the files next to it."""
     paths = [Path(part) for part in specification.split(",")]
     if paths[0].is_dir():
         paths = [paths[0] / name for name in tokenizer_files(paths[0])]
@@ -467,8 +466,8 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
     kind = tuple(path.suffix for path in paths)
     if kind not in ((".model",), (".json",), (".json", ".txt")):
         raise ValueError(
-            f"--tokenizer is {specification!r}; use byte | FOLDER of a model | FILE.model "
-            "(SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2 "
+            f"--tokenizer is {specification!r}; use byte, the FOLDER of a model, FILE.model "
+            "(SentencePiece), tokenizer.json (Hugging Face) or vocab.json,merges.txt (GPT-2 "
             "byte-level BPE); nothing is downloaded"
         )
     missing = [str(path) for path in paths if not path.is_file()]
@@ -477,7 +476,7 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
             f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is "
             "downloaded)"
         )
-    # the suffixes decide about the format
+    # the suffixes determine the format
     beside = read_beside(paths[0].parent)
     tokenizer: Tokenizer
     if len(paths) == 2:
@@ -486,7 +485,7 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
         tokenizer = SentencePieceTokenizer(paths[0], engine)
     else:
         tokenizer = _from_tokenizer_json(paths[0], engine, beside)
-    # only tokenizer.json lists added tokens itself; with other files they are next to it
+    # only tokenizer.json lists added tokens itself; for other formats, separate files list them
     folder = paths[0].parent
     named = tuple(path.name for path in paths)
     if named in FILES[1:]:

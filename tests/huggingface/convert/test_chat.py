@@ -352,8 +352,8 @@ def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refus
     processor.write_processor(TINY, tmp_path)
     whole = json.loads((tmp_path / PROCESSOR).read_text())
     for part, change, message in (
-        ("image_processor", {"resample": 3}, "resample is 3, megacp can only express 2"),
-        ("image_processor", {"size": {"height": 16, "width": 32}}, "can only express squares"),
+        ("image_processor", {"resample": 3}, "resample is 3, but megacp supports only 2"),
+        ("image_processor", {"size": {"height": 16, "width": 32}}, "supports only squares"),
         (
             "video_processor",
             {"patch_size": 8},
@@ -392,8 +392,12 @@ def test_windows_by_files_of_any_version_and_what_a_video_may_not_say(tmp_path: 
     older = read(IMAGES, size=None, min_pixels=1024, max_pixels=4096)
     assert older == rules
     for name, change, message in (
-        (IMAGES, {"resample": 2}, "resample is 2, megacp can only express 3"),
-        (VIDEOS, {"merge_size": 4}, "merge_size is 4, preprocessor_config.json merge_size is 2"),
+        (IMAGES, {"resample": 2}, "resample is 2, but megacp supports only 3"),
+        (
+            VIDEOS,
+            {"merge_size": 4},
+            "merge_size is 4, but preprocessor_config.json merge_size is 2",
+        ),
         (VIDEOS, {"num_frames": 16}, "num_frames is 16"),
     ):
         with pytest.raises(ValueError, match=message):

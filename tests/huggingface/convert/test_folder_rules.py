@@ -170,8 +170,8 @@ def test_a_flag_counts_before_the_folder_and_the_line_has_both_numbers(
 ) -> None:
     told = built(records, tmp_path / "d", folder, "--video-fps", 2, "--max-frames", 32)
     assert (
-        f"--video-fps is 2.0, {VIDEOS} fps says 4.0: the flag is used, and --load-hf {folder} "
-        "refuses" in told
+        f"--video-fps is 2.0, but {VIDEOS} fps is 4.0: the flag takes precedence, but --load-hf "
+        f"{folder} refuses" in told
     )
     assert "--max-frames" not in told, "the same number is no news"
     assert rules_of(tmp_path / "d")["video_fps"] == 2.0
@@ -235,7 +235,7 @@ def test_a_processor_that_contradicts_the_tower_is_refused_at_the_build(
     done = preprocessed(*basic, "--seq-length", 512, "--image-root", records)
     assert (
         done.returncode == 2
-        and "patch_size is 8, vision_config.patch_size of config.json is 4" in done.stderr
+        and "patch_size is 8, but vision_config.patch_size in config.json is 4" in done.stderr
     )
     assert "its processor has patches of 8 pixels" in refusal("--load-hf", other)
 
@@ -259,9 +259,9 @@ def test_packs_by_other_rules_than_the_folder_are_refused_with_all_numbers(
     assert (
         f"--data-path {data} was built with different image rules from --load-hf {folder}" in told
     )
-    assert f"--resize-pixels is 64,4096, {IMAGES} size says 64,1536" in told
-    assert f"--image-mean is 0.5,0.5,0.5, {IMAGES} image_mean says 0.25,0.5,0.75" in told
-    assert f"--video-fps is 2.0, {VIDEOS} fps says 4.0" in told and "Build it again" in told
+    assert f"--resize-pixels is 64,4096, but {IMAGES} size is 64,1536" in told
+    assert f"--image-mean is 0.5,0.5,0.5, but {IMAGES} image_mean is 0.25,0.5,0.75" in told
+    assert f"--video-fps is 2.0, but {VIDEOS} fps is 4.0" in told and "Build it again" in told
     built(records, data, folder)
     assert plan_of(
         ["--load-hf", str(folder), "--data-path", str(data), "--log-file", "/dev/null"],
@@ -270,7 +270,7 @@ def test_packs_by_other_rules_than_the_folder_are_refused_with_all_numbers(
     own = tmp_path / "own"
     shutil.copytree(folder, own)
     changed(own / VIDEOS, max_frames=31)
-    assert f"--max-frames is 32, {VIDEOS} max_frames says 31" in refusal(
+    assert f"--max-frames is 32, but {VIDEOS} max_frames is 31" in refusal(
         "--load-hf", own, "--data-path", data
     )
 
@@ -400,7 +400,7 @@ def test_packs_for_a_tower_from_another_folder_follow_its_rules(
     told = refusal(*data)
     assert (
         f"from --vision-from-hf {tower}: --max-crops is 2, {PROCESSOR}: image_processor "
-        "max_crops says 6" in told
+        "max_crops is 6" in told
     )
 
 

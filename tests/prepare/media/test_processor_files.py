@@ -232,7 +232,7 @@ def test_a_folder_without_settings_of_videos_says_so(tmp_path: Path) -> None:
     image = {**QWEN_IMAGE, "image_processor_type": "Qwen2VLImageProcessor"}
     told = read(written(tmp_path, {IMAGES: image}), "qwen3_5")
     assert told.notes == (
-        f"there is no {VIDEOS}: videos follow the defaults of the library's Qwen3VLVideoProcessor",
+        f"there is no {VIDEOS}: videos use the defaults of the library's Qwen3VLVideoProcessor",
     )
     assert (
         told.values["video_resize_pixels"] == [131072, 786432] and told.values["video_fps"] == 2.0
@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[str, str, Files, str]] = {
         "qwen3_5",
         IMAGES,
         {"do_normalize": False},
-        "do_normalize is False, megacp can only express",
+        "do_normalize is False, but megacp supports only",
     ),
     "no resizing": ("qwen3_5", VIDEOS, {"do_resize": False}, "do_resize is False"),
     "no RGB": ("qwen3_5", IMAGES, {"do_convert_rgb": False}, "do_convert_rgb is False"),
@@ -264,14 +264,14 @@ REFUSED: dict[str, tuple[str, str, Files, str]] = {
         "qwen3_5",
         VIDEOS,
         {"resample": 2},
-        "resample is 2, megacp can only express 3",
+        "resample is 2, but megacp supports only 3",
     ),
     "all frames": ("qwen3_5", VIDEOS, {"do_sample_frames": False}, "do_sample_frames is False"),
     "a number of frames": (
         "qwen3_5",
         VIDEOS,
         {"num_frames": 8},
-        "num_frames is 8, megacp can only express null",
+        "num_frames is 8, but megacp supports only null",
     ),
     "capped frames": (
         "qwen3_5",
@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[str, str, Files, str]] = {
         "qwen3_5",
         VIDEOS,
         {"patch_size": 14},
-        "patch_size is 14, preprocessor_config.json patch_size",
+        "patch_size is 14, but preprocessor_config.json patch_size",
     ),
     "half a size": (
         "qwen3_5",
@@ -345,20 +345,20 @@ REFUSED: dict[str, tuple[str, str, Files, str]] = {
         "molmo2",
         IMAGES,
         {"size": {"height": 56, "width": 28}},
-        "can only express squares",
+        "supports only squares",
     ),
     "the shorter side": (
         "molmo2",
         IMAGES,
         {"size": 56, "default_to_square": False},
-        "can only express squares",
+        "supports only squares",
     ),
-    "frames by rate": ("molmo2", VIDEOS, {"fps": 2}, "fps is 2, megacp can only express null"),
+    "frames by rate": ("molmo2", VIDEOS, {"fps": 2}, "fps is 2, but megacp supports only null"),
     "videos as bytes": (
         "molmo2",
         VIDEOS,
         {"do_rescale": None},
-        "do_rescale is null, megacp can only express True",
+        "do_rescale is null, but megacp supports only True",
     ),
     "a null for a size of videos": (
         "qwen3_5",
@@ -376,7 +376,7 @@ REFUSED: dict[str, tuple[str, str, Files, str]] = {
         "qwen3_5",
         IMAGES,
         {"do_normalize": None},
-        "do_normalize is null, megacp can only express",
+        "do_normalize is null, but megacp supports only",
     ),
     "crops without a patch": (
         "molmo2",

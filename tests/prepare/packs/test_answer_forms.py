@@ -207,7 +207,7 @@ def test_an_interrupted_build_with_other_names_is_refused(base: Path, tmp_path: 
     source = write(tmp_path / "a.jsonl", {"q": "a", "a": "b"})
     named = {"tokenizer": str(base), "columns": (("prompt", "q"), ("completion", "a"))}
     run([source], tmp_path / "d", **named)
-    with pytest.raises(ValueError, match="begun with other settings.*columns: "):
+    with pytest.raises(ValueError, match="started with other settings.*columns: "):
         run(
             [source], tmp_path / "d", **{**named, "columns": (("prompt", "a"), ("completion", "q"))}
         )
@@ -234,17 +234,17 @@ def test_flags_of_names_are_validated_before_a_record_is_read(
             "reverse the names, as in --columns prompt=question",
         ),
         (["--columns", "ask=q"], "megacp reads; choose one of text, messages"),
-        (["--columns", "prompt=q,completion=q"], "--columns names q twice"),
-        (["--columns", "prompt=q,prompt=a"], "--columns names prompt twice"),
+        (["--columns", "prompt=q,completion=q"], "--columns contains q twice"),
+        (["--columns", "prompt=q,prompt=a"], "--columns contains prompt twice"),
         (
             ["--columns", "prompt=q", "--ignore-keys", "q"],
             "--ignore-keys q: --columns reads these keys",
         ),
-        (["--columns", "text=q", "--text-key", "a"], "--text-key a and --columns both name"),
+        (["--columns", "text=q", "--text-key", "a"], "--text-key a and --columns both define"),
         (["--roles", "bot=assistant"], "reverse the names, as in --roles assistant=bot"),
         (
             ["--roles", "user=a", "--context-roles", "a"],
-            "--context-roles a: --roles gives these names another role",
+            "--context-roles a: --roles maps these names to another role",
         ),
     ):
         assert main([*given, *flags]) == 2

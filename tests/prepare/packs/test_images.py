@@ -294,8 +294,8 @@ def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(
         for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()
     ]
     assert (
-        "does not name its member '2.png'" in reasons[0]
-        and "does not name its member '3.png'" in reasons[1]
+        "does not refer to its member '2.png'" in reasons[0]
+        and "does not refer to its member '3.png'" in reasons[1]
     )
 
 

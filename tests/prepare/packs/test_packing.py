@@ -195,7 +195,9 @@ def test_a_disk_that_is_full_at_any_write_is_one_message_with_path_and_bytes(
     )
     assert full.returncode == 2 and full.stderr.count("\n") == 1, full.stderr
     assert full.stderr.startswith(f"error: --output {tmp_path}/d: File too large"), full.stderr
-    assert "bytes are free there" in full.stderr and "run the same command again" in full.stderr
+    assert (
+        "bytes are free on this disk" in full.stderr and "run the same command again" in full.stderr
+    )
     if workers == 1:  # otherwise a worker may be killed while it writes
         assert not list(tmp_path.glob("d/.shard_*"))
     again = build_args(corpus, tmp_path / "d", "--unit-bytes", 12000, "--workers", 1)

@@ -142,7 +142,8 @@ def test_a_worker_that_is_not_like_this_process_does_nothing(
 
     monkeypatch.setattr(fake, "get", get)
     with pytest.raises(
-        ValueError, match=r"differs from this process: the version of numpy is .* there, 9\.9 here"
+        ValueError,
+        match=r"differs from this process: the version of numpy is .* there, but 9\.9 here",
     ):
         squares()
 

@@ -144,9 +144,11 @@ def test_a_build_from_a_url_has_the_bytes_of_one_from_a_disk_and_sees_a_changed_
         identity(f"{inputs}/one.jsonl")[1] == before[1]
         and identity(f"{inputs}/one.jsonl") != before
     )
-    with pytest.raises(ValueError, match=r"begun with other settings or other input.*input"):
+    with pytest.raises(ValueError, match=r"started with other settings or other input.*input"):
         build(settings([pattern], tmp_path / "d"), io.StringIO())
-    with pytest.raises(ValueError, match="--output s3://b/d: a dataset is built in a directory"):
+    with pytest.raises(
+        ValueError, match="--output s3://b/d: a dataset must be built in a local directory"
+    ):
         build(settings(corpus, "s3://b/d"), io.StringIO())
 
 
@@ -275,7 +277,7 @@ def test_a_server_is_asked_below_what_is_allowed_alone_and_nothing_is_unpacked(n
             f"{url}/photosmore",
             f"{url}/photos/..",
         ):
-            with pytest.raises(ImageError, match="--image-urls|climbs with"):
+            with pytest.raises(ImageError, match="--image-urls|the path contains"):
                 reader._from_path(f"{place}/a.png")
         server.shutdown()
     assert Handler.asked and all(place.startswith("127.0.0.1/photos/") for place in Handler.asked)
@@ -287,7 +289,7 @@ def test_a_store_is_read_below_the_urls_that_are_named_alone() -> None:
     reader = MediaReader(TINY, None, [str(store)])
     assert reader._from_path(f"{store}/x.png") == PICTURE
     for place in (f"{store}more/x.png", f"{store}/../b.png"):
-        with pytest.raises(ImageError, match="--image-urls|climbs with"):
+        with pytest.raises(ImageError, match="--image-urls|the path contains"):
             reader._from_path(place)
 
 
@@ -337,7 +339,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lacks \d+ of \d+ units, 1, 2, 5"):
         finish([a], tmp_path / "d")
     with pytest.raises(
-        ValueError, match=r"begun with other settings .*seq_length: 128 before, 256 now"
+        ValueError, match=r"started with other settings .*seq_length: 128 before, 256 now"
     ):
         part([a], tmp_path / "d", 1, 4, seq_length=256)
     assert (

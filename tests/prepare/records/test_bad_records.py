@@ -81,7 +81,7 @@ def bad_lines(root: Path) -> dict[bytes, str]:
         json.dumps(
             {"content": [small], "branches": ["x" * 1100]}
         ).encode(): "with all branches, .* --seq-length 1024",
-        record(path="../secret.png"): "climbs with `..`",
+        record(path="../secret.png"): "contains `..`",
         record(path="/etc/passwd"): "absolute",
         record(path="out.png"): "a symbolic link leads out of --image-root",
         record(path="file:///etc/passwd"): "it is a URL",

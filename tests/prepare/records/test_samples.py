@@ -263,7 +263,7 @@ def test_images_without_a_place_stand_at_the_beginning_of_what_is_asked(
     assert pieces == parse_record({**record, **placed}, IMAGES).prefix and any(
         piece.media for piece in pieces
     )
-    with pytest.raises(RecordError, match="names an image or a video .*--image-root"):
+    with pytest.raises(RecordError, match="refers to an image or a video .*--image-root"):
         parse_record(record)
 
 

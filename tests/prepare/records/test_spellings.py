@@ -110,11 +110,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"messages": ["Q", "A"]}, r"`messages\[0\]` .*found a string; the position of a text"),
     (
         {"messages": [ASK, {**TELL, "from": "gpt"}]},
-        f"{MESSAGE}: `role` and `from` both give the speaker",
+        f"{MESSAGE}: `role` and `from` both specify the speaker",
     ),
     (
         {"messages": [ASK, {**TELL, "value": "B"}]},
-        f"{MESSAGE}: `content` and `value` both give the text",
+        f"{MESSAGE}: `content` and `value` both specify the text",
     ),
     (
         {"messages": [ASK, {"role": "model", "parts": [{"inline_data": "x"}]}]},

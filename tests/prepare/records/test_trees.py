@@ -303,7 +303,7 @@ def test_rollouts_need_their_flag_and_other_keys_of_the_name_do_not(rules: Recor
 def test_a_branch_of_a_branch_is_not_asked() -> None:
     with pytest.raises(
         RecordError,
-        match=re.escape("`branches[0].branches[0]`: a prompt cannot be a branch of a branch"),
+        match=re.escape("`branches[0].branches[0]`: prompts cannot have nested branches"),
     ):
         parse_record({"text": "a", "branches": [{"text": "b", "branches": ["c"]}]}, FOR_PROMPTS)
 

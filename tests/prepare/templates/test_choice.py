@@ -195,9 +195,9 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
         assert Sources(mixed, None, "").chat_template == by
     write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["granite"])
     for name, inputs in {"own": ["talks"], "half": ["text", "talks"]}.items():
-        with pytest.raises(ValueError, match=f"{name} was begun with another chat template"):
+        with pytest.raises(ValueError, match=f"{name} was started with a different chat template"):
             built(name, *inputs)
-    with pytest.raises(ValueError, match="begun with other settings.*chat_template: "):
+    with pytest.raises(ValueError, match="started with other settings.*chat_template: "):
         built("asked", "talks", chat_template="auto")
     # the part that is already built had no messages
     assert built("both", "text", "talks")[1]["default"] == TEMPLATES["granite"]

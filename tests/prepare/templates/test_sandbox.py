@@ -135,7 +135,8 @@ WITHOUT_TEXT = [
 @pytest.mark.parametrize("text", WITHOUT_TEXT)
 def test_an_address_or_chance_never_becomes_part_of_a_rendering(folder: Path, text: str) -> None:
     with pytest.raises(
-        RecordError, match="the chat template refuses it: it writes (a function|random text)"
+        RecordError,
+        match="the chat template refuses these messages: it writes (a function|random text)",
     ):
         template(folder, text + "{{ messages[0].content }}").render([ASK, TELL], TOOLS)
 

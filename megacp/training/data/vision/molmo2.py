@@ -52,31 +52,35 @@ class Molmo2Rules(VisionRules):
         8, "maximum number of high-resolution crops, in addition to the low-resolution one"
     )
     overlap_margins: tuple[int, int] = rule(
-        (4, 4), "patches that a crop shares with its neighbours: left and top, right and bottom"
+        (4, 4),
+        "number of patches by which neighbouring crops overlap: at the left and top edges, "
+        "at the right and bottom edges",
     )
     image_pooling: tuple[int, int] = rule(
-        (2, 2), "rows and columns of patches that are pooled to one image token"
+        (2, 2), "rows and columns of patches to pool into one image token"
     )
     video_pooling: tuple[int, int] = rule(
-        (3, 3), "rows and columns of patches that are pooled to one video token"
+        (3, 3), "rows and columns of patches to pool into one video token"
     )
     max_frames: int = rule(64, "maximum number of frames to sample from a video")
     video_fps: float = rule(2.0, "maximum number of frames to sample per second")
     time_mode: str = rule(
-        "per-frame", "per-frame: write the time in seconds before each frame; off: write no times"
+        "per-frame",
+        "times of video frames: per-frame writes the time in seconds before each "
+        "frame, off writes no times",
     )
     use_column_tokens: bool = rule(
         False, "add a column token after each row of image tokens", "--column-tokens"
     )
     low_res_column_tokens: bool | None = rule(
-        None, "add column tokens in the low-resolution crop (default: same as --column-tokens)"
+        None, "add column tokens to the low-resolution crop (default: same as --column-tokens)"
     )
-    video_column_tokens: bool = rule(False, "add column tokens in video frames")
+    video_column_tokens: bool = rule(False, "add column tokens to video frames")
     image_mean: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "values to subtract from red, green and blue, which are between 0 and 1"
+        (0.5, 0.5, 0.5), "values to subtract from red, green and blue, scaled to 0..1"
     )
     image_std: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "values to divide red, green and blue by, after the subtraction"
+        (0.5, 0.5, 0.5), "values by which to divide red, green and blue after the subtraction"
     )
     max_pixels: int = rule(89_478_485, "reject images with more pixels")
     token_ids: dict[str, int] = rule(

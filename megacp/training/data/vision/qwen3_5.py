@@ -44,14 +44,14 @@ class Qwen35Rules(VisionRules):
     placeholder: ClassVar[tuple[str, ...]] = ("vision_start", "image_patch", "vision_end")
     frames_of_unit: ClassVar[int] = _FRAMES
     patch_size: int = rule(16, "side length of a patch in pixels")
-    merge_size: int = rule(2, "patches along each side of a window, which becomes one token")
+    merge_size: int = rule(2, "side length in patches of a window, which becomes one token")
     resize_pixels: tuple[int, int] = rule(
         (1 << 16, 1 << 24),
         "minimum and maximum number of pixels in an image after it is resized to whole windows",
     )
     video_resize_pixels: tuple[int, int] = rule(
         (1 << 12, 24 << 20),
-        "minimum and maximum number of pixels in all sampled frames of a video after resizing",
+        "minimum and maximum total number of pixels in a video's sampled frames after resizing",
     )
     min_frames: int = rule(4, "minimum number of frames to sample from a video")
     max_frames: int = rule(768, "maximum number of frames to sample from a video")
@@ -59,10 +59,10 @@ class Qwen35Rules(VisionRules):
         2.0, "frames to sample per second, within --min-frames and --max-frames in total"
     )
     image_mean: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "values to subtract from red, green and blue, which are between 0 and 1"
+        (0.5, 0.5, 0.5), "values to subtract from red, green and blue, scaled to 0..1"
     )
     image_std: tuple[float, float, float] = rule(
-        (0.5, 0.5, 0.5), "values to divide red, green and blue by, after the subtraction"
+        (0.5, 0.5, 0.5), "values by which to divide red, green and blue after the subtraction"
     )
     max_pixels: int = rule(89_478_485, "reject images with more pixels")
     token_ids: dict[str, int] = rule(
