@@ -399,7 +399,7 @@ def test_packs_for_a_tower_from_another_folder_follow_its_rules(
     )
     told = refusal(*data)
     assert (
-        f"from --vision-from-hf {tower}: --max-crops is 2, {PROCESSOR}: image_processor "
+        f"from --vision-from-hf {tower}: --max-crops is 2, but {PROCESSOR}: image_processor "
         "max_crops is 6" in told
     )
 
