@@ -237,7 +237,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--text-key",
-            "key of the plain text in records (text)",
+            "record key that contains plain text (text)",
             {"default": "text", "metavar": "KEY"},
         ),
     ],
@@ -315,7 +315,8 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--oversize",
-            "what to do with documents that do not fit in a pack (error)",
+            "what to do with documents longer than a pack: report an error, drop them, split them "
+            "into pieces, or truncate them (error)",
             {"choices": ("error", "drop", "split", "truncate"), "default": "error"},
         ),
         (
@@ -325,7 +326,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--seed",
-            "shuffle documents within a window, with this seed (default: keep the input order)",
+            "shuffle documents within each window, using this seed (default: keep the input order)",
             {"type": int, "metavar": "N"},
         ),
         (
@@ -340,8 +341,8 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--cp-degrees",
-            "context-parallel sizes for which to store the distribution of images across ranks "
-            "(1,2,4,8,16)",
+            "context-parallel sizes for which to precompute how ranks divide the images among "
+            "themselves (1,2,4,8,16)",
             {"type": _INTS, "default": "1,2,4,8,16", "metavar": "A,B"},
         ),
     ],
@@ -377,23 +378,25 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--executor",
-            "where workers run: on this machine (local) or on a Ray cluster (ray) (local)",
+            "run workers as local processes or on a Ray cluster (local)",
             {"choices": ("local", "ray"), "default": "local"},
         ),
         (
             "--ray-address",
-            "address of the Ray cluster for --executor ray; auto starts a local cluster",
+            "with --executor ray, address of the cluster; auto finds a running cluster (default: "
+            "start a local cluster)",
             {"metavar": "A"},
         ),
         (
             "--unit-bytes",
-            "input bytes per shard (default: 8 MiB or enough for 256 packs, whichever is larger; "
-            "with images, about 1024 records)",
+            "input bytes per shard (default: 8 MiB or 256 packs, whichever is larger; with images, "
+            "about 1024 records)",
             {"type": int, "default": 0, "metavar": "N"},
         ),
         (
             "--on-error",
-            "what to do with bad records: stop the build or skip them (fail)",
+            "what to do if a record is bad: stop the build (fail) or omit the record (skip); "
+            "default: fail",
             {"choices": ("fail", "skip"), "default": "fail"},
         ),
         (

@@ -119,7 +119,7 @@ def document_parts(length: int, branches: np.ndarray) -> list[tuple[int, int, li
 
 
 def learned_of_pack(pack: Pack) -> int:
-    """Return the number of tokens of a pack that contribute to the loss."""
+    """Return how many tokens of a pack contribute to the loss."""
     learned = 0
     for here, rows in pack_documents(pack):
         weights = None if pack.weights is None else pack.weights[here]

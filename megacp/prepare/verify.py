@@ -76,7 +76,7 @@ def _damaged(path: Place, file: FileEntry) -> str | None:
 
 
 def _pack_reasons(shard: Shard, number: int, num_ids: int) -> Iterator[str]:
-    """Yield the problems of one pack of a shard whose files are sound."""
+    """Yield the problems of one pack in a shard with sound files."""
     try:
         tokens = shard.token_ids(number)
         weights = shard.loss_weights(number)

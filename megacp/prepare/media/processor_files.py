@@ -213,7 +213,7 @@ def _pair(low: int) -> Callable[[Any], list[int]]:
     return read
 
 
-# In the Qwen classes, `size` gives numbers of pixels in an image, not edge lengths as its keys say.
+# In the Qwen classes, `size` contains pixel counts of an image, although its keys suggest lengths.
 _EDGES = ("shortest_edge", "longest_edge")
 _OLDER_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _WORDS_OF_EDGES = (
@@ -222,7 +222,7 @@ _WORDS_OF_EDGES = (
 
 
 def _pixels(part: Content, default: list[int], has_older: bool) -> list[int]:
-    """Return the minimum and maximum number of pixels of an image or a video.
+    """Return the minimum and maximum pixel counts of an image or a video.
 
     With `has_older` (images), the fields min_pixels and max_pixels override `size`.
     """
@@ -385,7 +385,7 @@ PROCESSOR_FILES: dict[str, ProcessorFiles] = {"molmo2": _CROPS, "qwen3_5": _WIND
 # Fields that are ignored without a note, because no rule depends on them or another field decides.
 _SILENT = frozenset(
     {
-        # names of classes
+        # class names
         "processor_class",
         "image_processor_type",
         "video_processor_type",

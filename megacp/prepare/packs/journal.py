@@ -104,7 +104,7 @@ class Journal:
         """
         self._directory = directory
         text = json.dumps(decisive, sort_keys=True).encode()
-        # The round trip turns tuples into lists, as in the settings that are read from the file.
+        # The round trip converts tuples to lists, as in the settings from the file.
         now = json.loads(text)
         self.fingerprint = hashlib.sha256(text).hexdigest()
         path = directory / _STATE / "settings.json"

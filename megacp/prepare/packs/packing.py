@@ -148,7 +148,7 @@ def two_budgets(
     num_packs = 0
     for begin in range(0, len(tokens), window):
         here = slice(begin, min(begin + window, len(tokens)))
-        # The larger share that an item takes of either budget.
+        # Each item's share of a budget; the larger of its two shares counts.
         token_share = tokens[here] / token_capacity  # [items here]
         crop_share = crops[here] / max(crop_capacity, 1)  # [items here]
         share = np.maximum(token_share, crop_share)

@@ -77,7 +77,7 @@ class BuildSummary:
     manifest: DatasetManifest | None
     """Manifest of the dataset; None after a part of a build."""
     results: tuple[UnitResult, ...]
-    """Results of all units, or of the units of the part."""
+    """Results of all units, or only of the units in the part."""
     read_bytes: int
     """Input bytes that this run has read."""
     seconds: float
@@ -106,7 +106,7 @@ class BuildSummary:
 
     @property
     def learned_tokens(self) -> int:
-        """Number of tokens that are predicted with a loss weight above 0."""
+        """Number of predicted tokens with a loss weight above 0."""
         return sum(result.learned_tokens for result in self.results)
 
     @property

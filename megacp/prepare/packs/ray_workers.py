@@ -25,7 +25,7 @@ from megacp.storage.files import source_digest
 
 # Maximum attempts for a task whose workers are lost.
 _TRIES = 4
-# Size of the object store of a local Ray. Each result takes only a few KiB.
+# Size of the object store if Ray runs locally. Each result takes only a few KiB.
 _STORE_BYTES = 100 << 20
 _SECONDS_BETWEEN_LOOKS = 5.0
 # Packages that can change the bytes of a dataset.

@@ -1,7 +1,7 @@
 """Build a packed dataset: split the input into units, build a shard per unit, write the manifest.
 
-The bytes of the dataset do not depend on the number of workers, parts (`--units 3/16` builds every
-sixteenth unit) or interruptions. Finished units are not built again.
+The number of workers, parts (`--units 3/16` builds every sixteenth unit) and interruptions do not
+affect the bytes of the dataset. Finished units are not built again.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class BuildSettings:
 
     @property
     def longest_piece(self) -> int:
-        """Maximum number of tokens of a document, or of a piece of one, that fits in a pack."""
+        """Maximum length in tokens of a document, or a piece of it, that fits in a pack."""
         return self.seq_length // self.pad_multiple * self.pad_multiple
 
     @property
@@ -126,7 +126,7 @@ class BuildSettings:
         None selects megacp's own form. Raise ValueError, here or in the returned function, if
         `load_chat_template` cannot load the template.
         """
-        # These two values select forms that are written without a template.
+        # These two values select forms that need no template.
         if self.chat_template in (HOUSE_FORM, ALPACA):
             return None
         if self.chat_template is not None:
@@ -249,7 +249,8 @@ def _naming_problems(settings: BuildSettings) -> list[str]:
             given = f"{flag} {own}={name}"
             if own in known[flag]:
                 continue
-            # Users often give the two names in the wrong order, so the message shows the right one.
+            # Users often give the two names in the wrong order, so the message shows the correct
+            # order.
             if name in known[flag]:
                 found.append(f"{given}: reverse the names, as in {flag} {name}={own}")
             else:
@@ -309,8 +310,8 @@ def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | No
     elif tokenizer.kind == "huggingface" and around.stated not in (None, bool(around.before)):
         # The two files contradict each other, so the user must decide.
         unclear = (
-            f"tokenizer_config.json says add_bos_token {around.stated}, but the post-processor of "
-            f"tokenizer.json puts the tokens {list(around.before)} before every text"
+            f"tokenizer_config.json sets add_bos_token to {around.stated}, but the post-processor "
+            f"of tokenizer.json puts the tokens {list(around.before)} before every text"
         )
     if settings.prepend_bos is not None or unclear is None:
         return None

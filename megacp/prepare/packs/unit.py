@@ -1,4 +1,4 @@
-"""Build one unit: turn the records of a few byte ranges into one shard of packs.
+"""Build one unit: convert the records in a few byte ranges to one shard of packs.
 
 The shard depends only on the settings, the unit and the bytes of the input. The number of workers
 and their crashes do not change it. Documents are packed in windows, which limits the memory use.

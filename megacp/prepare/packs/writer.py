@@ -158,7 +158,7 @@ class Segment:
     items: tuple[Callable[[], bytes], ...] = ()
     """Functions that return the encoded bytes of each image or video; called once, when writing."""
     branch_leaves: tuple[int, ...] = ()
-    """End of the last descendant of each branch; empty if branches have no branches."""
+    """End of each branch including all branches below it; empty if branches have no branches."""
 
 
 class ShardWriter:

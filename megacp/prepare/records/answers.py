@@ -34,7 +34,7 @@ from megacp.prepare.records.thoughts import (
 )
 
 _UNASKED = re.compile(rf"{THOUGHT}\s*{THOUGHT_END}\s*\Z")
-"""An empty thought at the end of a prompt, which asks for an answer without a thought."""
+"""An empty thought at the end of a prompt; such a prompt asks for an answer without a thought."""
 _ASK: dict[str, Any] = {"role": "user", "content": "Why?"}
 _MOST_PATTERNS = 32
 """Maximum number of patterns to keep for one kind, for example for different tool names."""
@@ -101,7 +101,7 @@ class AnswerFinder:
         patterns: dict[Hashable, list[_Pattern]] = defaultdict(list)
         matched: list[int] = []
         for i in answers:
-            # try the patterns of earlier answers of this kind, which needs no rendering
+            # first try the patterns of earlier answers of this kind, which needs no rendering
             kind = self._kind(i)
             alike = (self._matched(pattern, i) for pattern in patterns[kind])
             answer = next((each for each in alike if each is not None), None)

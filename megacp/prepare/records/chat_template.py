@@ -458,7 +458,7 @@ def templates_of(folder: Path) -> dict[str, str]:
     if found:
         return {name: read_regular(path).decode() for name, path in found.items()}
 
-    # the settings have a text, or a list of names and texts
+    # the settings contain a text, or a list of names and texts
     stated = read_beside(folder).values.get("chat_template")
     if stated is None and (folder / old).is_file():
         stated = read_object(folder / old).get("chat_template")

@@ -197,7 +197,7 @@ class WrittenTalk:
         return given
 
     def _part(self, i: int, j: int, part: Any) -> dict[str, Any]:
-        """Return part j of the content of message i for the template; record its image or video."""
+        """Return part j of message i's content for the template; record its image or video."""
         where = f"{self._talk.paths[i]}.content[{j}]"
         kind = kind_of(part, where)
         if kind == "text":
@@ -209,7 +209,8 @@ class WrittenTalk:
     def _refuse_lost(self) -> None:
         """Raise RecordError if the template omits a value of a message, or the tools.
 
-        An answer whose thought is omitted by a template that supports thoughts becomes context.
+        If a template supports thoughts but omits the thought of an answer, that answer becomes
+        context.
         """
         left_out = self._left_out
         # first decide which answers become context, then check every value of the message
@@ -256,7 +257,7 @@ class WrittenTalk:
                 f"`{where}`: the chat template does not write thoughts; use one that does, such as "
                 "--chat-template qwen3"
             )
-        # thoughts of context may be omitted, and the preceding call already names a tool result
+        # thoughts of context may be omitted; a tool result needs no name after the call itself
         if key in REASONING and writes_thoughts and not self._weights[i]:
             return
         if key == "name" and message["role"] == "tool":
@@ -374,7 +375,7 @@ class WrittenTalk:
         return found
 
     def _generated(self) -> list[tuple[int, int, float]]:
-        """Return the ranges of the generation blocks with the weights of their messages."""
+        """Return the ranges of generation blocks with their messages' weights."""
         blocks = self._renderings.whole.generated
         answering = [
             i for i, message in enumerate(self._messages) if message["role"] in LEARNED_ROLES
@@ -487,7 +488,7 @@ class WrittenTalk:
     # ---- images
 
     def _find_places(self) -> list[tuple[int, int]]:
-        """Return the range of characters of each image or video placeholder.
+        """Return the character range of each image or video placeholder.
 
         A placeholder is found by rendering the messages with a text in its place.
         """
@@ -526,8 +527,8 @@ class WrittenTalk:
         return places if at == len(text) else []
 
     def _place(self, i: int, j: int, media: Media) -> tuple[int, int]:
-        """Return the range of characters of one placeholder. Raise RecordError unless it consists
-        of special tokens.
+        """Return the character range of one placeholder. Raise RecordError unless it consists of
+        special tokens.
         """
         text = self._renderings.text
         start, stop = self._replaced(i, j)
@@ -542,7 +543,7 @@ class WrittenTalk:
         return start, start + len(written)
 
     def _replaced(self, i: int, j: int) -> tuple[int, int]:
-        """Return the range of characters that part j of message i adds to the text.
+        """Return the character range that part j of message i adds to the text.
 
         Return (0, 0) if replacing the part changes other characters.
         """

@@ -61,7 +61,7 @@ def learned_tokens(
     starts: Iterable[int] = (),
     leaves: Iterable[int] = (),
 ) -> int:
-    """Return the number of tokens of a document that contribute to the loss.
+    """Return how many tokens of a document contribute to the loss.
 
     Such a token has a positive weight and a preceding token that predicts it. If all branches of a
     part begin with the same token, the part's last token predicts it. tokens: [n]; weights: [n], or
@@ -199,7 +199,7 @@ class DocumentMaker:
     def _document(
         self, parts: list[list[Stretch]], above: Sequence[int], problem: str | None
     ) -> Document:
-        """Return the document of a tree of parts.
+        """Convert a tree of parts to a document.
 
         `above` contains, for each branch, the number of the part that it continues. Branches that
         begin with learned text are made predictable first.
@@ -406,9 +406,9 @@ def _predictable(
 
     Return the parts, the parent number of each part except the first, and a problem or None. The
     last token of a part cannot predict several different tokens. If a branch begins with learned
-    text, the last token of the part that it continues therefore moves to the beginning of all of
-    that part's branches. Only the first branch keeps the token's weight, so the token is learned
-    once, as before. A part that becomes empty is replaced by its branches.
+    text, the last token of its parent part therefore moves to the beginning of every branch of that
+    part. Only the first branch keeps the token's weight, so the token is learned once, as before. A
+    part that becomes empty is replaced by its branches.
     """
     branches: list[list[int]] = [[] for _ in parts]
     for branch, parent in enumerate(above, start=1):

@@ -144,7 +144,7 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
 
 
 def turn_header(role: str, first: bool) -> SamplePart:
-    """Return the header of a message that is written without a chat template."""
+    """Return the header of a message written without a chat template."""
     separator = "" if first else "\n"
     return SamplePart(f"{separator}<|{role}|>\n", 0.0)
 
@@ -329,7 +329,7 @@ def _content(record: dict[str, Any], at: Callable[[str], str], rules: RecordRule
 
 
 def _messages_of(key: str) -> Reader:
-    """Return a reader of the list of messages at `key`."""
+    """Return a reader for the list of messages at `key`."""
     return lambda record, at, rules: talk_of(record[key], at(key), rules)
 
 
@@ -344,7 +344,7 @@ def objects_at(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def with_object(call: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a tool or tool call whose value at `key` is decoded, if that is a JSON string.
+    """Return a tool or tool call; its value at `key` is decoded if it is a JSON string.
 
     OpenAI's API writes the arguments of a call as a JSON string.
     """
@@ -352,7 +352,7 @@ def with_object(call: dict[str, Any], key: str) -> dict[str, Any]:
     if isinstance(inner, dict):
         return {**call, "function": with_object(inner, key)}
     value = call.get(key)
-    # a string that is not JSON stays as it is
+    # a string that is not JSON remains unchanged
     with contextlib.suppress(RecordError):
         if isinstance(value, str):
             value = decode_json(value.encode())
@@ -609,7 +609,7 @@ def _with_system(talk: Talk, record: dict[str, Any], at: Callable[[str], str]) -
         if _same(text, _plain(talk.messages[0])):
             return talk
         raise RecordError(
-            f"`{at('system')}` and `{talk.paths[0]}` are different system prompts; leave one out"
+            f"`{at('system')}` and `{talk.paths[0]}` are different system prompts; remove one"
         )
     system = {"role": "system", "content": text}
     return Talk([system, *talk.messages], (at("system"), *talk.paths))
@@ -718,7 +718,7 @@ def _with_media(
         named = [key for key in (kind, f"{kind}s") if record.get(key) not in (None, [])]
         if len(named) > 1:
             raise RecordError(
-                f"`{named[0]}` and `{named[1]}` both give the files for <{kind}>; leave one out"
+                f"`{named[0]}` and `{named[1]}` both contain files for <{kind}>; remove one of them"
             )
         for key in named:
             keys[kind] = key

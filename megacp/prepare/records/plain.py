@@ -85,7 +85,7 @@ def _record(
     """Return one row of a table as a record."""
     size = max(1, sum([len(cell.encode()) for cell in cells]))
     if len(cells) > len(names):
-        reason = f"the row has {len(cells)} cells, but the first row names {len(names)} columns"
+        reason = f"the row has {len(cells)} cells, but the first row has {len(names)} column names"
         return Refusal(path, line, row, reason)
     if size > max_record_bytes:
         reason = f"the row has {size} bytes, more than --max-record-bytes {max_record_bytes}"

@@ -49,7 +49,7 @@ _METADATA = set(
 """
 # first words of metadata keys, such as `is_safe` and `num_turns`
 _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", "warc", "nb"}
-# reasons why a key is refused; `refuse_lost` chooses its advice by them
+# reasons why a key is refused; `refuse_lost` selects its advice according to them
 _SYSTEM = "may be a system prompt"
 _SYSTEM_TAKEN = "Use --columns system={} to read it as the system prompt of a conversation"
 _SYSTEM_ASIDE = (
@@ -427,7 +427,7 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
     if key == "image_url" and isinstance(value, dict):
         value = value.get("url")
     if key == kind and isinstance(value, dict):
-        # the `Image` feature of Hugging Face datasets: {bytes, path}, where `path` names the bytes
+        # the `Image` feature of Hugging Face datasets: {bytes, path}, where `path` is only a name
         rules.refuse_lost(value, ("bytes", "path"), f"`{where}`")
         if value.get("bytes") is None and value.get("path") is None:
             raise RecordError(f"`{where}` has neither `bytes` nor `path`")

@@ -75,7 +75,7 @@ class Renderings:
         """The position at which each message and each value begins, as far as marks show it.
 
         If marks in values change the text, only the marks of turns are used, which are not part of
-        any value. If these change the text as well, the result is empty.
+        any value. If these marks also change the text, the result is empty.
         """
         marks = Marks()
         marked = [marked_message(message, i, marks) for i, message in enumerate(self.messages)]

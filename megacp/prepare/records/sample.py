@@ -97,7 +97,7 @@ def _object(record: Any, rules: RecordRules) -> dict[str, Any]:
 def _together(
     record: dict[str, Any], key: str, rules: RecordRules, template: Template | None
 ) -> Sample:
-    """Return the rollouts at `key` of a record as a sample of whole documents.
+    """Convert the rollouts at `key` of a record to a sample that consists of whole documents.
 
     A `DocumentMaker` merges their common prefixes into a tree.
     """

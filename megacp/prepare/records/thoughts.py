@@ -15,7 +15,7 @@ LINK_KEYS = ("role", "type", "id", "index", "tool_call_id")
 
 
 def message_words(message: dict[str, Any], key: str = "content", between: str = "") -> str:
-    """Return the texts of a value of a message, joined by `between`."""
+    """Return the texts in a message's value at `key`, joined by `between`."""
     value = message.get(key)
     # treat a string like a list with one text part
     parts = value if isinstance(value, list) else [{"text": value}]

@@ -33,14 +33,14 @@ _ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
-"""Role names of ShareGPT, and Gemini's `model`."""
+"""Role names in ShareGPT, and Gemini's `model`."""
 _CALLS = "function_call"
 """ShareGPT's speaker name for tool calls. Their text is JSON: one `{"name": ..., "arguments":
 {...}}`, or a list of them.
 """
 _ASKING = ("human", "user", "question", "instruction", "query", "prompt", "input")
 _ANSWERING = ("gpt", "assistant", "model", "bot", "answer", "response", "output", "completion")
-"""Keys of an object that has a question and its answer instead of two messages."""
+"""Keys of an object that contains a question and its answer instead of two messages."""
 
 
 # ---- JSON as text

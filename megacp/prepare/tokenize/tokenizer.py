@@ -76,8 +76,8 @@ PROBE = (
 
 @cache
 def _newer() -> np.ndarray:
-    """Return bool [code points]: True for letters, digits and spaces that are in the tables of
-    `regex`, but not in Python's older tables.
+    """Return bool [code points]: True for letters, digits and spaces in the tables of `regex` that
+    are missing in Python's older tables.
     """
     import regex
 
@@ -125,7 +125,7 @@ class Tokenizer(abc.ABC):
     """Whether its folder has the converter's template for conversations without a chat template."""
     model: Any = None
     own: frozenset[str] = frozenset()
-    """Special tokens of the vocabulary that are treated as plain text inside a text."""
+    """Special tokens in the vocabulary that count as plain text inside a text."""
     _fast: Any = None
     _apart: tuple[str, ...] = ()
     """Symbols that the fast engine splits differently; the reference encodes texts with them."""

@@ -239,9 +239,7 @@ def test_a_folder_without_settings_of_videos_says_so(tmp_path: Path) -> None:
     )
     # the library would use all frames here, which our rules cannot express
     told = read(written(tmp_path, {IMAGES: {**QWEN_IMAGE, "do_sample_frames": False}}), "qwen3_5")
-    assert (
-        f"there is no {VIDEOS}: videos follow" in told.notes[0] and told.values["video_fps"] == 2.0
-    )
+    assert f"there is no {VIDEOS}: videos use" in told.notes[0] and told.values["video_fps"] == 2.0
     assert read_processor(written(tmp_path, {}), "qwen3_5") is None
 
 

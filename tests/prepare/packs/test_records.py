@@ -232,7 +232,7 @@ def test_a_config_that_contradicts_the_post_processor_asks_for_a_choice(
     )
     with pytest.raises(
         ValueError,
-        match=f"says add_bos_token {says}, but the post-processor of tokenizer.json puts",
+        match=f"sets add_bos_token to {says}, but the post-processor of tokenizer.json puts",
     ):
         run([a], tmp_path / "d", tokenizer=str(path))
     run([a], tmp_path / "d", tokenizer=str(path), prepend_bos=True)

@@ -370,7 +370,7 @@ def test_a_folder_is_refused_with_what_to_give_in_its_place(tmp_path: Path) -> N
     (folder / "data").mkdir(parents=True)
     assert "without a supported file (.jsonl" in str(input_problem(str(folder)))
     (folder / "data" / "train-0.parquet").write_bytes(b"")
-    assert f"give the files in it, as '{folder}/*/*.parquet'" in str(input_problem(str(folder)))
+    assert f"the files in it, such as '{folder}/*/*.parquet'" in str(input_problem(str(folder)))
     (folder / "a.jsonl").write_bytes(b"")
     assert f"as '{folder}/*.jsonl'" in str(input_problem(str(folder)))
 

@@ -393,7 +393,7 @@ def test_all_keys_that_would_be_lost_are_told_and_a_pattern_covers_all_but_image
         SamplePart("a", 1.0),
         END,
     )
-    with pytest.raises(RecordError, match="`my_image` names an image"):
+    with pytest.raises(RecordError, match="`my_image` refers to an image"):
         parse_record({"text": "a", "my_image": "s"}, pattern)
     for key in ("name", "tool_calls", "reasoning_content", "url"):
         with pytest.raises(RecordError, match=rf"`messages\[0\]`: `{key}` is unknown"):
@@ -445,7 +445,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"text": 3}, "`text`"),
     ({"text": None}, "`text` is null"),
     ({"messages": [{"content": "x"}]}, "`messages[0]` has no `role`"),
-    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "give --chat-template"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "use --chat-template"),
     ({"text": ""}, "`text`"),
     ({"messages": []}, "`messages`"),
     ({"messages": [{"role": "user"}]}, "`messages[0]`"),

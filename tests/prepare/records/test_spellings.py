@@ -107,7 +107,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     ({"messages": '[{"role": "user"'}, "`messages` is a string, but not JSON"),
     ({"messages": "[" * 100_000}, "nested too deeply"),
-    ({"messages": ["Q", "A"]}, r"`messages\[0\]` .*found a string; the position of a text"),
+    ({"messages": ["Q", "A"]}, r"`messages\[0\]` .*found a string; the speaker of a text"),
     (
         {"messages": [ASK, {**TELL, "from": "gpt"}]},
         f"{MESSAGE}: `role` and `from` both specify the speaker",
@@ -133,7 +133,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         {"text": "x", "system": "S"},
-        "`system` may be a system prompt and would be lost. A text cannot have",
+        "`system` may be a system prompt and would be lost. A plain text cannot have",
     ),
     (
         {"prompt": json.dumps([ASK]), "completion": "A"},

@@ -246,7 +246,7 @@ def test_branches_of_branches_are_a_conversation_along_each_path() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"text": "x", "branches": [{"text": "a", "branches": []}]},
-        "`branches[0].branches` must be a list",
+        "`branches[0].branches` must be a non-empty list",
     ),
     (
         {"text": "x", "branches": [{"text": "a", "branches": ["b", 3]}]},

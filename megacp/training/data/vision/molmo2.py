@@ -53,8 +53,7 @@ class Molmo2Rules(VisionRules):
     )
     overlap_margins: tuple[int, int] = rule(
         (4, 4),
-        "number of patches by which neighbouring crops overlap: at the left and top edges, "
-        "at the right and bottom edges",
+        "number of patches by which crops overlap at the left and top, and at the right and bottom",
     )
     image_pooling: tuple[int, int] = rule(
         (2, 2), "rows and columns of patches to pool into one image token"
@@ -82,7 +81,9 @@ class Molmo2Rules(VisionRules):
     image_std: tuple[float, float, float] = rule(
         (0.5, 0.5, 0.5), "values by which to divide red, green and blue after the subtraction"
     )
-    max_pixels: int = rule(89_478_485, "reject images with more pixels")
+    max_pixels: int = rule(
+        89_478_485, "maximum number of pixels per image (larger ones are rejected)"
+    )
     token_ids: dict[str, int] = rule(
         {},
         "ids of image tokens (default: the tokenizer's ids, or new ids above its vocabulary)",

@@ -44,7 +44,7 @@ class Qwen35Rules(VisionRules):
     placeholder: ClassVar[tuple[str, ...]] = ("vision_start", "image_patch", "vision_end")
     frames_of_unit: ClassVar[int] = _FRAMES
     patch_size: int = rule(16, "side length of a patch in pixels")
-    merge_size: int = rule(2, "side length in patches of a window, which becomes one token")
+    merge_size: int = rule(2, "side length of a window in patches; each window becomes one token")
     resize_pixels: tuple[int, int] = rule(
         (1 << 16, 1 << 24),
         "minimum and maximum number of pixels in an image after it is resized to whole windows",
@@ -64,7 +64,9 @@ class Qwen35Rules(VisionRules):
     image_std: tuple[float, float, float] = rule(
         (0.5, 0.5, 0.5), "values by which to divide red, green and blue after the subtraction"
     )
-    max_pixels: int = rule(89_478_485, "reject images with more pixels")
+    max_pixels: int = rule(
+        89_478_485, "maximum number of pixels per image (larger ones are rejected)"
+    )
     token_ids: dict[str, int] = rule(
         {},
         "ids of image tokens (default: the tokenizer's ids, or new ids above its vocabulary)",
