@@ -301,7 +301,7 @@ def test_a_null_in_the_settings_says_that_there_is_none(tmp_path: Path) -> None:
         ]
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
     settings = BuildSettings(input=("a",), output="b", tokenizer=str(path), seq_length=8)
-    assert "name it with --eod-token, or use" in str(
+    assert "set it with --eod-token, or use" in str(
         tokenizer_problem(settings, load_tokenizer(str(path)))
     )
     assert tokenizer_problem(settings, load_tokenizer(str(path), eod_token="</s>")) is None

@@ -277,7 +277,7 @@ def test_the_environment_is_that_of_the_library(folder: Path, tmp_path: Path) ->
     theirs = library(folder, EVERYTHING)
     for talk in ([SYSTEM, ASK, TELL], [ASK, CALL, {**TELL_2, "reasoning": "<hm>"}]):
         assert template.render(talk).text == theirs.apply_chat_template(talk, tokenize=False)
-    with pytest.raises(RecordError, match="refuses it: too many"):
+    with pytest.raises(RecordError, match="refuses these messages: too many"):
         template.render([ASK] * 5)
     for unsafe in ("messages.__class__.a", "messages.append(1)", "raise_exception.__code__.a"):
         (tmp_path / "t.jinja").write_text("{{ " + unsafe + " }}{{ messages[0].content }}")
