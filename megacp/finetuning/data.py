@@ -67,6 +67,7 @@ def look_at(
     read and for bad records.
     """
     records = list(_first_records(paths))
+    # Flags of the user take precedence over these choices.
     chosen: dict[str, object] = {}
     flags = {word.partition("=")[0] for word in build_words}
     if "--columns" not in flags:
@@ -77,9 +78,9 @@ def look_at(
     if has_media and not has_tower:
         raise ValueError(
             f"{paths[0]} has records with images or videos, but the model in {folder} has no "
-            "vision tower: give a vision-language model, such as Qwen3.5 or Molmo2"
+            "vision tower: give a vision-language model (docs/conversion.md lists them)"
         )
-    # A build reads images if it is told where they are: relative paths start at the first file.
+    # --image-root makes a build read images. Relative paths start at the folder of the first file.
     if has_media and "--image-root" not in flags and not is_url(paths[0]):
         chosen["image_root"] = os.path.dirname(paths[0]) or "."
     words = [
@@ -118,6 +119,7 @@ def _first_records(paths: Sequence[str]) -> Iterator[Any]:
 def _columns(records: Sequence[Any]) -> str:
     """Return a value for --columns if the records have columns with questions and answers."""
     for value in records:
+        # The first record that needs help decides, because the flag holds for all records.
         if not isinstance(value, dict) or _COMPLETE & set(value):
             continue
         if {"instruction", "output"} <= set(value):
@@ -138,5 +140,6 @@ def _names_media(value: Any) -> bool:
     """Return whether a record refers to an image or a video."""
     if not isinstance(value, dict):
         return False
+    # Media may be named at any depth, for example in a content part of a message.
     text = json.dumps(value, default=str)
     return any(mark in text for mark in _MEDIA)
