@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacp.finetuning.flags import flag_words
 from megacp.prepare.command import build_settings
 from megacp.prepare.packs.lengths import Lengths, measure
 from megacp.prepare.records.read import Extent, read_extent
@@ -86,20 +87,13 @@ def look_at(
     words = [
         *("--input", *paths, "--output", "unused", "--seq-length", "1"),
         *("--tokenizer", str(folder)),
-        *_words_of(chosen),
+        *flag_words(chosen),
         *build_words,
     ]
     # The build itself prints these notes again.
     with contextlib.redirect_stderr(io.StringIO()):
         settings = build_settings(words)
     return Data(measure(settings), chosen)
-
-
-def _words_of(chosen: dict[str, object]) -> Iterator[str]:
-    """Yield chosen fields of the build as words."""
-    for name, value in chosen.items():
-        yield f"--{name.replace('_', '-')}"
-        yield str(value)
 
 
 def _first_records(paths: Sequence[str]) -> Iterator[Any]:
@@ -126,14 +120,10 @@ def _columns(records: Sequence[Any]) -> str:
             continue
         for question, answer in _QUESTIONS:
             if question in value and answer in value:
-                return ",".join(_renamed(question, answer))
+                # A question is read as an instruction, and its answer as the output.
+                pairs = {"instruction": question, "output": answer}
+                return ",".join(f"{own}={name}" for own, name in pairs.items() if own != name)
     return ""
-
-
-def _renamed(question: str, answer: str) -> list[str]:
-    """Return the pairs of names that read a question as an instruction and an answer as output."""
-    pairs = {"instruction": question, "output": answer}
-    return [f"{own}={name}" for own, name in pairs.items() if own != name]
 
 
 def _names_media(value: Any) -> bool:
