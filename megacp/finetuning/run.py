@@ -141,7 +141,9 @@ def planned(request: FinetuneRequest) -> Choices:
     folder = model_folder(request.model)
     words = divided(request.words)
     given = given_names(words.train)
-    config = parse([*words.train, "--load-hf", str(folder)], "megacp finetune")
+    checkpoints = str(request.output / CHECKPOINTS)
+    places = ["--load-hf", str(folder), "--save", checkpoints, "--auto-resume"]
+    config = parse([*words.train, *places], "megacp finetune")
     # Only the headers of the weights are read here.
     config, _, _ = open_start(config, given)
     has_tower = config.vision.vision_num_layers > 0
@@ -271,13 +273,14 @@ def _exported(request: FinetuneRequest) -> int | None:
         if record.get(name) != value:
             raise ValueError(
                 f"--output {output} was made with the {name} {record.get(name)}, not {value}: give "
-                "another folder, or delete this one"
+                "the same to resume, or another folder"
             )
     return record["exported"]
 
 
 def _identity(request: FinetuneRequest) -> dict[str, Any]:
     """Return what must be equal to resume in an output folder."""
+    # The build compares the names of its files, too.
     return {"model": request.model, "data": list(request.data)}
 
 

@@ -149,6 +149,18 @@ def test_the_commands_of_a_plan_have_its_choices_and_the_users_flags(
     assert ("lr", "0.001 (given)") in choices.lines
 
 
+def test_a_long_run_saves_during_training_and_validates_if_records_are_held_out(
+    model: Path, tmp_path: Path
+) -> None:
+    chats = folders.write_messages(tmp_path)
+    flags = ["--output", "out", "--nproc", "1", "--train-iters", "500", "--valid-share", "0.1"]
+    choices = planned(request_of([str(model), str(chats), *flags]))
+    assert (choices.train["save_interval"], choices.train["keep_last"]) == (100, 1)
+    assert choices.train["valid_data_path"] == "out/packs/valid"
+    assert choices.train["eval_interval"] == 50
+    assert "train_epochs" not in choices.train
+
+
 def test_a_command_is_shown_in_lines_of_eighty_columns_that_a_shell_reads() -> None:
     words = ("build", "--input", "a b.json", "--output", "x" * 60, "--seq-length", "1024")
     shown = Command("megacp-preprocess", "", words).shown(80)
