@@ -428,7 +428,7 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
     with (tmp_path / "b" / "tokenizer.json").open("a") as stream:
         stream.write("\n")  # differs from the run's file
     for flags, message in (
-        ((), "was trained with a tokenizer: name it with --tokenizer"),
+        ((), "was trained with a tokenizer: set it with --tokenizer"),
         (("--chat-template", "messages"), "--chat-template messages requires --tokenizer"),
         (("--tokenizer", "byte"), "--tokenizer byte differs from"),
     ):

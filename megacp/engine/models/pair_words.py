@@ -60,7 +60,7 @@ def parts_without_pairs(config: RunConfig) -> list[str]:
     if len(mixers) > 1:
         for part, of_part in bare.items():
             shown = layers_in_words(of_part)
-            lines.append(f"no low-rank pairs: {part} of layers {shown} ({who} names none)")
+            lines.append(f"no LoRA adapters: {part} of layers {shown} ({who} selects none)")
     # most parameters of such a model are in its experts, so say if they stay frozen
     experts = [layer for layer in layers if layer.is_routed]
     if experts and not any(kind in model.lora_pairs for kind in EXPERT_KINDS):
@@ -71,7 +71,7 @@ def parts_without_pairs(config: RunConfig) -> list[str]:
             advice = "the adapter has no pairs on them"
         else:
             targets = ",".join([model.lora_targets or "q,v", *EXPERT_KINDS])
-            advice = f"--lora-targets {targets} trains low-rank pairs on them"
+            advice = f"--lora-targets {targets} trains LoRA adapters on them"
         lines.append(
             f"experts are not trained: {count} parameters in {model.num_experts} experts of "
             f"{len(experts)} layers; {advice}"

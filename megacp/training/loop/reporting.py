@@ -163,7 +163,7 @@ def _trained(config: RunConfig) -> str:
         return ""
     pairs = ""
     if config.model.lora_rank:
-        pairs = f" in low-rank pairs of {describe_pairs(config.model)}"
+        pairs = f" in LoRA adapters of {describe_pairs(config.model)}"
     return f" ({human_count(trained_parameters(config))} trained{pairs})"
 
 

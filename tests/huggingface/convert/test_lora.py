@@ -407,9 +407,7 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
         *(f"attention.{x}" for x in ("q", "k", "v", "output")),
         *(f"mlp.{x}" for x in ("gate", "up", "down")),
     ]
-    told = (
-        f"(9.22 k trained in low-rank pairs of rank 4, alpha 4, on {', '.join(kinds)}) in float64"
-    )
+    told = f"(9.22 k trained in LoRA adapters of rank 4, alpha 4, on {', '.join(kinds)}) in float64"
     assert told in capsys.readouterr().out
     before = weights_of(tmp_path / "run")
     rows = ["--global-batch-size", "4", "--seq-length", "64"]
