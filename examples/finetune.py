@@ -1,10 +1,10 @@
-"""Build packs, train a model and ask it, as cells of a notebook or as a script.
+"""Build packs, train a model and ask it questions, as notebook cells or as a script.
 
     python examples/finetune.py
 
 A tiny model learns three answers on two CPU ranks, in less than a minute. For your own data, set
 `input` to your records, set `tokenizer` and "load_hf" to the folder of a model, set `chat_template`
-to "auto", and remove the sizes. All names are flags.
+to "auto", and remove the sizes. All names are those of flags.
 """
 
 # %% Records
@@ -24,7 +24,7 @@ ANSWERS = {
     "Bye": "See you.",
 }
 FOLDER.mkdir(parents=True, exist_ok=True)
-# One conversation of a question and its answer per line of JSONL.
+# Each line of JSONL is one conversation: a question and its answer.
 chats = [
     [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
     for q, a in ANSWERS.items()

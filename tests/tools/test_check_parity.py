@@ -145,7 +145,10 @@ def test_a_fault_in_the_ranks_is_found_and_told(
         ),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml"),
         (["--data-path", "/no/such/folder"], "--data-path /no/such/folder"),
-        (["--data-path", "/no/such/folder", "--mask", "mixed"], "--data-path and --mask mixed"),
+        (
+            ["--data-path", "/no/such/folder", "--mask", "mixed"],
+            "--data-path cannot be combined with --mask mixed",
+        ),
     ],
 )
 def test_contradictions_are_refused_before_a_process_starts(

@@ -348,7 +348,10 @@ NORM, TABLE = "model.norm.weight", "model.embed_tokens.weight"
 DAMAGE: list[tuple[dict[str, Any], str]] = [
     ({NORM: None}, f"{NORM} is missing"),
     ({"model.extra": torch.zeros(2)}, "model.extra is unexpected"),
-    ({TABLE: torch.zeros(104, 48)}, f"{TABLE} has shape (104, 48), the config requires (97, 48)"),
+    (
+        {TABLE: torch.zeros(104, 48)},
+        f"{TABLE} has shape (104, 48), but the config requires (97, 48)",
+    ),
     ({NORM: torch.ones(48).half()}, "final_norm.weight float16): choose one with --dtype"),
 ]
 

@@ -55,7 +55,7 @@ def of_values(values: Values) -> Family:
     misfits = nearest.misfits(values)
     if misfits:
         raise ValueError(
-            "this model cannot be exported: it matches no supported architecture. The closest is "
+            "this model cannot be exported: it matches no supported architecture. The nearest is "
             f"{nearest.name}: {'; '.join(misfits)}"
         )
     return nearest

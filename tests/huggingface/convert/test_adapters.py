@@ -509,7 +509,7 @@ def test_a_run_continues_the_pairs_of_an_adapter_and_exports_no_others(
     assert len(held) == len(before)
     assert train([*start, "--save", str(tmp_path / "x"), "--lora-targets", "q,gate,up,down"]) == 2
     assert (
-        "has --lora-rank 4 --lora-alpha 6.0 --lora-targets attention.q,shared.gate"
+        "corresponds to --lora-rank 4 --lora-alpha 6.0 --lora-targets attention.q,shared.gate"
         in capsys.readouterr().err
     )
     kinds = "attention.q,shared.gate,shared.up,shared.down"

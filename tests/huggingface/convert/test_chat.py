@@ -213,7 +213,7 @@ def test_an_exported_vision_model_has_the_template_of_its_training(
         == 0
     )
     assert (
-        "chat template: megacp's format for `messages` records, with the ids of a build\n"
+        "chat template: megacp's format for `messages` records, with the same token ids as a dataset build\n"
         in capsys.readouterr().out
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
