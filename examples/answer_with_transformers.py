@@ -65,7 +65,7 @@ class Library:
             )
         across = self.side // self.patch
         self.tokens = across // self.window[0] * (across // self.window[1])
-        # The library needs to know the image tokens (mm_token_type_ids), which have these ids.
+        # The ids of the image tokens, which are marked for the library (mm_token_type_ids).
         names = ("<im_patch>", "<im_start>", "<low_res_im_start>", "<im_end>")
         self.image_ids = self.tokenizer.convert_tokens_to_ids(list(names))
 

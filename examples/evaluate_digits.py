@@ -5,8 +5,7 @@ images.
     out/samples.html
 
 `--answers` is the output of tools/generate.py --input. An answer is right if it equals the expected
-text exactly. With `--goal`, the exit status is 1 if the share of single scans that are read
-correctly is smaller.
+text exactly. With `--goal`, the exit status is 1 if too few single scans are read correctly.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--goal",
         type=float,
         metavar="SHARE",
-        help="required share of single scans that are read correctly",
+        help="required share of correctly read single scans, such as 0.9",
     )
     arguments = parser.parse_args(argv)
     try:

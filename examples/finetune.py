@@ -4,7 +4,7 @@
 
 A tiny model learns three answers on two CPU ranks, in less than a minute. For your own data, set
 `input` to your records, set `tokenizer` and "load_hf" to the folder of a model, set `chat_template`
-to "auto", and remove the sizes. All names are those of flags.
+to "auto", and remove the sizes. All names are flags.
 """
 
 # %% Records

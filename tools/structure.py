@@ -229,7 +229,7 @@ def comparing(choice: Choice, modules: dict[str, ast.Module]) -> list[str]:
 
 
 def print_comparisons(files: dict[str, Path]) -> None:
-    print(f"\n{'choice':<22}compared in, besides {CONFIGURATION}*")
+    print(f"\n{'choice':<22}compared in, except {CONFIGURATION}*")
     modules = trees(files)
     for name, choice in CHOICES.items():
         print(f"{name:<22}{', '.join(comparing(choice, modules)) or '-'}")

@@ -57,7 +57,7 @@ def convert_parser() -> argparse.ArgumentParser:
         required=True,
         choices=("hf", "megacp"),
         dest="source",
-        help="format of --input",
+        help="format of --input: a Hugging Face folder or a megacp checkpoint",
     )
     add(
         "--to",

@@ -101,7 +101,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--image-root",
         metavar="DIR",
         type=path_text,
-        help="directory for relative paths in --input",
+        help="directory that relative image and video paths in --input refer to",
     )
     add(
         "--max-new-tokens",
@@ -115,9 +115,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="T",
-        help="sampling temperature; 0 always takes the most likely token (default: 0)",
+        help="sampling temperature; 0 always selects the most likely token (default: 0)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default: 0)")
     arguments = parser.parse_args(argv)
     reasons = _flag_reasons(arguments)
     if reasons:
@@ -423,7 +423,7 @@ def answer_prompts(session: Session, arguments: argparse.Namespace) -> None:
         try:
             prompts += session.prompts(text)
         except RecordError as error:
-            # An error about an image or video already names its flag.
+            # An error about an image or video already includes its flag.
             message = str(error) if "`--" in str(error) else f"{name}: {error}"
             raise ValueError(message) from error
     if session.note:

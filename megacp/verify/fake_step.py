@@ -97,7 +97,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def see(self, x: torch.Tensor, category: str = "") -> None:
-        """Count the storage of a tensor once, under `category` if it is given."""
+        """Count a tensor's storage once; if `category` is given, move the storage there."""
         if x.device.type != "cuda":
             return
         # The storage of a DTensor itself would have the size of the full tensor.

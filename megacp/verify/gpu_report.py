@@ -113,7 +113,7 @@ ReportPart = Callable[[], Sequence[Any]]
 
 
 def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
-    """Return the config of a run, with native layers unless `settings` select others."""
+    """Return the config of a run, with native layers unless `settings` selects other layers."""
     return with_values(
         RunConfig(), {"transformer_impl": "native", **sizes, "dtype": dtype, **settings}
     )
@@ -233,8 +233,8 @@ def engine_against_native(device: str, sizes: Sizes) -> list[Finding]:
 def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,)) -> list[Finding]:
     """Compare context parallelism with one process.
 
-    The ranks share the device and communicate through gloo. Every transport that needs no sizes is
-    tested.
+    The ranks share the device and communicate through gloo. Every transport that needs no flag
+    with sizes is tested.
     """
     expected = losses(0, 1, config_of(sizes, "float32"), device)
     findings = []

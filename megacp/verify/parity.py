@@ -13,9 +13,9 @@ the large ones.
 
 `prepare` makes the config of any run small enough for one process. It never changes the parallel
 layout under test: the grid, virtual stages, transport, token layout, recomputation and micro batch
-size. It shortens rows, reduces the batch size and, for a large model, its width, depth and
-vocabulary; the dtype becomes float64. The model keeps its heads, groups, options, tied weights, and
-at least one layer per stage.
+size. It shortens rows, reduces the batch size, uses float64 and, if the model is large, reduces its
+width, depth and vocabulary. The model keeps its heads, groups, options, tied weights, and at least
+one layer per stage.
 """
 
 from __future__ import annotations

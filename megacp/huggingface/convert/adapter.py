@@ -181,7 +181,8 @@ class Adapter:
             module = name.removesuffix(".weight")
             if about[name].is_parameter and about[module].is_module:
                 raise ValueError(
-                    f"{NAME} selects {module} by both target_modules and target_parameters"
+                    f"{NAME} selects {module} in both target_modules and target_parameters; use "
+                    "one of them"
                 )
             if about[name].is_parameter:
                 yield _PairPlace(name, "target_parameters", module, (link.ours,))
@@ -365,7 +366,10 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{WEIGHTS}: {shown(str(error))}") from error
     lacking = [shown(name) for name in read if not name.startswith(PREFIX)]
     if lacking:
-        raise ValueError(f"{WEIGHTS}: {listed(lacking, 3)} without peft's prefix {PREFIX}")
+        raise ValueError(
+            f"{WEIGHTS} has {listed(lacking, 3)} without peft's prefix {PREFIX}; save the adapter "
+            "with peft"
+        )
     return {name.removeprefix(PREFIX): tensor for name, tensor in read.items()}
 
 
@@ -397,7 +401,7 @@ def _prefix_in_file(names: Iterable[str], example: str) -> _Prefix:
 
 
 def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
-    """Yield the pairs without those of their linears whose rows of B are zero in all layers.
+    """Yield the pairs, without linears whose rows of B are zero in all layers.
 
     Such linears have no pair. In an untrained adapter, all rows are zero, and all linears are kept.
     """

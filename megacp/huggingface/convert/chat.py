@@ -174,7 +174,7 @@ def _drop_own(folder: Path) -> None:
 
 
 def other_form(state: RunState, templates: Mapping[str, str]) -> str:
-    """Return a phrase if a folder's templates differ from the training format; otherwise empty."""
+    """Return a phrase on how a folder's templates differ from training; empty if they agree."""
     forms = dict(state.answer_forms or {})
     forms.pop("completion", None)
     own = templates.get("default")

@@ -233,9 +233,10 @@ class ConfigJson:
         high: float = _MOST,
         null: Any = None,
     ) -> Any:
-        """Return a number; `default` if the field is missing, or with a fault if it is invalid.
+        """Return a numeric field, or `default` if it is missing or invalid.
 
-        `null`: the value that null stands for in the library; None if null is invalid.
+        An invalid value adds a fault. `null`: the value that null stands for in the library; None
+        if null is invalid.
         """
         found = self.get(path, default)
         value = null if found is None else found
@@ -271,7 +272,7 @@ class ConfigJson:
             found = self.get(section + name, value)
             if not same(found, value):
                 self.faults.append(
-                    f"{section}{name} is {shown(found)}, megacp can only express {value!r}"
+                    f"{section}{name} is {shown(found)}, but megacp can only express {value!r}"
                 )
 
     def full_attention(self, count: int, section: str = "") -> None:
@@ -280,7 +281,7 @@ class ConfigJson:
         found = self.get(path)
         if found is not None and found != [LAYER_TYPES[1]] * count:
             self.faults.append(
-                f"{path} is {shown(found)}, megacp can only express full_attention for all "
+                f"{path} is {shown(found)}, but megacp can only express full_attention for all "
                 f"{count} layers"
             )
 

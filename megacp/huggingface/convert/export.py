@@ -153,7 +153,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
 
 
 def _copy_files(loaded: Loaded, folder: Path) -> dict[str, Any]:
-    """Copy the files of a Hugging Face folder; return the config.json fields that are kept."""
+    """Copy the files of a Hugging Face folder; return the config.json fields to keep."""
     not_copied = set(_NOT_COPIED)
     if loaded.cls != loaded.family.cls:
         # The text model of a vision-language model processes no images.

@@ -213,7 +213,9 @@ class GptOssWords(ExpertWords):
         packed = c.get("quantization_config")
         is_mxfp4 = isinstance(packed, Mapping) and packed.get("quant_method") == "mxfp4"
         if packed is not None and not is_mxfp4:
-            c.faults.append(f"quantization_config is {shown(packed)}, megacp can only read mxfp4")
+            c.faults.append(
+                f"quantization_config is {shown(packed)}, but megacp can only read mxfp4"
+            )
         return v
 
     def to_hf(self, v: Values) -> Values:

@@ -1,4 +1,4 @@
-"""Hugging Face folders: reads safetensors row by row and writes them tensor by tensor.
+"""Reads the safetensors of Hugging Face folders row by row, and writes them tensor by tensor.
 
 Only one tensor is in memory at a time: input files are memory-mapped, and output files are
 distributed across the ranks of a conversion. Pickled `.bin` files are refused, because loading them

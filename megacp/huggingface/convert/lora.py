@@ -58,7 +58,7 @@ def experts_in_link(link: Link) -> list[tuple[Named, ...]]:
 
 
 class Pairs:
-    """The LoRA pairs of `source`, and a source whose weights have the pairs merged."""
+    """The LoRA pairs of `source`; also a source whose weights have the pairs merged."""
 
     def __init__(self, source: Source, config: RunConfig) -> None:
         self.source = source

@@ -127,7 +127,7 @@ class Glm4Moe(ExpertFamily):
 
 @dataclass(frozen=True)
 class ExpertWords(Words):
-    """Config fields of a class with experts in every layer, whose width is in the MLP field."""
+    """Config fields of a class with experts in every layer; the MLP field sets their width."""
 
     experts: tuple[str, int] = ("num_experts", 64)
     """The class's field for the number of experts, and its default. The library accepts

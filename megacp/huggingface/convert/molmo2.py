@@ -166,7 +166,8 @@ def _from_hf(c: ConfigJson) -> Values:
     is_scaled = scaled is not None and v.get("rope_scaling") != "none"
     if is_scaled and scaled != list(range(v["num_layers"])):
         c.faults.append(
-            f"text_config.rope_scaling_layers is {shown(scaled)}, megacp can only scale all layers"
+            f"text_config.rope_scaling_layers is {shown(scaled)}, but megacp can only scale "
+            "all layers"
         )
     _read_image_size(c, v)
     for path, (default, one) in _twins(v).items():
@@ -187,7 +188,7 @@ def _read_image_size(c: ConfigJson, v: Values) -> None:
     is_square = isinstance(size, list) and len(size) == 2 and size[0] == size[1]
     if not is_square or type(size[0]) is not int or not 1 <= size[0] < 2**31:
         c.faults.append(
-            f"vision_config.image_size is {shown(size)}, megacp can only express squares"
+            f"vision_config.image_size is {shown(size)}, but megacp can only express squares"
         )
         return
     v["vision_image_size"] = size[0]
@@ -210,13 +211,13 @@ def _read_feature_layers(c: ConfigJson, v: Values) -> None:
     is_pair = isinstance(chosen, list) and len(chosen) == 2
     if not is_pair or not all(type(i) is int and -count <= i < count for i in chosen):
         c.faults.append(
-            f"{path} is {shown(chosen)}, megacp can only express two of the {count} layers"
+            f"{path} is {shown(chosen)}, but megacp can only express two of the {count} layers"
         )
     # Layers after the last used one would have no effect.
     elif max(layer % count for layer in chosen) != count - 1:
         c.faults.append(
-            f"{path} is {chosen}, which does not use the last layer of "
-            f"vision_config.num_hidden_layers {count}"
+            f"{path} is {chosen}, which leaves out the last layer "
+            f"(vision_config.num_hidden_layers {count})"
         )
     else:
         v["vision_feature_layers"] = tuple(chosen)

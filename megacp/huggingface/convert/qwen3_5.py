@@ -103,13 +103,13 @@ def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
     ):
         found = c.get(path, default)
         if found != one:
-            c.faults.append(f"{path} is {shown(found)}, megacp can only express {one}")
+            c.faults.append(f"{path} is {shown(found)}, but megacp can only express {one}")
     # The tower rotates patches by their row and column.
     rope = c.get("vision_config.rope_parameters") or {}
     if rope not in ({}, {"rope_type": "axial", "rope_theta": 10000.0}):
         c.faults.append(
-            f"vision_config.rope_parameters is {shown(rope)}, megacp can only express axial with "
-            "theta 10000"
+            f"vision_config.rope_parameters is {shown(rope)}, but megacp can only express axial "
+            "with theta 10000"
         )
     return v
 

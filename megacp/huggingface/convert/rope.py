@@ -72,7 +72,7 @@ class _Rope:
         kind = self._params.get("rope_type", self._params.get("type", "default"))
         if not isinstance(kind, str) or kind not in kinds:
             self._fault(
-                f"{self._path}.rope_type is {shown(kind)}, megacp supports {', '.join(kinds)}"
+                f"{self._path}.rope_type is {shown(kind)}, but megacp supports {', '.join(kinds)}"
             )
             return plain
         # The base inside the parameters has priority over the older field at the top.
@@ -148,7 +148,8 @@ class _Rope:
         if part is None:
             if found not in (None, 1.0):
                 self._fault(
-                    f"{path} is {shown(found)}, megacp can only rotate whole heads in this family"
+                    f"{path} is {shown(found)}, but megacp can only rotate whole heads in this "
+                    "family"
                 )
             return {}
         values: Values = {}
@@ -198,7 +199,7 @@ class _Rope:
             is_number = isinstance(given, (int, float))
             if not is_number or not math.isclose(given, value, rel_tol=1e-12):
                 self._fault(
-                    f"{self._path}.{key} is {shown(given)}, megacp can only express {value!r}"
+                    f"{self._path}.{key} is {shown(given)}, but megacp can only express {value!r}"
                 )
 
     def _near_is_plain(self) -> bool:
@@ -206,8 +207,8 @@ class _Rope:
         if isinstance(self._near, Mapping) and self._near.get("rope_type", "default") == "default":
             return True
         self._fault(
-            f"{self._path}.{LAYER_TYPES[0]} is {shown(self._near)}, megacp cannot scale the rotary "
-            "embedding of layers with a window"
+            f"{self._path}.{LAYER_TYPES[0]} is {shown(self._near)}, but megacp cannot scale the "
+            "rotary embedding of layers with a window"
         )
         return False
 

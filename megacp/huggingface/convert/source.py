@@ -591,7 +591,7 @@ def refuse_embedded_adapter(path: Path, applied: Path | None = None) -> None:
     """
     if not os.path.lexists(path / ADAPTER_CONFIG):
         return
-    # --load-adapter names this folder: the adapter is applied.
+    # If --load-adapter is this folder, the adapter is applied.
     if applied is not None and applied.exists() and applied.samefile(path):
         return
     raise ValueError(

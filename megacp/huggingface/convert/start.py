@@ -149,7 +149,7 @@ class FolderStart:
     def image_misfits(self, where: str, image_rules: Mapping[str, Any]) -> list[str]:
         """Return at most one message: how a dataset's image rules differ from the folder's files.
 
-        `where` names the dataset, and `image_rules` are those of its manifest.
+        `where` is the dataset's name in messages, and `image_rules` come from its manifest.
         """
         flag = "--load-hf"
         loaded = self.loaded

@@ -229,7 +229,7 @@ class Qwen35Words(Words):
         c.only(attn_output_gate=True, mlp_only_layers=[])
         gate = c.get("output_gate_type", "silu")
         if gate not in ("silu", "swish"):  # two names of one function
-            c.faults.append(f"output_gate_type is {shown(gate)}, megacp can only express silu")
+            c.faults.append(f"output_gate_type is {shown(gate)}, but megacp can only express silu")
         kinds = c.get("layer_types")
         if not kinds:
             kinds = [_FULL if (i + 1) % every == 0 else _STATE for i in range(layers)]

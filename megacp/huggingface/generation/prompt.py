@@ -61,7 +61,7 @@ class Prompt:
     expected: str | None = None
     """The record's answer; None if it has none."""
     images: tuple[str, ...] = ()
-    """The files that the record names, in order."""
+    """The paths of images and videos in the record, in order."""
 
 
 class PromptMaker:

@@ -54,7 +54,7 @@ class Sampling:
     count: int
     """Maximum number of new tokens per answer."""
     temperature: float = 0.0
-    """0 always takes the most likely token."""
+    """0 always selects the most likely token."""
     seed: int = 0
     """Answer i of a call uses the seed `seed + i`, independently of how prompts share rows."""
     ends: tuple[int, ...] = ()

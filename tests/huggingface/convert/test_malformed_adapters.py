@@ -158,7 +158,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
         for value in ("q_proj.weight", 1, [1], {"a": "b"})
     ),
     ({"target_parameters": ["mlp.experts.down_proj"]}, "but the model has no such linear"),
-    ({"target_parameters": ["q_proj.weight"]}, "by both target_modules and target_parameters"),
+    ({"target_parameters": ["q_proj.weight"]}, "in both target_modules and target_parameters"),
     *(({"rank_pattern": value}, "rank_pattern is") for value in ([], "q_proj", 4, [["q_proj", 4]])),
     *(
         ({"rank_pattern": {"q_proj": value}}, "rank_pattern['q_proj'] is")
