@@ -332,7 +332,7 @@ def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_
     assert (
         main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "-1", "--overwrite"]) == 1
     )
-    assert (tmp_path / "report.md").read_text().count("left out") == 3
+    assert (tmp_path / "report.md").read_text().count("skipped: the limit of") == 3
 
 
 @pytest.mark.parametrize(
