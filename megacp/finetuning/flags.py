@@ -31,7 +31,7 @@ EXPORT_DTYPE = "--export-dtype"
 
 
 @dataclass
-class Words:
+class WordsByCommand:
     """Command-line words for each of the three commands."""
 
     build: list[str] = field(default_factory=list)
@@ -46,6 +46,7 @@ def _names(parser: argparse.ArgumentParser) -> set[str]:
 
 def build_names() -> set[str]:
     """Return the flags of `preprocess_data.py build`."""
+    # argparse keeps the parsers of subcommands in a private action.
     for action in preprocess_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return _names(action.choices["build"])
@@ -67,7 +68,7 @@ def train_names() -> set[str]:
     return found
 
 
-def divided(words: Sequence[str]) -> Words:
+def divided(words: Sequence[str]) -> WordsByCommand:
     """Return the words for each command. A flag that two commands have goes to both.
 
     Raise ValueError for a word that belongs to no flag, for unknown flags with the nearest name of
@@ -76,8 +77,9 @@ def divided(words: Sequence[str]) -> Words:
     build, train, export = build_names(), train_names(), export_names()
     # The vision tower of the run comes with the model; the flag chooses the rules of the build.
     train -= {"--vision-family"}
-    found = Words()
+    found = WordsByCommand()
     reasons = []
+    # Collect all faults; one message lists them.
     for group in _groups(words):
         name = group[0].partition("=")[0]
         if name in _OWN_PLACES:
@@ -87,6 +89,7 @@ def divided(words: Sequence[str]) -> Words:
             known = build | train | export
             reasons.append(f"unknown flag {name}{nearest(name[:100], known)}")
             continue
+        # --seq-length and --seed, for example, belong to the build and to training.
         if name in build:
             found.build += group
         if name in train:
@@ -113,7 +116,7 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def words_of(values: Mapping[str, object]) -> list[str]:
+def flag_words(values: Mapping[str, object]) -> list[str]:
     """Return the command-line words for values by field name, each flag before its value."""
     words: list[str] = []
     for name, value in values.items():

@@ -291,7 +291,8 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--tokenizer-engine",
-            "auto uses the fast engine if it produces identical ids (auto)",
+            "implementation of the tokenizer: auto uses a fast one if it gives identical ids, "
+            "reference always uses the tokenizer's own library (auto)",
             {"choices": ("auto", "reference"), "default": "auto"},
         ),
     ],

@@ -186,7 +186,6 @@ def _build(
         seconds=time.monotonic() - started,
         units_resumed=len(units) - len(missing),
         tokenizer_engine=tokenizer.engine,
-        is_valid=settings.is_valid,
         form_named=settings.chat_template is not None or tokenizer.asked_as_messages,
     )
 
