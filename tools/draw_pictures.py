@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from bench.pictures import draw_all
     except ImportError as error:
-        warn(f"error: the pictures require {error.name}: pip install 'megacp[demo]'")
+        warn(f"error: the pictures require {error.name}: pip install -e '.[demo]'")
         return 2
     try:
         for path in draw_all(args.output, args.only, args.demo):

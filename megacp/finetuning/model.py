@@ -50,7 +50,7 @@ def _from_hub(name: str) -> Path:
     except ImportError as error:
         raise ValueError(
             f"MODEL {name} is not a folder here; a download from the hub needs huggingface_hub: "
-            "pip install 'megacp[hf]'"
+            "pip install -e '.[hf]'"
         ) from error
     try:
         # With a network, this also checks for a newer version. Without one, it uses the cache.

@@ -154,7 +154,7 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
         needed.append("transformers")
     for name in needed:
         if importlib.util.find_spec(name) is None:
-            reasons.append(f"the package {name} is not installed: pip install 'megacp[hf]'")
+            reasons.append(f"the package {name} is not installed: pip install -e '.[hf]'")
     return reasons
 
 

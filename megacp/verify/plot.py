@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except (ValueError, OSError, ImportError) as error:
-        extra = " (pip install 'megacp[log]')" if isinstance(error, ImportError) else ""
+        extra = " (pip install -e '.[log]')" if isinstance(error, ImportError) else ""
         warn(f"error: {error}{extra}")
         return 2
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)

@@ -220,7 +220,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     message. Only headers are read. Raise ValueError for a folder that cannot be used.
     """
     if importlib.util.find_spec("safetensors") is None:
-        raise ValueError("--load-hf requires the package safetensors: pip install 'megacp[hf]'")
+        raise ValueError("--load-hf requires the package safetensors: pip install -e '.[hf]'")
     folder = Path(str(config.checkpoint.load_hf))
     vision = config.checkpoint.vision_from_hf
     applied = config.checkpoint.load_adapter

@@ -370,7 +370,7 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[data]'") from error
+        raise ValueError(f"{flag} needs the package jinja2: pip install -e '.[data]'") from error
     # templates call strftime_now for the current date
     text = _chosen(choice, tokenizer.files[0].parent)
     if "strftime_now" in text and today is None:

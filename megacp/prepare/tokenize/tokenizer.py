@@ -392,7 +392,7 @@ def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
         release = importlib.metadata.version("transformers")
     except ImportError as error:
         raise ValueError(
-            f"{begin}; reading them needs transformers: pip install 'megacp[hf]'"
+            f"{begin}; reading them needs transformers: pip install -e '.[hf]'"
         ) from error
     # the conversion depends on all of these files and on the library's version
     names = (*itertools.chain(*FILES), *BESIDE_NAMES)

@@ -106,7 +106,7 @@ def test_a_template_needs_a_tokenizer_with_special_tokens_and_jinja(
         load_chat_template("auto", load_tokenizer("byte"), None)
     write_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ValueError, match=r"pip install 'megacp\[data\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[data\]'"):
         text(tmp_path, "chatml")
 
 

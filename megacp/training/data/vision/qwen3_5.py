@@ -215,7 +215,7 @@ def _resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
+        raise ValueError("images need the package pillow: pip install -e '.[data]'") from error
     image = Image.fromarray(np.ascontiguousarray(pixels))
     kind = Image.Resampling.BICUBIC
     image = image.resize((width, pixels.shape[0]), kind)
