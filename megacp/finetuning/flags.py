@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megacp.engine.config.other_programs import ACCEPTED, advice, nearest
 from megacp.engine.config.run import fields, flag
-from megacp.engine.config.yaml_file import nearest
 from megacp.huggingface.convert_command import convert_parser
 from megacp.prepare.command import preprocess_parser
 
@@ -59,8 +59,8 @@ def export_names() -> set[str]:
 
 
 def train_names() -> set[str]:
-    """Return the flags of a training run."""
-    found = {"--config"}
+    """Return the flags of a training run, and flags of other programs that it accepts."""
+    found = {"--config", *map(flag, ACCEPTED)}
     for name, info in fields().items():
         found.add(flag(name))
         if info.hint is bool:
@@ -87,7 +87,7 @@ def divided(words: Sequence[str]) -> WordsByCommand:
             continue
         if name not in build | train | export:
             known = build | train | export
-            reasons.append(f"unknown flag {name}{nearest(name[:100], known)}")
+            reasons.append(f"unknown flag {name}{advice(name) or nearest(name, known)}")
             continue
         # --seq-length and --seed, for example, belong to the build and to training.
         if name in build:

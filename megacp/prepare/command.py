@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megacp.engine.config.cli import OneLineParser, path_text, path_texts
-from megacp.engine.config.yaml_file import nearest
+from megacp.engine.config.other_programs import nearest
 from megacp.training.monitor.console import ends_with_its_reader, say, warn
 
 if TYPE_CHECKING:
