@@ -30,6 +30,7 @@ from megacp.prepare.packs.settings import HOUSE_FORM, BuildSettings, problems, t
 from megacp.prepare.packs.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
 from megacp.prepare.packs.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
+from megacp.prepare.records.indexed import count_empty, index_of, is_index
 from megacp.prepare.records.read import (
     SAMPLED_BYTES,
     Extent,
@@ -74,7 +75,8 @@ def build(
     found: list[str] = []
     for text in settings.input:
         try:
-            found += expanded(text)
+            # a pattern such as x* matches both files of a tokenized dataset
+            found += dict.fromkeys(map(index_of, expanded(text)))
         except ValueError as error:
             raise ValueError(f"--input: {error}") from error
     settings = dataclasses.replace(settings, input=tuple(found))
@@ -98,6 +100,10 @@ def build(
         if len(empty) < len(settings.input):
             for path in empty:
                 stream.write(f"note: --input {path} is empty\n")
+        for path in filter(is_index, settings.input):
+            if count := count_empty(path):
+                what = counted(count, "document")
+                stream.write(f"note: --input {path} has {what} without tokens, left out\n")
         with locked(directory, shared=part is not None):
             return _build(settings, tokenizer, template, stream, part, builds_missing)
     except OSError as error:

@@ -15,7 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
+
+import numpy as np
 
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
 # roles whose messages have a loss
@@ -63,6 +66,10 @@ _TAKEN = (
 """Advice for keys that refer to images or videos."""
 
 
+# files whose records are numbered, and the word for such a record
+_NUMBERED = {".parquet": "row", ".idx": "document"}
+
+
 class RecordError(ValueError):
     """Reason why a record cannot be used; the reader adds the file and line."""
 
@@ -85,6 +92,9 @@ class Refusal:
     """
 
     def __str__(self) -> str:
+        # the line already is the position in a table
+        if (noun := _NUMBERED.get(PurePath(self.file).suffix)) is not None:
+            return f"{self.file}:{self.line}: {self.reason} ({noun} {self.line})"
         number = f"record {self.number}, " if self.number else ""
         return f"{self.file}:{self.line}: {self.reason} ({number}byte offset {self.offset})"
 
@@ -375,6 +385,14 @@ class Rendered(SamplePart):
     """Ranges of characters (start, stop) of image and video placeholders. The media follow as
     separate parts, in the same order.
     """
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenized(SamplePart):
+    """A whole document that another program has tokenized; `text` is empty."""
+
+    ids: np.ndarray | None = None
+    """int64 [n], n >= 1."""
 
 
 @dataclass(frozen=True)
