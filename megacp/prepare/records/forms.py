@@ -25,6 +25,7 @@ from megacp.prepare.records.record import (
     LINKS,
     MEDIA_SOURCES,
     MEDIA_TYPES,
+    REQUESTS,
     RecordError,
     RecordRules,
     SamplePart,
@@ -60,6 +61,10 @@ _SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, *LINKS)
 """Keys of a content part that refer to its image or video."""
 IMAGE_AS_TEXT = "<image>"
 """Value of --ignore-keys that keeps placeholders without an image as text."""
+_TAG = re.compile(r"<img>[^<>\n]+</img>")
+"""An image in a text of Qwen-VL's first version: <img>, its path and </img>."""
+TAG_AS_TEXT = "<img>"
+"""Value of --ignore-keys that keeps such an image as text."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -459,6 +464,9 @@ def said_by(
             "records of `instruction` and `output` without `history` and `system`"
         )
 
+    if form or rules.media:
+        _refuse_image_tags(said, given, at(keys[0]), rules)
+
     # add what other keys of the record contribute to it, and note which keys have been read
     # (_copies compares plain strings, so it precedes _with_media, which makes lists of parts)
     if isinstance(said, Talk):
@@ -656,6 +664,44 @@ def _refuse_empty_places(talk: Talk, media_keys: tuple[str, ...], rules: RecordR
             )
 
 
+def _refuse_image_tags(said: Said, given: dict[str, Any], where: str, rules: RecordRules) -> None:
+    """Raise RecordError for a text that names an image as `<img>a.jpg</img>`.
+
+    `given` is the record, and `where` the path of its first text.
+    """
+    if {TAG_AS_TEXT, "*"} & {*rules.ignore_keys}:
+        return
+    # the texts of a record with their paths
+    texts: list[tuple[str, Any]] = []
+    if isinstance(said, Talk):
+        for message, path in zip(said.messages, said.paths, strict=True):
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            texts += [(path, part.get("text")) for part in parts if isinstance(part, dict)]
+    else:
+        texts = [(where, piece.text) for piece in said]
+
+    for path, text in texts:
+        if not isinstance(text, str) or (found := _TAG.search(text)) is None:
+            continue
+        key = path.partition("[")[0]
+        turns = given.get(key)
+        # the command works for messages whose contents are texts
+        way = ""
+        if isinstance(turns, list) and isinstance(turns[0], dict):
+            name = "value" if "value" in turns[0] else "content"
+            texts_of = f".{key}[].{name}"
+            way = (
+                f': jq -c \'.images = [{texts_of} | scan("<img>([^<]+)</img>")[]] | {texts_of} '
+                '|= gsub("<img>[^<]+</img>"; "<image>")\' FILE > NEW.jsonl'
+            )
+        raise RecordError(
+            f"`{path}` names an image as {found[0]!r:.100} (the form of the first Qwen-VL), but "
+            f"images must be in `images`, with <image> in the text{way}; or use --ignore-keys "
+            f"'{TAG_AS_TEXT}' to learn it as text"
+        )
+
+
 def _objects(value: Any) -> dict[str, Any]:
     """Return the variables for a chat template, decoded if they are a JSON string."""
     if isinstance(value, str) and value.strip():
@@ -756,7 +802,9 @@ def _with_media(
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in values and all(part.get(key) is None for key in _SOURCES):
-                yield filled(kind)
+                # keys such as `max_pixels` belong to the image at this place
+                asked = {key: part[key] for key in REQUESTS[kind] if part.get(key) is not None}
+                yield filled(kind) | asked
             elif kind == "text" and isinstance(part.get("text"), str):
                 yield from parts_of_text(part)
             else:

@@ -336,6 +336,9 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
 # kinds of media, and keys of a content part for their contents
 MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")
+_SIZES = ("min_pixels", "max_pixels", "resized_width", "resized_height")
+REQUESTS = {"image": _SIZES, "video": (*_SIZES, "fps", "nframes")}
+"""Keys of qwen_vl_utils by which a content part asks for a size or for frames."""
 LINKS = ("url", "image_url")
 """Keys of a content part that give a path, a URL, or the bytes as a data URL."""
 
@@ -351,6 +354,8 @@ class Media:
     value: str | bytes
     key: str
     """Path of the reference in the record, for error messages."""
+    requests: tuple[tuple[str, float], ...] = ()
+    """Pairs of a key in REQUESTS and its value."""
 
 
 @dataclass(frozen=True)
@@ -438,7 +443,8 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
             f"{', '.join(given) or 'none'}"
         )
     ((key, value),) = given.items()
-    rules.refuse_lost(part, ("type", key), f"`{where}`")
+    rules.refuse_lost(part, ("type", key, *REQUESTS[kind]), f"`{where}`")
+    requests = _requests_of(part, kind, where, rules)
     # unpack the forms that wrap the value in an object
     where = f"{where}.{key}"
     # OpenAI's form has the URL in an object; `detail` next to it does not change the image
@@ -457,10 +463,39 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
                 f"`{where}` is {described(value)}, but it must be bytes, which only Parquet has; "
                 "use `base64` in JSON"
             )
-        return Media(kind, key, value, where)
+        return Media(kind, key, value, where, requests)
+    if isinstance(value, list) and kind == "video":
+        raise RecordError(
+            f"`{where}` is a list of frames, but a video must be one file: join the frames, for "
+            "example with ffmpeg, or give each as a part of type image"
+        )
     if not text_at(value, where):
         raise RecordError(f"`{where}` is empty")
     # a data URL contains the bytes themselves
     if value.startswith("data:"):
-        return Media(kind, "base64", value, where)
-    return Media(kind, "path" if key in (kind, *LINKS) else key, value, where)
+        return Media(kind, "base64", value, where, requests)
+    return Media(kind, "path" if key in (kind, *LINKS) else key, value, where, requests)
+
+
+def _requests_of(
+    part: dict[str, Any], kind: str, where: str, rules: RecordRules
+) -> tuple[tuple[str, float], ...]:
+    """Return the size and the frames that a content part asks for, without ignored keys.
+
+    Raise RecordError for a value that is not a number above 0, or for only one of two sides.
+    """
+    found: dict[str, float] = {}
+    for name in REQUESTS[kind]:
+        value = part.get(name)
+        if value is None or name in rules.ignore_keys:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise RecordError(f"`{where}.{name}` is {described(value)}, but it must be above 0")
+        found[name] = value
+    sides = {"resized_width", "resized_height"} & found.keys()
+    if len(sides) == 1:
+        raise RecordError(
+            f"`{where}` has only `{sides.pop()}`; give both `resized_width` and `resized_height`"
+        )
+    return tuple(found.items())
