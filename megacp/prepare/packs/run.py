@@ -145,9 +145,9 @@ def _build(
     if missing and not builds_missing:
         numbers = listed([unit.index for unit in missing], 20)
         raise ValueError(
-            f"{directory} lacks {len(missing)} of {len(units)} units, {numbers}: run their parts "
-            "again (--units I/N builds the units whose number modulo N is I), or build without "
-            "--units"
+            f"{directory} lacks {len(missing)} of {counted(len(units), 'unit')}, {numbers}: run "
+            "their parts again (--units I/N builds the units whose number modulo N is I), or build "
+            "without --units"
         )
     is_there = part is None and not missing and (directory / MANIFEST_NAME).exists()
     if part is None:
@@ -294,8 +294,8 @@ def _check_results(
         )
     if settings.max_errors is not None and count > settings.max_errors:
         raise ValueError(
-            f"{count} bad records, more than --max-errors {settings.max_errors}; the last one: "
-            f"{refusals[-1][-1]}"
+            f"{counted(count, 'bad record')}, more than --max-errors {settings.max_errors}; the "
+            f"last one: {refusals[-1][-1]}"
         )
 
 
@@ -318,15 +318,16 @@ def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
         )
     if not any(result.entry for result in results):
         refused = _all_refusals(results)
-        example = f"; {refused[0]}" if refused else ""
+        example = f"{len(refused)} refused, the first one: {refused[0]}" if refused else ""
         raise ValueError(
-            f"--input: no usable record in {', '.join(settings.input)} ({len(refused)} refused); "
-            f"no dataset was written{example}"
+            f"--input: no usable record in {', '.join(settings.input)}, so no dataset was written; "
+            f"{example or 'the input has no record at all: check that its files are complete'}"
         )
     if not any(result.learned_tokens for result in results):
         raise ValueError(
             f"--input: {counted(documents, 'document')} without a learned token: no record has "
-            "text of an assistant, or all weights are 0; no dataset was written"
+            "text of an assistant, or all weights are 0; no dataset was written. If answers have "
+            "another role, use --roles assistant=NAME"
         )
 
 

@@ -8,6 +8,7 @@ has a loss depends only on its role and its `weight`.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import re
 from collections import Counter
@@ -43,6 +44,7 @@ from megacp.prepare.records.turns import (
     messages_at,
     system_text,
 )
+from megacp.storage.wording import counted
 
 # keys of a message that are read without a chat template
 MESSAGE_KEYS = ("role", "content", "weight", "id")
@@ -112,7 +114,8 @@ def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> 
             f"`{where}.role`: {role!r} is not one of the roles "
             f"{', '.join((*CONTEXT_ROLES, *LEARNED_ROLES))}. "
             f"Use --roles assistant={role} to learn its messages, --roles user={role} if it asks "
-            f"the questions, or --context-roles {role} for any other speaker without loss"
+            f"the questions, --roles tool={role} if it gives the results of tools, or "
+            f"--context-roles {role} for any other speaker without loss"
         )
     if role in LEARNED_ROLES:
         return role, 1.0 if rules.ignore_weights else weight
@@ -129,7 +132,7 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
     pieces: list[SamplePart] = []
     for i, (message, where) in enumerate(zip(talk.messages, talk.paths, strict=True)):
         if "content" not in message:
-            hint = ""
+            hint = "; give it a text, or remove the message"
             if "tool_calls" in message:
                 hint = "; only a chat template can write tool calls, so give --chat-template"
             raise RecordError(f"`{where}` has no `content`{hint}")
@@ -224,7 +227,9 @@ Reader = Callable[[dict[str, Any], Callable[[str], str], RecordRules], Said]
 def plain_text(value: Any, key: str) -> list[SamplePart]:
     """Return a text as one part with loss weight 1. Raise RecordError if it is empty."""
     if not text_at(value, key):
-        raise RecordError(f"`{key}` is empty")
+        raise RecordError(
+            f"`{key}` is empty; remove the record, or use --on-error skip to leave out bad records"
+        )
     return [SamplePart(value, 1.0)]
 
 
@@ -402,6 +407,8 @@ READ_KEYS = tuple(
     )
 )
 """All keys of a record that are read; --columns can rename these."""
+_SPELLED = [key for key in ("text", *itertools.chain(*FORMS)) if key != "content"]
+"""Keys that a record may have in another spelling; `context` is not a misspelled `content`."""
 
 
 def said_by(
@@ -541,9 +548,26 @@ def _no_form(
         f"{key}={name}" for key, name in rules.columns if name not in record and key not in record
     )
     unnamed = f" (--columns {columns}: the record has no such key)" if columns else ""
-    advice = advice_for(given)
+    advice = advice_for(given) or _advice_on_names(given, rules)
     ending = f". {advice}" if advice else ""
     return f"{reason}: {what} needs exactly one of {wanted}, found {found}{unnamed}{ending}"
+
+
+def _advice_on_names(given: dict[str, Any], rules: RecordRules) -> str:
+    """Return advice for a record with almost the right keys; "" if none is known."""
+    if "text" in given and rules.text_key != "text":
+        return f"Leave out --text-key {rules.text_key} to read `text`"
+    for keys in FORMS:
+        there = [key for key in keys if key in given]
+        if there and len(keys) > len(there):
+            missing = next(key for key in keys if key not in given)
+            return f"`{there[0]}` needs `{missing}` next to it; --columns renames a key"
+    # a key that is spelled almost like a known one
+    for key in given:
+        close = difflib.get_close_matches(key.lower(), _SPELLED, 1, 0.8)
+        if close and close[0] != key:
+            return f"Build with --columns {close[0]}={key} if `{key}` means `{close[0]}`"
+    return ""
 
 
 # ---- keys next to a conversation
@@ -837,8 +861,9 @@ def _with_media(
     for kind, key in keys.items():
         if places[kind] != len(values[kind]):
             raise RecordError(
-                f"`{key}` has {len(values[kind])} entries, but the messages have {places[kind]} "
-                f"placeholders for them (<{kind}>, or a part of type {kind} without a source)"
+                f"`{key}` has {counted(len(values[kind]), kind)}, but the messages have "
+                f"{counted(places[kind], 'placeholder')} for them (<{kind}>, or a part of type "
+                f"{kind} without a source); each needs one"
             )
     return Talk(messages, talk.paths), tuple(keys.values())
 

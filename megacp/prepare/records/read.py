@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from megacp.prepare.records.contents import content_problem, missing_problem
 from megacp.prepare.records.indexed import (
     INDEX_SUFFIX,
     data_of,
@@ -36,6 +37,7 @@ from megacp.prepare.records.record import (
     Refusal,
     decode_json,
     json_fault,
+    json_hint,
     of_text,
 )
 from megacp.prepare.records.tables import arrow_module, read_parquet, read_tar
@@ -273,8 +275,10 @@ def input_problem(path: str) -> str | None:
             name = path.rpartition("/")[2] if is_url(path) else path
             way = _CONVERSIONS[suffix].format(path=name, stem=name[: -len(suffix)])
             return f"{path}: this file type is not supported; use {_FORMS}. To convert it: {way}"
+        if not is_url(path):
+            return content_problem(path, _FORMS)
     except FileNotFoundError:
-        return f"no such file: {path}"
+        return f"no such file: {path}" if is_url(path) else missing_problem(path)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
     except ValueError as error:  # such as a pipe, which several workers cannot read repeatedly
@@ -503,6 +507,11 @@ def _read_values(
                     fault = "it is nested too deeply"
                     if isinstance(error, ValueError):
                         fault = json_fault(error)
+                    if isinstance(error, json.JSONDecodeError):
+                        # a record may have many lines, so also show where it is wrong
+                        rest = text[error.pos : error.pos + 30]
+                        place = f"before {rest!r}" if rest else "at the end of the file"
+                        fault += f" {place}{json_hint(text, error.pos)}"
                     if end is None:
                         reason = f"the rest of the {layout.name} cannot be read: {fault}{limit}"
                         yield Refusal(path, line, offset, reason, number)

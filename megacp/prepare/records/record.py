@@ -161,17 +161,14 @@ def decode_json(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         bad = line[error.start]
         raise RecordError(
-            f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line"
+            f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line; convert the "
+            "file, for example from Latin-1: iconv -f ISO-8859-1 -t UTF-8 FILE > NEW.jsonl"
         ) from error
     try:
         return of_text(json.loads(text), text)
     except json.JSONDecodeError as error:
-        hint = ""
-        # a record that a script printed as a Python dict instead of JSON
-        if re.match(r"\s*[\[{]+\s*'", text):
-            hint = "; this looks like a printed Python object: write records with json.dumps"
         raise RecordError(
-            f"invalid JSON: {json_fault(error)} at column {error.colno}{hint}"
+            f"invalid JSON: {json_fault(error)} at column {error.colno}{json_hint(text, error.pos)}"
         ) from error
     except RecursionError as error:
         raise RecordError("invalid JSON: lists or objects are nested too deeply") from error
@@ -187,6 +184,23 @@ def json_fault(error: ValueError) -> str:
         return error.msg.removesuffix(" at")
     # the only other ValueError of the decoder: Python refuses to convert very long integers
     return f"an integer has more than {sys.get_int_max_str_digits():,} digits"
+
+
+def json_hint(text: str, position: int) -> str:
+    """Return advice, after a semicolon, for invalid JSON at a position of a text; "" if unknown."""
+    # a script may print Python objects instead of JSON
+    rest = text[position:]
+    if rest.startswith(("'", "None", "True", "False")):
+        return "; this looks like a printed Python object: write records with json.dumps"
+    before = text[:position].rstrip()
+    if before.endswith(",") and rest[:1] in ("}", "]"):
+        return f"; remove the comma before {rest[0]}"
+    if not before and rest[:1] not in ("{", "[", '"', ""):
+        return (
+            f"; it begins with {rest[:40]!r}, but a record must be a JSON object such as "
+            '{"text": "..."}'
+        )
+    return ""
 
 
 def of_text(value: Any, text: str) -> Any:

@@ -97,7 +97,10 @@ def _object(record: Any, rules: RecordRules) -> dict[str, Any]:
     hint = ""
     if isinstance(record, str) and record.lstrip().startswith(("{", "[")):
         hint = " that contains JSON; convert its lines: jq -c fromjson FILE > NEW.jsonl"
-    raise RecordError(f"a record must be a JSON object, found {described(record)}{hint}")
+    raise RecordError(
+        'a record must be a JSON object, such as {"text": "..."} or {"messages": [...]}, found '
+        f"{described(record)}{hint}"
+    )
 
 
 def _together(
