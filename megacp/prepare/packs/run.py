@@ -30,7 +30,7 @@ from megacp.prepare.packs.settings import HOUSE_FORM, BuildSettings, problems, t
 from megacp.prepare.packs.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
 from megacp.prepare.packs.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
-from megacp.prepare.records.indexed import count_empty, index_of, is_index
+from megacp.prepare.records.indexed import count_empty, input_of, is_index
 from megacp.prepare.records.read import (
     SAMPLED_BYTES,
     Extent,
@@ -76,7 +76,7 @@ def build(
     for text in settings.input:
         try:
             # a pattern such as x* matches both files of a tokenized dataset
-            found += dict.fromkeys(map(index_of, expanded(text)))
+            found += dict.fromkeys(map(input_of, expanded(text)))
         except ValueError as error:
             raise ValueError(f"--input: {error}") from error
     settings = dataclasses.replace(settings, input=tuple(found))

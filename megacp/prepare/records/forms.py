@@ -720,9 +720,8 @@ def _refuse_image_tags(said: Said, given: dict[str, Any], where: str, rules: Rec
                 '|= gsub("<img>[^<]+</img>"; "<image>")\' FILE > NEW.jsonl'
             )
         raise RecordError(
-            f"`{path}` names an image as {found[0]!r:.100} (the form of the first Qwen-VL), but "
-            f"images must be in `images`, with <image> in the text{way}; or use --ignore-keys "
-            f"'{TAG_AS_TEXT}' to learn it as text"
+            f"`{path}` names an image as {found[0]!r:.100}, but images must be in `images`, with "
+            f"<image> in the text{way}; or use --ignore-keys '{TAG_AS_TEXT}' to learn it as text"
         )
 
 
@@ -859,9 +858,11 @@ def _with_media(
         return talk, ()
     # each image needs a placeholder, and each placeholder an image
     for kind, key in keys.items():
-        if places[kind] != len(values[kind]):
+        count = len(values[kind])
+        if places[kind] != count:
+            entries = "1 entry" if count == 1 else f"{count} entries"
             raise RecordError(
-                f"`{key}` has {counted(len(values[kind]), kind)}, but the messages have "
+                f"`{key}` has {entries}, but the messages have "
                 f"{counted(places[kind], 'placeholder')} for them (<{kind}>, or a part of type "
                 f"{kind} without a source); each needs one"
             )

@@ -49,7 +49,7 @@ class TokenIds:
 # ---- the two files
 
 
-def index_of(path: str) -> str:
+def input_of(path: str) -> str:
     """Return the .idx for the .bin or the common prefix of a dataset, and other paths unchanged."""
     if path.endswith(_DATA_SUFFIX):
         return path.removesuffix(_DATA_SUFFIX) + INDEX_SUFFIX
