@@ -53,6 +53,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "c.jsonl": (bytes(257) + b"ustar", "c.jsonl is a tar.*rename it to c.tar$"),
     "c.json": ('{"text": "a"}\n'.encode("utf-16"), "UTF-16 text.*iconv -f UTF-16 -t UTF-8 c.json"),
     "d.arr": (b"ARROW1\0\0", "d.arr is an Arrow file.*Dataset.from_file"),
+    "e.jsonl": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS.*git lfs pull e.jsonl"),
+    "e.json": (b"<!DOCTYPE html>\n", "e.json is a web page.*download the file itself"),
     "d.jsonl.gz": (b'{"text": "a"}\n', "d.jsonl.gz is not .gz but JSON; rename it to d.jsonl$"),
     "d.parquet": (
         b'[{"text": "a"}]\n',
@@ -127,6 +129,8 @@ def test_a_folder_of_save_to_disk_is_refused_with_the_command_that_converts_it(
 
 LINES: dict[str, str] = {
     '{"text": "a",}': "column 14; remove the comma before }",
+    '{"text": "a"},': "column 14; remove the comma at the end of the line",
+    '{"text": "a"} {"text": "b"}': "write each record on its own line",
     '{"text": None}': "looks like a printed Python object: write records with json.dumps",
     "{'text': 'a'}": "looks like a printed Python object",
     "question,answer": "it begins with 'question,answer', but a record must be a JSON object such",
@@ -238,7 +242,7 @@ def test_a_template_without_its_special_token_names_the_file(tmp_path: Path) -> 
     assert "'bos_token' is undefined: tokenizer_config.json, next to the tokenizer" in message
 
 
-# ---- what a build prints
+# ---- the summary
 
 
 def test_one_of_a_kind_is_written_in_the_singular(tmp_path: Path) -> None:

@@ -312,7 +312,10 @@ class ChatTemplate:
             undefined = re.fullmatch(r"'(\w+)' is undefined", reason)
             if undefined is not None and undefined[1] in TOKEN_VARIABLES:
                 reason += ": tokenizer_config.json, next to the tokenizer, must name this token"
-            raise RecordError(f"the chat template refuses it: {reason}") from error
+            raise RecordError(
+                f"the chat template refuses it: {reason}; change the record, or use another "
+                "--chat-template"
+            ) from error
         return text
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:

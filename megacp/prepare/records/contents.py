@@ -14,6 +14,7 @@ _READ_BYTES = 512
 """Bytes of a file that are compared; a tar names its format at byte 257."""
 
 
+# Rows of `_KINDS` are compared in their order; no two of them can match one file.
 class _Kind(NamedTuple):
     """A kind of file, by the bytes at a fixed place."""
 
@@ -38,6 +39,9 @@ _KINDS = (
     _Kind(b"7z\xbc\xaf", "a 7z archive", "7z x {path}"),
     _Kind(b"PK\x03\x04", "a zip archive or an Office document", "unzip -l {path} lists its files"),
     _Kind(b"ARROW1", "an Arrow file", _DATASETS + ".to_parquet('{stem}.parquet')\""),
+    _Kind(b"version https://git-lfs", "a pointer of Git LFS", "git lfs pull {path}"),
+    _Kind(b"<!DOCTYPE html", "a web page", "download the file itself (on the Hub, /resolve/)"),
+    _Kind(b"<!doctype html", "a web page", "download the file itself (on the Hub, /resolve/)"),
     _Kind(b"%PDF", "a PDF document", "extract its text: pdftotext {path}"),
     _Kind(b"\x89PNG", "an image", "give records that name the image (docs/data.md)"),
     _Kind(b"\xff\xd8\xff", "an image", "give records that name the image (docs/data.md)"),
@@ -60,6 +64,7 @@ def content_problem(path: str, formats: str) -> str | None:
     `formats` lists the formats that are read.
     """
     place = Path(path)
+    # a few bytes tell all kinds apart
     with place.open("rb") as stream:
         data = stream.read(_READ_BYTES)
     suffix = place.suffix.lower()
@@ -67,9 +72,12 @@ def content_problem(path: str, formats: str) -> str | None:
         if data[kind.at :].startswith(kind.begins):
             if kind.suffix == suffix:
                 return None
+            what = f"{path} is {kind.what}"
+            # a kind that is read only has the wrong name
+            if not kind.suffix:
+                what += f", which is not supported; use {formats}"
             way = kind.advice.format(path=path, stem=place.with_suffix(""))
-            known = "" if kind.suffix else f", which is not supported; use {formats}"
-            return f"{path} is {kind.what}{known}. To use it: {way}"
+            return f"{what}. To use it: {way}"
 
     # no known kind of binary file: JSON, another text, or damaged
     text = data.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -93,15 +101,17 @@ def content_problem(path: str, formats: str) -> str | None:
 def missing_problem(path: str) -> str:
     """Return the message for a local file that does not exist, with the nearest name there is."""
     place = Path(path)
+    # flags of other tools separate files by commas
     parts = [part.strip() for part in path.split(",")]
     if len(parts) > 1 and all(Path(part).is_file() for part in parts):
         return f"no such file: {path}; separate files by blanks: --input {' '.join(parts)}"
+    # `absolute` shows from which folder a relative path was given
     if not place.parent.is_dir():
-        shown = place.parent if place.is_absolute() else Path.cwd() / place.parent
-        return f"no such file: {path}; the folder {shown} does not exist"
+        return f"no such file: {path}; the folder {place.parent.absolute()} does not exist"
     names = [each.name for each in place.parent.iterdir()]
     close = difflib.get_close_matches(place.name, names, 1, 0.7)
     if close:
         return f"no such file: {path}, did you mean {place.with_name(close[0])}?"
-    # a relative path is often given from another folder
-    return f"no such file: {path}" + ("" if place.is_absolute() else f" (in {Path.cwd()})")
+    if place.is_absolute():
+        return f"no such file: {path}"
+    return f"no such file: {path} (in {Path.cwd()})"

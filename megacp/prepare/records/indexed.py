@@ -81,6 +81,7 @@ def index_problem(path: str) -> str | None:
 
 def _reader_of(path: str) -> IndexedReader:
     """Return the reader of a dataset. Raise ValueError, naming the file, if it cannot be read."""
+    # report a missing partner before anything is read
     names = (path, data_of(path))
     missing = [name for name in names if not _exists(name)]
     if missing:
@@ -113,6 +114,7 @@ def _opened(path: str, versions: tuple[tuple[int, int], ...]) -> IndexedReader:
 
     Raise ValueError, naming the file, if one of them is damaged or not supported.
     """
+    # the header first: its errors are clearer than an error of a table
     sizes = [size for size, _ in versions]
     index, data = map(_stored, (path, data_of(path)), sizes)
     _check_header(index)
@@ -198,6 +200,7 @@ def read_indexed(
     """
     reader = _reader_of(path)
     starts = reader.document_starts()  # [documents]
+    # documents without tokens share their start with the next one, so both are in one extent
     first, last = np.searchsorted(starts, (start, stop)).tolist()
     for document in range(first, last):
         begin, end = reader.boundaries[document : document + 2].tolist()

@@ -195,6 +195,12 @@ def json_hint(text: str, position: int) -> str:
     before = text[:position].rstrip()
     if before.endswith(",") and rest[:1] in ("}", "]"):
         return f"; remove the comma before {rest[0]}"
+    # JSON lines have neither commas between records nor two records in a line
+    if before.endswith("}") and rest.strip() == ",":
+        return "; remove the comma at the end of the line"
+    if before.endswith("}") and rest.startswith("{"):
+        return "; write each record on its own line"
+    # a line of another text, such as CSV
     if not before and rest[:1] not in ("{", "[", '"', ""):
         return (
             f"; it begins with {rest[:40]!r}, but a record must be a JSON object such as "

@@ -464,7 +464,10 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
         paths = [paths[0] / name for name in tokenizer_files(paths[0])]
         if not paths:
             names = ", ".join(" with ".join(names) for names in FILES)
-            raise ValueError(f"--tokenizer {specification}: the folder has none of {names}")
+            raise ValueError(
+                f"--tokenizer {specification}: the folder has none of {names}; copy the files of "
+                "the model's tokenizer into it"
+            )
     kind = tuple(path.suffix for path in paths)
     # the id of a repository on the Hub, such as Qwen/Qwen3-0.6B
     is_file = paths[0].suffix in (".model", ".json")

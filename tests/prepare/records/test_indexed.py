@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import shutil
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megacp.prepare.packs.run import build
 from megacp.prepare.verify import verify
 from megacp.training.data.manifest import DatasetManifest
 from tests.prepare.packs import builds
+from tests.storage.stores import memory
 
 END = 256
 """End of a document of the byte tokenizer, whose ids are 0 to 256."""
@@ -37,7 +39,7 @@ def write_dataset(
     prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "int32"
 ) -> Path:
     """Write PREFIX.bin and PREFIX.idx in the published format; return the path of the .idx."""
-    sequences = [np.array(each, dtype) for document in documents for each in document]
+    sequences = [np.array(each, dtype) for each in itertools.chain.from_iterable(documents)]
     lengths = [len(each) for each in sequences]
     pointers = np.cumsum([0, *lengths])[:-1] * np.dtype(dtype).itemsize
     boundaries = np.cumsum([0, *map(len, documents)])
@@ -53,14 +55,16 @@ def write_dataset(
 def many(count: int) -> list[list[list[int]]]:
     """Return documents of one to four sequences of random bytes."""
     rng = np.random.default_rng(0)
-    return [
-        [rng.integers(0, 256, rng.integers(0, 20)).tolist() for _ in range(rng.integers(1, 5))]
-        for _ in range(count)
-    ]
+    documents = []
+    for _ in range(count):
+        lengths = rng.integers(0, 20, rng.integers(1, 5))
+        documents.append([rng.integers(0, 256, length).tolist() for length in lengths])
+    return documents
 
 
 def expected(documents: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    joined = [sum(map(list, document), []) for document in documents]
+    """Return the packed documents: their joined sequences and the end, unless they are empty."""
+    joined = [list(itertools.chain.from_iterable(document)) for document in documents]
     return [[*tokens, END] for tokens in joined if tokens]
 
 
@@ -148,57 +152,82 @@ def test_the_validation_share_divides_the_documents(tmp_path: Path) -> None:
     assert sorted(learning + checking) == sorted(expected(documents)) and checking
 
 
+@pytest.mark.parametrize("suffix", ["idx", "bin"])
+def test_a_dataset_in_a_store_gives_the_same_packs(tmp_path: Path, suffix: str) -> None:
+    path = write_dataset(tmp_path / "x", DOCUMENTS)
+    store = memory()
+    for name in ("x.idx", "x.bin"):
+        (store / name).write((tmp_path / name).read_bytes())
+    builds.run([f"{store}/x.{suffix}"], tmp_path / "d", unit_bytes=20)
+    builds.run([path], tmp_path / "e", unit_bytes=20)
+    assert builds.documents(tmp_path / "d") == builds.documents(tmp_path / "e") == PACKED
+    (store / "x.bin").write(b"1234")
+    with pytest.raises(ValueError, match="x.bin: 4 bytes, but .*x.idx describes 40"):
+        builds.run([f"{store}/x.idx"], tmp_path / "f")
+    with pytest.raises(ValueError, match="no such file: .*/y.idx$"):
+        builds.run([f"{store}/y.idx"], tmp_path / "f")
+
+
 # ---- datasets that cannot be read
 
 
-def damaged(tmp_path: Path, change: str) -> Path:
-    """Write a dataset with one defect; return the path of its .idx."""
-    path = write_dataset(tmp_path / "x", DOCUMENTS)
-    data = path.with_suffix(".bin")
-    index = path.read_bytes()
-    if change == "no bin":
-        data.unlink()
-    elif change == "no idx":
-        path.unlink()
-    elif change == "bin cut":
-        data.write_bytes(data.read_bytes()[:-4])
-    elif change == "idx cut":
-        path.write_bytes(index[:-4])
-    elif change == "header cut":
-        path.write_bytes(index[:20])
-    elif change == "magic":
-        path.write_bytes(b"TNTIDX\x00\x00" + index[8:])
-    elif change == "version":
-        path.write_bytes(index[:9] + struct.pack("<Q", 2) + index[17:])
-    elif change == "floats":
-        write_dataset(tmp_path / "x", DOCUMENTS, "float32")
-    elif change == "modes":
-        path.write_bytes(index + bytes([0, 0, 1, 0, 0]))
-    elif change == "boundaries":
-        path.write_bytes(index[:-8] + struct.pack("<Q", 4))
-    return path
+def rewrite(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return a function that changes the bytes of one of the two files."""
+
+    def apply(path: Path) -> None:
+        file = path.with_suffix(suffix)
+        file.write_bytes(change(file.read_bytes()))
+
+    return apply
 
 
-PROBLEMS = {
-    "no bin": r"--input: no such file: \S+x.bin; .* two files .* copy both",
-    "no idx": r"--input: no such file: \S+x.idx; .* two files .* copy both",
-    "bin cut": r"x.bin: 36 bytes, but \S+x.idx describes 40\. .*truncated.*copy both again",
-    "idx cut": r"x.idx: is not a Megatron index, or is damaged.*copy both again",
-    "header cut": r"x.idx has 20 bytes, but its header has 34: the file is truncated",
-    "magic": r"x.idx begins with b'TNTIDX.*begins with b'MMIDIDX.*Megatron's tools",
-    "version": r"x.idx has version 2 and type code 4; supported are version 1",
-    "floats": r"x.idx: its values are float32, but token ids are integers",
-    "modes": r"x.idx: 1 of its sequences are not text .*build from the original records",
-    "boundaries": r"x.idx: its 6 document boundaries do not divide its 5 sequences",
+DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no bin": (
+        lambda path: path.with_suffix(".bin").unlink(),
+        r"--input: no such file: \S+x.bin; .* two files .* copy both",
+    ),
+    "no idx": (Path.unlink, r"--input: no such file: \S+x.idx; .* two files .* copy both"),
+    "bin cut": (
+        rewrite(".bin", lambda data: data[:-4]),
+        r"x.bin: 36 bytes, but \S+x.idx describes 40\. .*truncated.*copy both again",
+    ),
+    "idx cut": (
+        rewrite(".idx", lambda data: data[:-4]),
+        r"x.idx: is not a Megatron index, or is damaged.*copy both again",
+    ),
+    "header cut": (
+        rewrite(".idx", lambda data: data[:20]),
+        r"x.idx has 20 bytes, but its header has 34: the file is truncated",
+    ),
+    "magic": (
+        rewrite(".idx", lambda data: b"TNTIDX" + data[6:]),
+        r"x.idx begins with b'TNTIDX.*begins with b'MMIDIDX.*Megatron's tools",
+    ),
+    "version": (
+        rewrite(".idx", lambda data: data[:9] + struct.pack("<Q", 2) + data[17:]),
+        r"x.idx has version 2 and type code 4; supported are version 1",
+    ),
+    "floats": (
+        lambda path: write_dataset(path.with_suffix(""), DOCUMENTS, "float32"),
+        r"x.idx: its values are float32, but token ids are integers",
+    ),
+    "modes": (
+        rewrite(".idx", lambda data: data + bytes([0, 0, 1, 0, 0])),
+        r"x.idx: 1 of its sequences are not text .*build from the original records",
+    ),
+    "boundaries": (
+        rewrite(".idx", lambda data: data[:-8] + struct.pack("<Q", 4)),
+        r"x.idx: its 6 document boundaries do not divide its 5 sequences",
+    ),
 }
 
 
-@pytest.mark.parametrize("change", PROBLEMS)
-def test_a_damaged_or_foreign_dataset_ends_the_build_with_advice(
-    tmp_path: Path, change: str
-) -> None:
-    path = damaged(tmp_path, change)
-    with pytest.raises(ValueError, match=PROBLEMS[change]):
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_damaged_or_foreign_dataset_ends_the_build_with_advice(tmp_path: Path, name: str) -> None:
+    damage, message = DEFECTS[name]
+    path = write_dataset(tmp_path / "x", DOCUMENTS)
+    damage(path)
+    with pytest.raises(ValueError, match=message):
         build(builds.settings([path.with_suffix(".bin")], tmp_path / "d"), io.StringIO())
     assert not (tmp_path / "d").exists()
 
