@@ -142,6 +142,12 @@ LINES: dict[str, str] = {
     '{"input_ids": [1]}': "needs the texts themselves .or a tokenized Megatron dataset, .idx",
     json.dumps({"messages": [{"role": "function", "content": "a"}]}): "--roles tool=function",
     json.dumps({"messages": [{"role": "assistant"}]}): "give it a text, or remove the message",
+    json.dumps({"messages": [ASKED, ANSWER], "tools": [{"name": "f"}]}): (
+        "only a chat template can write tools; give --chat-template, or use --ignore-keys tools"
+    ),
+    json.dumps({"messages": [{"role": "user", "content": [{"image": "a.jpg"}]}, ANSWER]}): (
+        'found an object without it; add "type": "image" to the part'
+    ),
     json.dumps({"messages": [ASKED]}): "1 document without .* use --roles assistant=NAME",
     json.dumps({"text": "a" * 300}): "--seq-length 128: raise this limit, or use --oversize split",
     json.dumps(

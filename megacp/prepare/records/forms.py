@@ -192,8 +192,13 @@ def kind_of(part: Any, where: str) -> str:
         return "image"
     if kind not in ("text", *MEDIA_TYPES):
         allowed = f"text (or {', '.join(MEDIA_TYPES)})"
+        # some data sets leave the type out, as the other key says it
+        hint = ""
+        for name in ("text", *MEDIA_TYPES):
+            if kind is None and isinstance(part, dict) and part.get(name) is not None:
+                hint = f' without it; add "type": "{name}" to the part'
         raise RecordError(
-            f"`{where}` must be an object with `type` {allowed}, found {described(part)}"
+            f"`{where}` must be an object with `type` {allowed}, found {described(part)}{hint}"
         )
     return str(kind)
 
@@ -485,6 +490,11 @@ def said_by(
         if has_template:
             said = _with_tools(said, given)
             read |= {"tools", "chat_template_kwargs"}
+        elif given.get("tools"):
+            raise RecordError(
+                "`tools` would be lost, because only a chat template can write tools; give "
+                "--chat-template, or use --ignore-keys tools to leave it out"
+            )
         elif "chat_template_kwargs" in given:
             # variables without a value change nothing, so they are not lost without a template
             if not any(_objects(given["chat_template_kwargs"]).values()):
