@@ -28,6 +28,7 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "test": [
         "accelerate",
+        "build",
         "flask",
         "flask-cors",
         "fsspec",
@@ -75,6 +76,7 @@ EXTRAS["all"] = sorted(
     }
 )
 COMMANDS = {
+    "finetune": "megacp.finetuning.command:main",
     "train": "megacp.train:program",
     "preprocess": "megacp.prepare.command:main",
     "convert": "megacp.huggingface.convert_command:main",
@@ -94,10 +96,24 @@ setup(
     ),
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
+    author="The megacp contributors",
     license="MIT",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    keywords="context parallelism, sequence packing, fine-tuning, transformers, pytorch",
     python_requires=">=3.11",
     packages=find_packages(include=["megacp", "megacp.*"]),
     package_data={
+        # Type checkers read the types of the package if it contains py.typed.
+        "": ["py.typed", "*.pyi"],
         "megacp.prepare.records": ["*.jinja"],
         "megacp.verify": ["*.cpp"],
         "megacp.plan": ["*.yaml"],
@@ -114,6 +130,9 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": [f"megacp-{name} = {target}" for name, target in COMMANDS.items()]
+        "console_scripts": [
+            "megacp = megacp.__main__:main",
+            *(f"megacp-{name} = {target}" for name, target in COMMANDS.items()),
+        ]
     },
 )

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     questions = [record["messages"][0]["content"] for record in lines(folder / "questions.jsonl")]
     before, after = lines(folder / "before.jsonl"), lines(folder / "after.jsonl")
     said = [[line["answer"] for line in answers] for answers in (before, after)]
-    rows = list(zip(questions, *said, by_library(folder / "hf", questions), strict=True))
+    rows = list(zip(questions, *said, by_library(folder / "run" / "model", questions), strict=True))
     # An answer must equal the trained answer, and the library must give the same text.
     exact = [line["answer"] == line["expected"] for line in after]
     same = [ours == theirs for _, _, ours, theirs in rows]
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (folder / "answers.md").write_text(text + "\n", encoding="utf-8")
     losses = [
         line["loss"]
-        for line in lines(folder / "checkpoints" / "log.jsonl")
+        for line in lines(folder / "run" / "checkpoints" / "log.jsonl")
         if line["kind"] == "train"
     ]
     draw(

@@ -1,11 +1,11 @@
-"""Exact attention and recurrent states over context-parallel ranks, for any mask.
+"""Exact attention and recurrent states across context-parallel ranks, for any mask.
 
 `Metadata` describes a row of tokens: its documents, branches and spans. A layout from `LAYOUTS`
-distributes the tokens over the ranks, and an `AttentionPlan` stores the result for one rank.
+distributes the tokens among the ranks, and an `AttentionPlan` stores the result for one rank.
 `context_parallel_attention(q, k, v, plan, axis)` then computes the same result as a single process
 with the whole row.
 
-The package depends only on torch, numpy and megacp.distributed, and on no configuration or flags.
+The package depends only on torch, numpy and megacp.distributed. It reads no configuration or flags.
 """
 
 from megacp.public import exports

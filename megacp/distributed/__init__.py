@@ -1,5 +1,5 @@
-"""Process groups: grids of ranks, the axes that layers communicate over, collectives with their
-gradients, and fake worlds for checks.
+"""Process groups: grids of ranks, axes for the communication of layers, collectives with gradients,
+and fake worlds for checks.
 
 A layer that communicates has one `Axis`. Apart from `megacp.public`, the package depends only on
 torch and numpy.

@@ -1,10 +1,11 @@
-"""Collectives and messages over one `Axis`, blocking and asynchronous; only this module handles
-axes of size 1.
+"""Collectives and messages on one `Axis`, blocking and asynchronous; only this module handles axes
+of size 1.
 
 On gloo, a reduce-scatter or a small all-reduce is an all-to-all followed by a local sum in rank
-order. The bits are therefore equal in every run, and bf16 is summed in fp32. CPU ranks of one
-machine exchange and gather from memory to memory (`same_host.py`). Collectives work on dim 0 and
-make their input contiguous, because gloo reduces strided views incorrectly without an error.
+order. The results are therefore bitwise equal in every run, and bf16 is summed in fp32. CPU ranks
+on one machine exchange and gather tensors from memory to memory (`same_host.py`). Collectives work
+on dim 0 and make their input contiguous, because gloo reduces strided views incorrectly without an
+error.
 
 The ring posts a send and a receive together: two NCCL ranks that both send first would deadlock.
 gloo supports CUDA tensors in collectives but not in point-to-point messages, so such messages are
@@ -24,22 +25,22 @@ from megacp.distributed.grid import Axis, HostGroup, WorldAxis
 from megacp.distributed.large_blocks import empty
 from megacp.distributed.same_host import LocalChannel, Operation
 
-# torch 2.13 renames these two functions; older releases have only the second name
+# torch 2.13 renames these two functions; older releases have only the names on the right
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _SMALL_REDUCE = 16_384
-"""Number of elements up to which latency dominates a gloo all-reduce; a single round of messages is
-then faster than gloo's ring.
+"""Largest number of elements for which latency dominates a gloo all-reduce; a single round of
+messages is then faster than gloo's ring.
 """
 
 
 class Pending:
     """An operation in flight.
 
-    `wait` may be called several times; gloo itself would hang in a second wait.
+    `wait` may be called several times, unlike gloo's, which would hang in the second call.
     """
 
     def __init__(self, works: list[Any], finish: Callable[[], Any]) -> None:
@@ -49,7 +50,7 @@ class Pending:
 
     def wait(self) -> Any:
         """Block until the result is ready and return it."""
-        # the result doubles as the mark that the works are done
+        # a stored result also marks the works as done
         if self._result is None:
             for work in self._works:
                 work.wait()
@@ -66,9 +67,9 @@ class Pending:
 
 
 def through_host(x: torch.Tensor, axis: Axis) -> bool:
-    """Return whether a message of this tensor must be copied to the host.
+    """Return whether messages with this tensor must be copied through the host.
 
-    gloo cannot send from a device.
+    gloo cannot send messages from a device.
     """
     return axis.backend == "gloo" and x.device.type != "cpu"
 
@@ -81,7 +82,7 @@ def local_channel(x: torch.Tensor, axis: Axis) -> LocalChannel | None:
 def _among_neighbours(
     out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: LocalChannel
 ) -> Operation:
-    """Start to send `x[r]` to each rank r of the axis and to receive `out[r]` from it.
+    """Start sending `x[r]` to each rank r of the axis and receiving `out[r]` from it.
 
     The rank's own block is copied.
     """
@@ -109,7 +110,7 @@ def _sum_blocks(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
-    """Start to gather `[n, ...]` as `[size * n, ...]`, blocks in axis order."""
+    """Start an all-gather of `[n, ...]` as `[size * n, ...]`, with blocks in axis order."""
     x = x.contiguous()
     if axis.size == 1:
         return Pending([], lambda: x)
@@ -117,7 +118,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
-    """Start to gather contiguous `x[n]` into the caller's `out[size * n]`.
+    """Start an all-gather of contiguous `x[n]` into the caller's `out[size * n]`.
 
     `x` may be this rank's block of `out`.
     """
@@ -137,12 +138,12 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def start_reduce_scatter(x: torch.Tensor, axis: Axis, *, in_place: bool = False) -> Pending:
-    """Start to reduce `[size * n, ...]` to `[n, ...]`: this rank's block of the sum over the axis.
+    """Start a reduce-scatter of `[size * n, ...]` to `[n, ...]`, this rank's block of the sum.
 
     With `in_place`, NCCL may write the sum into this rank's block of contiguous `x`; the other
     blocks are then undefined. gloo always allocates the sum.
     """
-    assert x.shape[0] % axis.size == 0, f"reduce-scatter of {tuple(x.shape)} over {axis.size} ranks"
+    assert x.shape[0] % axis.size == 0, f"reduce-scatter of {tuple(x.shape)} to {axis.size} ranks"
     x = x.contiguous()
     if axis.size == 1:
         return Pending([], lambda: x)
@@ -157,9 +158,9 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis, *, in_place: bool = False)
 
 
 def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
-    """Start a reduce-scatter as an exchange and a local sum.
+    """Start a reduce-scatter that consists of an exchange and a local sum.
 
-    Ranks of one machine do not copy their own block.
+    Ranks on one machine do not copy their own block.
     """
     if (channel := local_channel(x, axis)) is None:
         # torch exchanges all blocks; block r of `out` arrives from rank r
@@ -195,9 +196,9 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """Return the elementwise reduction (`sum`, `max`, `min`) over the axis.
+    """Return the elementwise reduction (`sum`, `max`, `min`) across the axis.
 
-    All ranks get identical bits.
+    The results of all ranks are bitwise identical.
     """
     if axis.size == 1:
         return x
@@ -230,9 +231,9 @@ def start_all_to_all(
     in_splits: Sequence[int] | None = None,
     out_splits: Sequence[int] | None = None,
 ) -> Pending:
-    """Start to send `in_splits[r]` rows to each rank r and to receive `out_splits[r]` rows from it.
+    """Start sending `in_splits[r]` rows to each rank r and receiving `out_splits[r]` rows from it.
 
-    Rows are along dim 0. Splits are even if they are None.
+    Rows are along dim 0. If the splits are None, they are even.
     """
     x = x.contiguous()
     if axis.size == 1:
@@ -259,9 +260,9 @@ def all_to_all(x: torch.Tensor, axis: Axis, *splits: Sequence[int] | None) -> to
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return small picklable objects of all ranks, in axis order.
+    """Return the small picklable objects of all ranks, in axis order.
 
-    On the world axis, the host group is used if there is one.
+    The world axis uses its host group if it has one.
     """
     values: list[Any] = [value] * axis.size
     if axis.size > 1:
@@ -275,7 +276,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
     """Return the picklable objects of all ranks, in axis order, on the first rank of the axis.
 
-    Other ranks get None.
+    Return None on other ranks.
     """
     # only the receiving rank passes a list
     values: list[Any] | None = [value] * axis.size if axis.rank == 0 else None
@@ -285,23 +286,23 @@ def gather_to_first(value: Any, axis: Axis) -> list[Any] | None:
 
 
 def barrier(axis: Axis) -> None:
-    """Return once every rank of the axis has arrived."""
+    """Wait until every rank of the axis has arrived."""
     if axis.size > 1:
-        # without a device, NCCL guesses one and warns in every call
+        # without a device, NCCL guesses one and logs a warning in every call
         devices = [torch.cuda.current_device()] if axis.backend == "nccl" else None
         dist.barrier(group=axis.group, device_ids=devices)
 
 
 def await_all(host: HostGroup) -> None:
-    """Return once every rank has arrived; if a rank was killed, the wait ends immediately.
+    """Wait until every rank has arrived, but stop waiting as soon as a rank is killed.
 
-    Raise RuntimeError after `host.seconds`. On the first rank, it names a late rank.
+    Raise RuntimeError after `host.seconds`. On the first rank, the error includes a late rank.
     """
     dist.monitored_barrier(host.group, datetime.timedelta(seconds=host.seconds))
 
 
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:
-    """Start to send contiguous `x` to another rank, at index `peer` of the axis."""
+    """Start sending contiguous `x` to the rank at index `peer` of the axis."""
     assert peer != axis.rank, f"rank {axis.rank} of axis {axis.name} sends to itself"
     x = x.detach().contiguous()
     axis.traffic["send"] += x.nbytes
@@ -314,7 +315,7 @@ def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:
 
 
 def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Pending:
-    """Start to receive into contiguous `buffer` from the rank at index `peer`.
+    """Start receiving into contiguous `buffer` from the rank at index `peer` of the axis.
 
     `wait` returns the buffer.
     """
@@ -329,7 +330,7 @@ def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Pending:
 
 
 def start_shift(x: torch.Tensor, axis: Axis, by: int = 1) -> Pending:
-    """Start to pass contiguous `x` on by `by` ranks of the axis, taken as a ring.
+    """Start shifting contiguous `x` by `by` ranks around the axis, treated as a ring.
 
     The result is the tensor that arrives from the rank `by` places before this one.
     """

@@ -1,4 +1,4 @@
-"""Differentiable collectives; the backward of each one is its dual.
+"""Differentiable collectives; the backward pass of each collective is its dual.
 
 | function            | forward        | backward        | in -> out                      | grad   |
 |---------------------|----------------|-----------------|--------------------------------|--------|
@@ -9,8 +9,8 @@
 | `reduce_scatter_to` | reduce-scatter | all-gather      | partial -> sharded             | sharded|
 | `exchange`          | all-to-all     | all-to-all back | sharded a -> sharded b         | sharded|
 
-The last column is the form of the gradient that backward expects. "Used per rank" means that every
-rank uses the tensor differently, so its gradients are partial sums.
+The last column is the form in which the backward pass expects the gradient. "Used per rank" means
+that every rank uses the tensor differently, so its gradients are partial sums.
 
 Summed over ranks, `<f x, v> = <x, f^T v>`. No function scales gradients, because factors hidden in
 collectives are a common cause of lost or doubled gradients.
@@ -36,7 +36,7 @@ def _identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def slice_of(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return this rank's block of dim 0, without communication: `[size * n, ...] -> [n, ...]`."""
-    assert x.shape[0] % axis.size == 0, f"{tuple(x.shape)} does not split over {axis.size} ranks"
+    assert x.shape[0] % axis.size == 0, f"{tuple(x.shape)} does not split into {axis.size} parts"
     return x.chunk(axis.size)[axis.rank].contiguous()
 
 
@@ -63,19 +63,22 @@ def _dual(x: torch.Tensor, axis: Axis, forward: Move, backward: Move) -> torch.T
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return replicated `x` for different use on each rank; backward sums the partial gradients."""
+    """Return replicated `x` for different use on each rank.
+
+    The backward pass sums the partial gradients.
+    """
     return _dual(x, axis, _identity, collectives.all_reduce)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum of the partial `x` over the axis, replicated."""
+    """Return the sum of the partial `x` across the axis, replicated."""
     return _dual(x, axis, collectives.all_reduce, _identity)
 
 
 def gather_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Gather `[n, ...] -> [size * n, ...]` for different use on each rank.
 
-    Backward reduce-scatters the partial gradients.
+    The backward pass reduce-scatters the partial gradients.
     """
     return _dual(x, axis, collectives.all_gather, collectives.reduce_scatter)
 
@@ -91,7 +94,10 @@ def exchange(
     in_splits: Sequence[int] | None = None,
     out_splits: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Exchange rows of dim 0 all-to-all, evenly or by splits; the gradient takes the way back."""
+    """Exchange rows of dim 0 all-to-all, evenly or according to splits.
+
+    The backward pass sends the gradients back.
+    """
     return _dual(
         x,
         axis,
@@ -103,9 +109,9 @@ def exchange(
 def gather_uneven(x: torch.Tensor, axis: Axis, counts: Sequence[int]) -> torch.Tensor:
     """Gather `[counts[rank], ...] -> [sum(counts), ...]` in axis order, for different use per rank.
 
-    Counts may be 0. A rank sends its rows to every other rank and receives their partial gradients
-    in backward.
+    Counts may be 0. A rank sends its rows to every other rank. In the backward pass, it receives
+    their partial gradients.
     """
-    # one copy for each rank; backward sums the gradients of the copies
+    # one copy for each rank; the backward pass sums the gradients of the copies
     copies = x.repeat(axis.size, *[1] * (x.dim() - 1))
     return exchange(copies, axis, [len(x)] * axis.size, counts)

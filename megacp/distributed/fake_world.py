@@ -2,7 +2,7 @@
 calls of another rank.
 
 torch's "fake" process group accepts every collective and does nothing. `recorded` reads a call from
-the torch operator that makes it, so calls of libraries are recorded too. Two ranks that share a
+the torch operator that makes it, so calls by libraries are recorded too. Two ranks that share a
 group must make the same calls on it in the same order.
 """
 
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or a message from the view of one rank."""
+    """A collective or a message, from the perspective of one rank."""
 
     name: str
     group: str
@@ -53,7 +53,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         devices.append("meta")
 
     def mesh(*args: Any, **named: Any) -> DeviceMesh:
-        with unset_fake_temporarily():  # from_group finds its own rank in a tensor
+        with unset_fake_temporarily():  # from_group looks up its own rank in a tensor
             return from_group(*args, **named)
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -92,7 +92,7 @@ def recorded(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Ca
 
 
 def differences(one: int, calls: Sequence[Call], other: int, others: Sequence[Call]) -> list[str]:
-    """Return a line for each shared group that two ranks call differently, with the first place."""
+    """Return a line for each shared group in which the calls of two ranks differ."""
     shared = {one, other}
     calls = [call for call in calls if shared <= {*call.ranks}]
     others = [call for call in others if shared <= {*call.ranks}]
@@ -118,7 +118,7 @@ def differences(one: int, calls: Sequence[Call], other: int, others: Sequence[Ca
 
 
 def _first_difference(pairs: Sequence[tuple[list, list]]) -> tuple[int, object, object] | None:
-    """Return the first place at which two lists of a pair differ, with both elements there."""
+    """Return the first index at which the lists of a pair differ, with both elements."""
     for mine, theirs in pairs:
         for place, (here, there) in enumerate(itertools.zip_longest(mine, theirs)):
             if here != there:
@@ -146,7 +146,7 @@ def _collectives(calls: Sequence[Call], other: int, first: bool) -> list[tuple[o
 
 
 def _messages(calls: Sequence[Call], way: str, peer: int) -> list[tuple[object, ...]]:
-    """Return dtype and sizes of the messages to (`send`) or from (`recv`) a peer."""
+    """Return the dtypes and sizes of the messages to (`send`) or from (`recv`) a peer."""
     name = f"c10d::{way}"
     return [
         (call.dtype, call.elements)

@@ -1,6 +1,6 @@
 """The DP x TP x PP x CP grid of processes: a `GridShape` with process groups, as frozen axes.
 
-A layer that communicates only needs one `Axis`.
+A layer that communicates needs only one `Axis`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacp.distributed.shape import AXES, GridShape
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the grid from the view of this rank: the ranks that it communicates with."""
+    """One direction of the grid, from the perspective of this rank."""
 
     name: str
     size: int
@@ -33,9 +33,9 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     backend: str = "none"
     traffic: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
-    """Payload bytes that this rank has sent over the axis, by collective."""
+    """Payload bytes that this rank has sent on the axis, per collective."""
     parts: dict[int, tuple[Axis, Axis]] = field(default_factory=dict, compare=False, repr=False)
-    """Results of `split_axis`, by the number of inner ranks."""
+    """Results of `split_axis`, keyed by the number of inner ranks."""
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Channel for CPU tensors, if all ranks of a gloo axis are on one machine and can read each
     other's memory.
@@ -44,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class HostGroup:
-    """A gloo group of all ranks with a separate timeout, for ranks that read or write files
+    """A gloo group of all ranks with a separate timeout, for reading and writing files
     (checkpoints).
     """
 
@@ -55,10 +55,10 @@ class HostGroup:
 
 @dataclass(frozen=True)
 class WorldAxis(Axis):
-    """The axis over all ranks of a grid."""
+    """The axis with all ranks of a grid."""
 
     host: HostGroup | None = field(default=None, compare=False, repr=False)
-    """Host group of the grid; if None, waiting for slow files has the timeout of other messages."""
+    """Host group of the grid, or None if slow files have the same timeout as other messages."""
 
 
 def single_axis(name: str, global_rank: int = 0) -> Axis:
@@ -100,18 +100,18 @@ class ProcessGrid:
 
     @property
     def ep(self) -> Axis:
-        """The ranks that share the experts of a layer."""
+        """The expert-parallel axis: ranks among which a layer's experts are divided."""
         return self._of_experts("ep")
 
     @property
     def edp(self) -> Axis:
-        """The ranks that have the same experts."""
+        """The expert-data-parallel axis: ranks with the same experts."""
         return self._of_experts("edp")
 
     def _of_experts(self, name: str) -> Axis:
-        """Return an expert axis; a single rank needs none and uses the world."""
+        """Return an expert axis, or the world axis if there is a single rank."""
         assert self.shape.ep or self.world.size == 1, (
-            "the grid was made for a model without experts"
+            "the grid was built for a model without experts"
         )
         return self.axes.get((name,), self.world)
 
@@ -123,16 +123,16 @@ class ProcessGrid:
         """Return the pp axis for messages that `source_stage` sends in one direction.
 
         `direction` is `forward` or `backward`. With two stages and virtual stages, the next and the
-        previous peer are the same rank. A separate process group per direction and parity of the
-        sender ensures that every ordered pair of ranks exchanges only one kind of message, first in
-        first out.
+        previous peer are the same rank. Each direction, and each parity of the sending
+        stage, has a separate process group. Every ordered pair of ranks in a group therefore
+        exchanges only one kind of message, in the order of sending.
         """
         return self.channels[direction, source_stage % 2]
 
     def in_steps(self) -> list[Axis]:
         """Return the axes that have collectives in a training step.
 
-        Other axes are used late or never, and each communicator of NCCL takes 100 MiB or more.
+        Other axes are used late or never, and each NCCL communicator takes 100 MiB or more.
         Channels are connected separately (`open_channels`).
         """
         # all ranks connect the axes in this order
@@ -145,15 +145,15 @@ class ProcessGrid:
         return [*axes, self.embedding, self.world]
 
     def all_axes(self) -> list[Axis]:
-        """Return every distinct axis, for reports of traffic."""
+        """Return every distinct axis, for traffic reports."""
         return [*self.axes.values(), self.embedding, *self.channels.values(), self.world]
 
 
 def connect(axes: Sequence[Axis], device: torch.device) -> None:
     """Connect the ranks of every axis; all ranks must pass the axes in the same order.
 
-    NCCL connects a group in its first collective and may wait for the device meanwhile. If messages
-    are in flight at that time, it may wait forever.
+    NCCL connects a group during its first collective and may wait for the device. If messages are
+    in flight at that time, it may wait forever.
     """
     # any collective connects a group; this one is the smallest
     for axis in axes:
@@ -168,10 +168,10 @@ def build_grid(
     timeout: datetime.timedelta = datetime.timedelta(minutes=10),
     file_timeout: datetime.timedelta | None = None,
 ) -> ProcessGrid:
-    """Create this rank's axes; every rank must call it once, in the same order.
+    """Build this rank's axes; every rank must call this function once, in the same order.
 
-    `file_timeout` is the timeout while a rank reads or writes files (checkpoints); None means the
-    timeout of other messages. A single rank needs no process group.
+    `file_timeout` applies while a rank reads or writes files (checkpoints); None means the timeout
+    of other messages. A single rank needs no process group.
 
     Raise ValueError if the number of ranks differs from the size of the grid.
     """
@@ -179,13 +179,13 @@ def build_grid(
     if shape.world_size > 1 and have != shape.world_size:
         raise ValueError(
             f"the grid tp {shape.tp} x cp {shape.cp} x dp {shape.dp} x pp {shape.pp} needs "
-            f"{shape.world_size} ranks, the world has {have}; change --nproc or the parallel sizes"
+            f"{shape.world_size} ranks, but there are {have}; change --nproc or the parallel sizes"
         )
     # a collective of the whole world, so it comes before groups that only some ranks create
     near = _near(rank)
 
     def axis(name: str, members: tuple[int, ...]) -> Axis:
-        """Return the axis over some global ranks, with a new process group."""
+        """Return the axis of some global ranks, with a new process group."""
         return _axis(name, members, rank, near, timeout)
 
     # single directions, gradients (cp and dp), and fp8 statistics (tp and cp)
@@ -209,8 +209,8 @@ def build_grid(
     else:
         embedding = single_axis("embedding", rank)
         if len(stages) > 1:
-            # torch names a locally synchronised group by the number of groups that this rank has
-            # created, so all ranks must create the same number
+            # the name of a locally synchronised group contains the number of groups that this rank
+            # has created, so all ranks must create the same number
             new_group((rank,), timeout)
     everyone = tuple(range(shape.world_size))
     world_group = dist.group.WORLD if shape.world_size > 1 else None
@@ -251,7 +251,7 @@ def _axis(
     timeout: datetime.timedelta | None,
     group: dist.ProcessGroup | None = None,
 ) -> Axis:
-    """Return the axis over some global ranks, with a new process group if none is given."""
+    """Return the axis of some global ranks, with a new process group if none is given."""
     if len(members) == 1:
         return single_axis(name, rank)
     group = group or new_group(members, timeout)
@@ -264,7 +264,7 @@ def _axis(
 
 
 def axis_of_mesh(mesh: DeviceMesh) -> Axis:
-    """Return the axis over a one-dimensional torch DeviceMesh, such as `mesh["cp"]`.
+    """Return the axis for a one-dimensional torch DeviceMesh, such as `mesh["cp"]`.
 
     The axis uses the process group of the mesh. All ranks of the world must make the same call.
     Raise ValueError if the mesh has several dimensions.
@@ -272,7 +272,7 @@ def axis_of_mesh(mesh: DeviceMesh) -> Axis:
     if mesh.ndim != 1:
         raise ValueError(
             f"an axis is one dimension of a mesh, but this mesh has {mesh.mesh_dim_names}: pass "
-            "mesh['cp']"
+            "a submesh such as mesh['cp']"
         )
     name = (mesh.mesh_dim_names or ("mesh",))[0]
     rank = dist.get_rank()
@@ -284,9 +284,9 @@ def axis_of_mesh(mesh: DeviceMesh) -> Axis:
 
 
 def _near(rank: int) -> SameHost | None:
-    """Return the connections to ranks of this machine; every rank of the world must call it alike.
+    """Return the connections to ranks on this machine, or None if messages do not use gloo.
 
-    Return None if messages do not use gloo.
+    Every rank of the world must make the same call.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() != "gloo":
         return None
@@ -295,7 +295,7 @@ def _near(rank: int) -> SameHost | None:
 
 @functools.cache
 def _met(world: dist.ProcessGroup, rank: int) -> SameHost | None:
-    """Return `_near` for a world, connected at the first call."""
+    """Return the connections of `_near`, which the first call for a world establishes."""
 
     def gather(value: object) -> list[object]:
         values: list[object] = [None] * dist.get_world_size(world)
@@ -306,8 +306,8 @@ def _met(world: dist.ProcessGroup, rank: int) -> SameHost | None:
 
 
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
-    """Split an axis in two: `inner` neighbouring ranks, and the ranks at the same place of each
-    such group.
+    """Split an axis into two: `inner` neighbouring ranks, and the ranks at the same position in
+    each such group.
 
     `inner` must divide the size of the axis. The first call creates process groups, so all ranks of
     the world must make the same call.
@@ -337,9 +337,9 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
 def new_group(
     members: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Create the process group of an axis over some global ranks; only these ranks call it.
+    """Create the process group of some global ranks; only these ranks call this function.
 
-    If None, timeout and backend are torch's defaults. torch names such a group by the number of
-    groups that its rank has created, so all ranks of a world must create the same number.
+    If None, `timeout` and `backend` are torch's defaults. The name of such a group contains the
+    number of groups that its rank has created, so all ranks of a world must create the same number.
     """
     return dist.new_group(list(members), timeout, backend, use_local_synchronization=True)

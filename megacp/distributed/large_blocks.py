@@ -1,13 +1,13 @@
 """Reusable memory blocks for large results on CPU ranks.
 
-The C library maps a large tensor anew each time, and the kernel clears its pages. For long rows
-this takes a tenth of a step, and a quarter if other programs use the memory. If large tensors were
-kept in the C library's heap instead, smaller tensors would soon fragment it, and a rank would grow
-by half.
+The C library maps new memory for every large tensor, and the kernel clears its pages. For long
+rows, this takes a tenth of a step, or a quarter while other programs use the memory. If large
+tensors were kept in the C library's heap instead, smaller tensors would soon fragment it, and the
+memory of a rank would grow by half.
 
-Blocks here are never split, and their total size never exceeds the peak that was in use. A block is
-free when its last tensor is gone, even if autograd, a view or a message held it. A tensor in a
-block cannot be resized.
+Blocks are never split, and their total size never exceeds the peak that was in use. A block becomes
+free when its last tensor is gone, even if that tensor was held by autograd, a view or a message. A
+tensor in a block cannot be resized.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from collections.abc import Sequence
 import torch
 
 LARGE = 4 << 20
-"""Size in bytes from which on a tensor gets a block."""
+"""Minimum size in bytes of a tensor that gets a block."""
 
 
 class _Lease(weakref.ref):
-    """A weak reference to the memory of a block; its callback reports when no tensor uses it."""
+    """A weak reference to a block's memory; its callback reports when no tensor uses the block."""
 
     block: mmap.mmap
 
@@ -39,13 +39,13 @@ class LargeBlocks:
         self.active = False
         """Whether tensors get blocks."""
         self.smallest = LARGE
-        """Size in bytes from which on tensors get blocks."""
+        """Minimum size in bytes of tensors that get blocks."""
         self.held = 0
         """Bytes of all blocks."""
         self._used = 0
         """Bytes of the blocks in use."""
         self._peak = 0
-        """Largest number of bytes that were in use together."""
+        """Largest number of bytes that were in use at the same time."""
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
         self._leases: dict[int, _Lease] = {}
         self._ended: deque[_Lease] = deque()
@@ -57,7 +57,7 @@ class LargeBlocks:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor with undefined values.
 
-        Raise OSError if the system has no memory.
+        Raise OSError if the system is out of memory.
         """
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
@@ -119,10 +119,10 @@ def empty(
 ) -> torch.Tensor:
     """Return a contiguous tensor with undefined values on the device of `like`.
 
-    The default dtype is that of `like`.
+    The dtype defaults to `like.dtype`.
     """
     if _takes_block(shape, like, dtype or like.dtype):
-        # on failure fall through to torch, whose error reports how much memory is missing
+        # on failure, fall back to torch, whose error reports how much memory is missing
         with contextlib.suppress(OSError, OverflowError):
             return BLOCKS.empty(shape, dtype or like.dtype)
     return like.new_empty(shape, dtype=dtype)
@@ -131,7 +131,7 @@ def empty(
 def zeros(
     shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return a tensor like `empty` with all elements 0."""
+    """Return a contiguous tensor of zeros on the device of `like`; see `empty`."""
     return empty(shape, like, dtype).zero_()
 
 

@@ -1,12 +1,12 @@
-"""Messages between CPU ranks of one machine; the receiver copies them from the sender's memory.
+"""Messages between CPU ranks on one machine; the receiver copies them from the sender's memory.
 
-gloo sends through TCP, whose copies take both ranks more time than the matrix products of a small
-model. Here a sender announces the address of its tensor and keeps the tensor until the receiver
-confirms that it has read it. Small messages are part of the announcement. A rank that waits takes
-all messages that have arrived, so no order of waits can deadlock two ranks.
+gloo sends over TCP, whose copies take both ranks more time than the matrix products of a small
+model. Here, a sender announces the address of its tensor and keeps the tensor until the receiver
+confirms that it has read the contents. Small messages are part of the announcement. A waiting rank
+processes all messages that have arrived, so no order of waits can deadlock two ranks.
 
-Only Linux provides the copy (`process_vm_readv`). Every rank tests it with all other ranks of its
-machine before the first message. gloo is used if a test fails, and between machines.
+The copy uses `process_vm_readv`, which only Linux provides. Every rank tests it with all other
+ranks on its machine before the first message. gloo is used if a test fails, and between machines.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from typing import Any
 import torch
 
 _SMALL = 4096
-"""Size in bytes up to which a message is part of its announcement; its sender does not wait."""
+"""Maximum size in bytes of a message sent with its announcement; its sender does not wait."""
 _HEADER = struct.Struct("<cQQQ")  # kind, channel, address, bytes
 # kinds of words: a tensor is at an address; a small tensor follows; the oldest announced tensor of
 # the channel has been read
 _TOLD, _SENT, _READ = b"t", b"s", b"r"
 _CONNECT_SECONDS = 60.0
 _SECONDS_BETWEEN_LOOKS = 1.0
-"""Interval at which a rank that waits for a connection checks whether the other rank has ended."""
+"""Interval at which a rank waiting for a connection checks whether the other rank has ended."""
 _PR_SET_PTRACER = 0x59616D61
-"""Linux's number of a process option (prctl.h): the process that may, together with its children,
-read this process's memory.
+"""Linux's number for a process option (prctl.h): the process that may read this process's memory,
+together with its children.
 """
 
 Message = tuple[int, torch.Tensor]
@@ -53,9 +53,9 @@ _Stretch = ctypes.c_size_t * 2  # `struct iovec`: address and bytes
 
 
 def _copy_from(process: int, source: int, target: int, size: int) -> None:
-    """Copy memory of another process.
+    """Copy memory from another process.
 
-    Raise OSError if this is refused, and ProcessLookupError if the process has ended.
+    Raise OSError if the system refuses, and ProcessLookupError if the process has ended.
     """
     done = 0
     while done < size:  # a call copies at most 2 GiB
@@ -68,7 +68,7 @@ def _copy_from(process: int, source: int, target: int, size: int) -> None:
 
 
 class Operation:
-    """Messages that were started together; `wait` has the signature of torch's `Work.wait`."""
+    """Messages that are started together; `wait` has the signature of torch's `Work.wait`."""
 
     __slots__ = ("_channel", "_held", "left")
 
@@ -79,9 +79,9 @@ class Operation:
         self.left: list[int] = []
 
     def wait(self, timeout: object = None) -> bool:
-        """Return once all messages are sent and received.
+        """Wait until all messages have been sent and received.
 
-        Raise RuntimeError with the names of ranks that have ended or are late.
+        Raise RuntimeError with the numbers of ranks that have ended or are late.
         """
         self._channel.host.wait(self, self._channel.seconds)
         self._held = None
@@ -98,22 +98,22 @@ class _Peer:
     told: dict[int, deque[tuple[int, int, bytes]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    """Announced messages by channel that are not expected yet: address, bytes and small content."""
+    """Announced messages that are not expected yet, by channel: address, bytes, small content."""
     receiving: dict[int, deque[tuple[Operation, int, int]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    """Expected messages by channel that are not announced yet: operation, address and bytes."""
+    """Expected messages that are not announced yet, by channel: operation, address and bytes."""
     sending: dict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
-    """Announced messages by channel that the rank has not read yet."""
+    """Announced messages that the rank has not read yet, by channel."""
     backlog: deque[bytes] = field(default_factory=deque)
     """Words that did not fit into the socket's buffer."""
     gone: bool = False
 
 
 class SameHost:
-    """The connected ranks of this machine.
+    """The connected ranks on this machine.
 
-    All threads may use it; threads that wait take turns.
+    Several threads may use an instance; waiting threads take turns.
     """
 
     def __init__(self, rank: int) -> None:
@@ -132,22 +132,21 @@ class SameHost:
     def channel(
         self, name: str, ranks: Sequence[int], timeout: datetime.timedelta
     ) -> LocalChannel | None:
-        """Return a channel among some global ranks, separate from all other channels.
+        """Return a new channel between some global ranks, or None if one is on another machine.
 
-        These ranks must make the same calls. Return None if one of them is not on this machine.
+        Channels are independent. All of these ranks must make the same calls.
         """
         if any(rank != self.rank and rank not in self.peers for rank in ranks):
             return None
         # ranks with the same members and name create the same channels in the same order
         kind = f"{name} {tuple(ranks)}"
-        # ranks create different channels in between, so the number counts only channels of this
-        # kind
+        # ranks create different channels in between, so count only channels of this kind
         self._made[kind] += 1
         digest = hashlib.blake2b(f"{kind} {self._made[kind]}".encode(), digest_size=8).digest()
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
     def send(self, peer: _Peer, *words: bytes) -> None:
-        """Send words now, or later if the socket is full; ranks that have ended get nothing."""
+        """Send words now, or later if the socket is full; ranks that have ended are skipped."""
         # words keep their order: new ones follow the backlog
         peer.backlog.extend(words)
         try:
@@ -172,29 +171,28 @@ class SameHost:
     def wait(self, operation: Operation, seconds: float) -> None:
         """Wait for an operation; see `Operation.wait`.
 
-        Also sends the backlog of this rank, because it may not wait here again for a long time.
+        This rank's backlog is sent too, because the next wait may be a long time away.
         """
         end = time.monotonic() + seconds
         while True:
             with self.lock:
-                # messages of this operation, and words that still have to be sent
+                # wait for messages of this operation, and for words that are not sent yet
                 full = [peer for peer in self.peers.values() if peer.backlog and not peer.gone]
                 late = sorted({*operation.left, *(peer.rank for peer in full)})
                 if not late:
                     return
                 if lost := [rank for rank in late if self.peers[rank].gone]:
                     raise RuntimeError(
-                        f"connection closed by rank {', '.join(map(str, lost))} of this machine"
+                        f"connection closed by rank {', '.join(map(str, lost))} on this machine"
                     )
                 if time.monotonic() > end:
                     names = ", ".join(map(str, late))
                     raise RuntimeError(
-                        f"timed out: {seconds:g} s waiting for messages of rank {names} of this "
-                        "machine"
+                        f"timed out after {seconds:g} s of waiting for messages from rank {names} "
+                        "on this machine"
                     )
-                # upper bounds of the time for which this thread blocks other threads, or a full
-                # socket delays further words
-                # at most this time per round, because other threads wait for the lock
+                # the timeout limits how long this thread keeps the lock from other threads, or how
+                # long a full socket delays further words
                 for key, _ in self._selector.select(0.005 if full else 0.1):
                     self._listen(key.data)
                 for peer in full:
@@ -226,7 +224,7 @@ class SameHost:
             operation, target, wanted = receiving.popleft()
             if size != wanted:
                 raise RuntimeError(
-                    f"rank {peer.rank} sends {size} bytes where {wanted} are expected"
+                    f"rank {peer.rank} sent {size} bytes, but {wanted} bytes were expected"
                 )
             # small messages arrived with the announcement; large ones are read from the sender
             if content:
@@ -240,17 +238,17 @@ class SameHost:
     def _read(self, peer: _Peer, address: int, target: int, size: int) -> None:
         """Copy a tensor from the memory of a rank.
 
-        Raise RuntimeError with the name of that rank, as for a closed connection. This rank is then
-        only a victim, and `report_failure` waits for the reasons of the other ranks.
+        Raise RuntimeError with the number of that rank, as for a closed connection. The error is
+        then only a consequence, and `report_failure` waits for the causes from other ranks.
         """
         try:
             _copy_from(peer.process, address, target, size)
         except ProcessLookupError as error:
             raise RuntimeError(
-                f"rank {peer.rank} of this machine ended while its memory was read"
+                f"rank {peer.rank} on this machine ended while its memory was being read"
             ) from error
         except OSError as error:
-            why = f"the memory of rank {peer.rank} of this machine cannot be read: {error.strerror}"
+            why = f"the memory of rank {peer.rank} on this machine cannot be read: {error.strerror}"
             raise RuntimeError(why) from error
 
 
@@ -266,9 +264,9 @@ class LocalChannel:
     seconds: float
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        """Start to send and receive messages; empty tensors are skipped.
+        """Start sending and receiving messages; empty tensors are skipped.
 
-        Tensors that are sent must not change before the operation has ended.
+        Sent tensors must not change before the operation has ended.
         """
         operation = Operation(self, (sends, receives))
         number = self.number
@@ -282,7 +280,7 @@ class LocalChannel:
                     peers[rank].receiving[number].append((operation, x.data_ptr(), x.nbytes))
             for rank, x in sends:
                 if 0 < x.nbytes <= _SMALL:
-                    # a small message is copied into the announcement and complete for the sender
+                    # a small message is copied into its announcement, which completes the send
                     content = ctypes.string_at(x.data_ptr(), x.nbytes)
                     self.host.send(peers[rank], _HEADER.pack(_SENT, number, 0, x.nbytes) + content)
                 elif x.nbytes:
@@ -295,10 +293,11 @@ class LocalChannel:
 
 
 def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None:
-    """Return the other ranks of this machine.
+    """Return connections to the other ranks on this machine.
 
-    Return None if there are none, or if one rank cannot read another's memory. All ranks of the
-    world must call this function. `gather` returns a small object of every rank, in rank order.
+    Return None if there are no other ranks, or if one rank cannot read another's memory. All ranks
+    of the world must call this function. `gather` returns a small object from every rank, in rank
+    order.
     """
     if _read_memory is None:
         return None
@@ -310,7 +309,7 @@ def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None
         # allow the launcher and its children to read this process; systems without the option need
         # no permission
         _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
-        # every rank of the world takes part in both gathers, also without neighbours
+        # every rank of the world takes part in both gathers, even if it is alone on its machine
         places = gather((_machine(), os.getpid(), ctypes.addressof(probe)))
         here = [i for i, place in enumerate(places) if place[0] == _machine()]
         readable = gather(all(_is_read(*places[i][1:]) for i in here))
@@ -319,7 +318,7 @@ def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None
         processes = {i: places[i][1] for i in here}
         # only ranks that can all read each other get here
         found = SameHost(rank)
-        # each rank calls the lower ranks and is called by the higher ranks
+        # each rank connects to all lower ranks and accepts connections from all higher ranks
         for other in here[: here.index(rank)]:
             found.add(other, processes[other], _call(other, processes[other], rank))
         awaited = here[here.index(rank) + 1 :]
@@ -330,9 +329,9 @@ def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None
 
 
 def _call(other: int, process: int, rank: int) -> socket.socket:
-    """Connect to another rank and send it this rank's number.
+    """Return a connection to another rank after sending it this rank's number.
 
-    Raise RuntimeError with the other rank's name if it cannot be reached.
+    Raise RuntimeError with the other rank's number if it cannot be reached.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(_CONNECT_SECONDS)
@@ -340,16 +339,18 @@ def _call(other: int, process: int, rank: int) -> socket.socket:
         connection.connect(f"\0megacp {process}")
         connection.send(rank.to_bytes(8, "little"))
     except OSError as error:
-        why = "ended" if _has_ended(process) else f"does not answer ({error})"
-        raise RuntimeError(f"rank {other} of this machine {why} before it was connected") from error
+        why = "ended" if _has_ended(process) else f"did not answer ({error})"
+        raise RuntimeError(
+            f"rank {other} on this machine {why} while this rank was connecting to it"
+        ) from error
     return connection
 
 
 def _answer(door: socket.socket, missing: Mapping[int, int]) -> tuple[int, socket.socket]:
     """Return the next of the `missing` ranks that connects, and its connection.
 
-    `missing` maps ranks to their processes. Raise RuntimeError with the name of a rank that has
-    ended, or with all missing ranks if none connects in time.
+    `missing` maps ranks to their processes. Raise RuntimeError with the number of a rank that has
+    ended, or with all missing ranks if none of them connects in time.
     """
     end = time.monotonic() + _CONNECT_SECONDS
     while time.monotonic() < end:
@@ -358,18 +359,19 @@ def _answer(door: socket.socket, missing: Mapping[int, int]) -> tuple[int, socke
             connection.settimeout(_CONNECT_SECONDS)
             if words := connection.recv(8):
                 return int.from_bytes(words, "little"), connection
-        # no rank called, or the caller ended before it sent its number
+        # no rank connected, or the rank ended before it sent its number
         for rank, process in missing.items():
             if _has_ended(process):
-                raise RuntimeError(f"rank {rank} of this machine ended before it was connected")
+                raise RuntimeError(f"rank {rank} on this machine ended before it connected")
     names = ", ".join(map(str, missing))
     raise RuntimeError(
-        f"timed out: {_CONNECT_SECONDS:g} s waiting for rank {names} of this machine to connect"
+        f"timed out after {_CONNECT_SECONDS:g} s of waiting for rank {names} on this machine to "
+        "connect"
     )
 
 
 def _machine() -> str:
-    """Return an identifier that is equal for processes that can read and reach each other."""
+    """Return an identifier shared by all processes that can read and reach each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user")]
     return " ".join([boot, *namespaces])
@@ -385,9 +387,9 @@ def _is_read(process: int, probe: int) -> bool:
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether a process has no memory any more.
+    """Return whether a process has ended and no longer has memory.
 
-    A process that its parent has not waited for has ended but still has a number.
+    A process that its parent has not waited for yet has ended, but still has a number.
     """
     try:
         _copy_from(process, 0, 0, 1)

@@ -1,4 +1,4 @@
-"""The shape of a grid of ranks: arithmetic between global ranks and places on the axes."""
+"""The shape of a grid of ranks: conversion between global ranks and positions on the axes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class GridShape:
     dp: int = 1
     pp: int = 1
     ep: int = 0
-    """Ranks of a stage that share its experts; 0 for models without experts."""
+    """Number of ranks among which a stage's experts are divided; 0 for models without experts."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: the product of the axes."""
+        """Number of ranks: the product of the axis sizes."""
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of a global rank on each axis, by axis name."""
+        """Return the position of a global rank on each axis, by axis name."""
         place = {}
         for name in AXES:
             rank, place[name] = divmod(rank, getattr(self, name))
@@ -51,8 +51,8 @@ class GridShape:
     def experts(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the expert groups of a rank, as global ranks.
 
-        The first group shares the experts of a layer with `rank` (ep). The second group has the
-        same experts as `rank` (edp).
+        The first group (ep) divides the experts of a layer; the second group (edp) has the same
+        experts as `rank`. Both include `rank`.
         """
         stage = self.tp * self.cp * self.dp  # ranks per stage
         first = rank // stage * stage

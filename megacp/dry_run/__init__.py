@@ -1,4 +1,4 @@
-"""Compute memory, messages, FLOPs and shape of a layout without running it.
+"""Compute the memory, messages, FLOPs and shape of a parallel layout without running it.
 
 `describe(config, world_size)` returns the report of `--dry-run`. The package may import
 megacp.training and lower packages. The package megacp.plan predicts times.

@@ -14,19 +14,19 @@ from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 
 
 class Held(NamedTuple):
-    """Maximum numbers that a stage holds at the same time in a step."""
+    """Numbers of activations, microbatches and weight gradients that a stage holds at once."""
 
     in_flight: int
-    """Sets of chunk activations; a set exists from a chunk's forward to its backward."""
+    """Sets of chunk activations; a set exists from a chunk's forward pass to its backward pass."""
     rows: int
-    """Microbatches between forward and backward of the stage's first chunk."""
+    """Microbatches between the forward and the backward pass of the stage's first chunk."""
     deferred: int | None
-    """Earlier backwards with deferred weight gradients; None if the schedule defers none."""
+    """Finished backward passes with deferred weight gradients; None if none are ever deferred."""
 
 
 @functools.cache
 def most_held(config: RunConfig, stage: int, world_size: int) -> Held:
-    """Return the maximum of each number over the computations of a step."""
+    """Return the maximum of each number during a step."""
     moments = [held for _, held in held_over(config, stage, world_size)]
     deferred = None
     if moments[0].deferred is not None:
@@ -48,16 +48,16 @@ def held_over(config: RunConfig, stage: int, world_size: int) -> list[tuple[Acti
     in_flight = rows = deferred = 0
     found = []
     for compute in computes:
-        # a forward adds activations before it runs
+        # a forward pass adds activations before it runs
         if compute.kind is Kind.FORWARD:
             in_flight += 1
             if compute.chunk == 0:
                 rows += 1
-        # a computation of weight gradients counts as no longer deferred while it runs
+        # weight gradients no longer count as deferred while they are computed
         elif compute.kind is Kind.WEIGHTS:
             deferred -= 1
         found.append((compute, Held(in_flight, rows, deferred if defers else None)))
-        # a backward frees activations only after it has run
+        # a backward pass frees activations only after it has run
         if compute.kind is Kind.BACKWARD:
             in_flight -= 1
             deferred += 1

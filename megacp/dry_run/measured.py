@@ -23,7 +23,7 @@ from megacp.engine.layers.table import tokens_per_rank
 from megacp.storage import files
 from megacp.storage.cache import cache_folder
 
-# All settings, besides the model's, from which a part is built and on which its memory depends.
+# All settings outside the model configuration that determine a part and its memory.
 _SETTINGS = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -68,7 +68,7 @@ def _measured_as(config: RunConfig, defers: bool) -> RunConfig:
 
 
 def as_one_rank(config: RunConfig) -> RunConfig:
-    """Return a configuration without context parallelism and with a cp rank's tokens as a row."""
+    """Return the configuration without context parallelism, with rows of one cp rank's tokens."""
     values: dict[str, Value] = {
         "context_parallel_size": 1,
         "hierarchical_context_parallel_sizes": None,
@@ -83,7 +83,7 @@ def as_one_rank(config: RunConfig) -> RunConfig:
 def _head_measured_as(config: RunConfig) -> RunConfig:
     """Return the default configuration, changed only in settings that the head depends on.
 
-    Settings of attention and of blocks have their defaults.
+    Settings of attention and blocks have their defaults.
     """
     default = RunConfig().training
     values: dict[str, Value] = {
@@ -98,7 +98,7 @@ def _head_measured_as(config: RunConfig) -> RunConfig:
 def block_memory(config: RunConfig, layer: int, defers: bool = False) -> PartMemory:
     """Return the memory of a decoder block.
 
-    `defers` means that the schedule defers its weight gradients (zero bubble).
+    If `defers`, the schedule defers the block's weight gradients (zero bubble).
     """
     return _found("block", _measured_as(config, defers), (layer,))
 
@@ -106,7 +106,7 @@ def block_memory(config: RunConfig, layer: int, defers: bool = False) -> PartMem
 def head_memory(config: RunConfig) -> PartMemory:
     """Return the memory of the final norm, the output head and the loss.
 
-    The result is zero if the size of the vocabulary is unknown.
+    The result is zero if the vocabulary size is unknown.
     """
     if config.model.vocab_size == 0:
         return NOTHING
@@ -114,7 +114,7 @@ def head_memory(config: RunConfig) -> PartMemory:
 
 
 def vision_memory(config: RunConfig, crops: int, pooled: int) -> PartMemory:
-    """Return the memory of tower and connector for numbers of crops and pooled tokens."""
+    """Return the memory of the vision tower and connector for some crops and pooled tokens."""
     if crops == 0 or pooled == 0:
         return NOTHING
     return _found("vision", _vision_measured_as(config), (crops, pooled))
@@ -122,7 +122,7 @@ def vision_memory(config: RunConfig, crops: int, pooled: int) -> PartMemory:
 
 @functools.lru_cache(2**14)
 def _vision_measured_as(config: RunConfig) -> RunConfig:
-    """Return the default configuration, changed only in settings that images depend on.
+    """Return the default configuration, changed only in settings that vision memory depends on.
 
     Each rank encodes separate images, so the length of a row does not matter.
     """
@@ -184,7 +184,7 @@ def _check(text: bytes) -> bytes:
 
 
 def _remember(key: str, memory: PartMemory) -> None:
-    """Append a line to the cache file; errors such as a full disk are ignored.
+    """Append a measurement to the cache file; errors such as a full disk are ignored.
 
     A single write appends the line, because several processes may append at the same time.
     """

@@ -5,9 +5,9 @@ with dp x cp, as optimizer state does. Gradients follow `--data-parallel-shardin
 Activations shrink with cp and tp (measured by dry_run/parts.py); without sequence parallelism, only
 activations inside attention and MLP shrink with tp.
 
-The estimate leaves out the framework itself, scratch memory of kernels, fragmentation, and copies
-made by collectives. It counts gradient sums from the first microbatch on, and adds the work of one
-block to everything that is kept.
+The estimate excludes the framework itself, scratch memory of kernels, fragmentation, and copies
+made by collectives. It counts gradient sums starting at the first microbatch, and adds the working
+memory of one block to all saved tensors.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class GatheredPart:
 def chunk_parts(config: RunConfig, layers: range) -> Sequence[GatheredPart]:
     """Return the parts of the model chunk with these `layers`, in the order of the forward pass.
 
-    If embedding and head of a chunk are tied, their table is in the `chunk` part, with the final
-    norm.
+    If a chunk's embedding and head are tied, their table is in the `chunk` part, together with the
+    final norm.
     """
     model, v = config.model, config.vision
     tp = config.parallel.tensor_model_parallel_size
@@ -68,7 +68,7 @@ def chunk_parts(config: RunConfig, layers: range) -> Sequence[GatheredPart]:
     head = (1 + vocabulary_rows(model, model.vocab_size, tp)) * model.hidden_size
 
     def text(role: str, count: int, pairs: int = 0) -> GatheredPart:
-        # low-rank pairs are trained even if the text model is frozen
+        # LoRA adapters are trained even if the text model is frozen
         trained = pairs if "text" in frozen else pairs + count
         return GatheredPart(role, count + pairs, trained)
 
@@ -99,8 +99,8 @@ def chunk_parts(config: RunConfig, layers: range) -> Sequence[GatheredPart]:
 def stage_parameters(config: RunConfig, chunks: Sequence[range], *, trained: bool = False) -> int:
     """Return the number of parameters on one tp rank of a stage with the layers `chunks`.
 
-    If `trained`, frozen parameters are not counted. A tied embedding counts on the first and on the
-    last stage (once if they are the same stage), vision on the first.
+    If `trained`, frozen parameters are not counted. A tied embedding counts on both the first and
+    the last stage, but only once if there is a single stage. Vision counts on the first stage.
     """
     parts = _parts_of(config, chunks)
     return sum(part.trained if trained else part.parameters for part in parts)
@@ -145,10 +145,10 @@ PHASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of each term on one rank of a pipeline stage.
+    """Bytes of each memory term on one rank of a pipeline stage.
 
-    The terms are parameters, gradients, optimizer moments, copies during communication, and the
-    needs of microbatches.
+    The terms are parameters, gradients, optimizer state, copies during communication, and the
+    memory of microbatches.
     """
 
     weights: int
@@ -158,11 +158,11 @@ class RankMemory:
     optimizer: int
     """Optimizer state (two moments), and the master weights of a 16-bit model."""
     gathered: int = 0
-    """Parameters that full sharding gathers while blocks compute: two blocks, or model chunks."""
+    """Parameters gathered under full sharding while blocks compute: two blocks, or model chunks."""
     gathered_head: int = 0
-    """Parameters that full sharding gathers for the loss."""
+    """Parameters gathered under full sharding for the loss."""
     sums: int = 0
-    """Sharded gradients of the last microbatch: a bucket being reduced, and this rank's share."""
+    """Buffers for sharded gradients: a bucket being reduced, and this rank's share of it."""
     unreduced: int = 0
     """Gradients of the current microbatch before their reduction."""
     earlier: int = 0
@@ -170,9 +170,9 @@ class RankMemory:
     microbatch.
     """
     table: int = 0
-    """The head's gradient during its reduction under full sharding, and the memory used with it."""
+    """The head's gradient and other memory in use during its reduction under full sharding."""
     update: int = 0
-    """Gradients summed over optimizer instances, and updated parameters during their gather."""
+    """Gradients summed across optimizer instances, or updated parameters during their gather."""
     saved: int = 0
     """Shards in the model's dtype, for a checkpoint."""
     rows: int = 0
@@ -182,9 +182,9 @@ class RankMemory:
     messages: int = 0
     """Hidden states and their gradients in transfer between stages."""
     block: int = 0
-    """Work of one block's backward, and the gradient of a tied table until it is complete."""
+    """Working memory of a block's backward pass, and the gradient of a tied table."""
     vision: int = 0
-    """Activations that remain when the tower runs backward, and the work of one of its blocks."""
+    """Remaining activations and working memory during the backward pass of the vision tower."""
     head: int = 0
     """Logits or their gradient for a chunk of tokens, the final norm and the table's gradient; only
     on the last stage.
@@ -207,21 +207,22 @@ class RankMemory:
 
 
 class BlockBackward(NamedTuple):
-    """Bytes of a block in its backward."""
+    """Bytes of a block during its backward pass."""
 
     work: int
-    """Peak of backward beyond the saved activations."""
+    """Peak of the backward pass beyond the saved activations."""
     kept: int
-    """Saved activations that backward frees; 0 if they are on the host."""
+    """Saved activations that the backward pass frees; 0 if they are on the host."""
     end: int = 0
-    """Gradients in both dtypes at the end of backward under full sharding, minus `kept`."""
+    """Gradients in both dtypes at the end of the pass under full sharding, minus `kept`."""
 
 
 def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> int:
-    """Return the largest number of bytes that backward needs beyond all saved activations.
+    """Return the peak bytes of the backward pass beyond all saved activations.
 
-    Backward runs a chunk's blocks from last to first. Each finished block frees its activations.
-    `behind` is the size of the wide gradients of the previous block, which are being reduced.
+    The backward pass runs a chunk's blocks from last to first, and each finished block frees its
+    activations. `behind` is the size of the previous block's wide gradients, which are being
+    reduced.
     """
     most = 0
     for blocks in chunks:
@@ -229,7 +230,7 @@ def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> 
         for block in reversed(blocks):
             most = max(most, block.work + standing - gone, block.end - gone)
             gone += block.kept
-            # from the second block on, the previous block's gradients are being reduced
+            # after the first block, the previous block's gradients are always being reduced
             standing = behind
     return most
 
@@ -237,10 +238,10 @@ def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> 
 def shared_parts(
     config: RunConfig, chunks: Sequence[range], world_size: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return sizes and sharing ranks of a stage's parameters: without experts, then experts.
+    """Return sizes and sharing ranks of a stage's parameters, first without experts, then experts.
 
-    Each entry has the parameters on one tp rank, the trained ones among them, the number of ranks
-    that share their state, and the distance between these ranks.
+    Each entry contains the number of parameters on one tp rank, the number of trained parameters,
+    the number of ranks that share their state, and the distance between these ranks.
     """
     p = config.parallel
     tp, ep = p.tensor_model_parallel_size, p.expert_model_parallel_size
@@ -250,15 +251,15 @@ def shared_parts(
     trained = stage_parameters(config, chunks, trained=True)
     experts = _expert_parameters(config, chunks, pairs=False)
     pairs = _expert_parameters(config, chunks, pairs=True)
-    # of frozen experts only the low-rank pairs are trained
+    # if experts are frozen, only their LoRA adapters are trained
     of_experts = pairs if "text" in config.frozen_parts else experts
     others = parameters - experts - pairs, trained - of_experts, ranks, tp
-    # experts are divided over ep instead of tp, so other ranks have copies of them
+    # experts are divided among ep instead of tp ranks, so different ranks have copies of them
     return [others, (experts + pairs, of_experts, max(1, ranks * tp // ep), ep)]
 
 
 def _expert_parameters(config: RunConfig, chunks: Sequence[range], *, pairs: bool) -> int:
-    """Return the parameters of a stage's experts on one rank, or of their low-rank pairs."""
+    """Return the number of parameters in a stage's experts on one rank, or in their adapters."""
     ep = config.parallel.expert_model_parallel_size
     count = functools.partial(expert_parameters, config.model, ep=ep, pairs=pairs)
     numbers = [layer for layers in chunks for layer in layers]
@@ -271,7 +272,7 @@ def stage_state(
     world_size: int,
     blocks: Sequence[Sequence[BlockBackward]],
 ) -> RankMemory:
-    """Return the memory of a rank without its activations; `blocks` are those of its chunks."""
+    """Return the memory of a rank without activations; `blocks` are the blocks of its chunks."""
     parts = shared_parts(config, chunks, world_size)
     # a part without trained parameters, or on a single rank, has nothing to shard
     shares = any(count and ranks > 1 for _all, count, ranks, _ in parts)
@@ -353,7 +354,7 @@ def _replicated_state(config: RunConfig, parts: Sequence[tuple[int, int, int, in
 
 
 def _state_share(parts: Sequence[tuple[int, int, int, int]]) -> int:
-    """Return the trained parameters whose optimizer state one rank stores."""
+    """Return the number of trained parameters whose optimizer state one rank stores."""
     return sum(-(-count // ranks) for _all, count, ranks, _ in parts)
 
 
@@ -363,17 +364,17 @@ def _state_kinds() -> int:
 
 
 def _instance_copies(config: RunConfig, share: int) -> int:
-    """Return the bytes of the sum over optimizer instances: its joined input, and its result."""
+    """Return the bytes of the sum across optimizer instances: joined input, and result."""
     if config.parallel.num_distributed_optimizer_instances == 1:
         return 0
     return 2 * share * config.training.accumulation_bytes
 
 
 def _table_on_its_way(config: RunConfig, table: int, ranks: int, block: int, work: int) -> int:
-    """Return the bytes in use while the head's gradient is reduced over the ranks.
+    """Return the bytes in use while the head's gradient is reduced across ranks.
 
     Activations and two gathered blocks are not included. `table` and `block` are numbers of
-    parameters; `work` is the number of bytes that the last block's backward needs.
+    parameters; `work` is the number of bytes for the last block's backward pass.
     """
     if table == 0:
         return 0
@@ -385,7 +386,7 @@ def _table_on_its_way(config: RunConfig, table: int, ranks: int, block: int, wor
 
 
 def _last_weight(config: RunConfig) -> int:
-    """Return the elements of a block's largest last weight, whose gradient is computed first."""
+    """Return the elements in the largest last weight of a block; its gradient is computed first."""
     model, p = config.model, config.parallel
     dense = model.hidden_size * model.ffn_hidden_size // p.tensor_model_parallel_size
     found = []
@@ -399,8 +400,9 @@ def _last_weight(config: RunConfig) -> int:
 def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
     """Return the numbers of gathered parameters while blocks compute, and during the loss.
 
-    Without a pipeline: two consecutive blocks, and the parameters that their chunk keeps from
-    forward to backward. With a pipeline: the two largest chunks, or the only chunk.
+    Without a pipeline, these are two consecutive blocks and the parameters that stay gathered from
+    the forward to the backward pass. With a pipeline, they are the two largest chunks or the only
+    chunk.
     """
     parts = [chunk_parts(config, layers) for layers in chunks]
     if config.parallel.pipeline_model_parallel_size > 1:
@@ -414,7 +416,7 @@ def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
 
 
 def stage_kind(config: RunConfig, stage: int, chunks: Sequence[range]) -> tuple[Hashable, ...]:
-    """Return a key that is equal for stages with the same kinds of layers and ends of the model."""
+    """Return a key that is equal for stages with the same kinds of layers and the same ends."""
     alike = first_alike(config.model)
     kinds = []
     for layers in chunks:
@@ -424,10 +426,11 @@ def stage_kind(config: RunConfig, stage: int, chunks: Sequence[range]) -> tuple[
 
 
 def head_gradient(config: RunConfig) -> int:
-    """Return the bytes of the output table's gradient, which the loss computes in its forward.
+    """Return the bytes of the output table's gradient, which the loss's forward pass computes.
 
-    If several chunks of tokens add to it, it has the dtype of gradient sums, so chunks do not round
-    it. It cannot go to a bucket immediately, because backward may scale the loss.
+    If several chunks of tokens add to the gradient, it has the dtype of gradient sums, so that
+    chunks do not round it. It cannot be added to a bucket immediately, because the backward pass
+    may scale the loss.
     """
     if "text" in config.frozen_parts:
         return 0
@@ -443,7 +446,7 @@ def stage_memory(
 ) -> RankMemory:
     """Return the bytes on one rank of a pipeline stage with the layers `chunks`.
 
-    `chunks` has one range per model chunk. The result is for the moment `at` of the step, or an
+    `chunks` has one range per model chunk. The result is for the moment `at` in the step, or an
     upper bound for the whole step if `at` is None.
     """
     model, p = config.model, config.parallel
@@ -452,7 +455,7 @@ def stage_memory(
     # measure each kind of layer once
     parts = {layer: block_memory(config, layer, deferred is not None) for layer in {*alike}}
     blocks = [parts[alike[layer]] for layers in chunks for layer in layers]
-    # the saved activations of a block, on average over the kinds of the stage
+    # the average saved activations per block of the stage
     layer = -(-sum(block.kept for block in blocks) // len(blocks))
     counts = offloaded_blocks(config, chunks)
     offloads = any(counts)
@@ -464,15 +467,15 @@ def stage_memory(
     received = 0
     at_once = staying
     if offloads:
-        # backward prefetches, so up to two blocks are on the device at once
+        # the backward pass prefetches, so up to two blocks are on the device at once
         at_once = max(staying, min(2, most))
         # an input from another stage stays on the device
         if (stage, len(chunks)) != (0, 1):
             received = residual
     activations = held * received + ((held - 1) * staying + at_once) * layer
     if deferred is not None:
-        # a finished backward leaves the inputs of its weight gradients; during the first block's
-        # backward these may exceed the activations that later blocks had on the device
+        # a finished backward pass leaves the inputs of its weight gradients; while the first block
+        # runs, these may exceed the activations that later blocks had on the device
         waiting = max(block.left for block in blocks)
         finished = (most - 1) * waiting
         activations += deferred * most * waiting + max(0, finished - (at_once - 1) * layer)
@@ -482,7 +485,7 @@ def stage_memory(
     if stage == 0 and config.vision.vision_num_layers:
         vision = _vision(config, world_size)
         activations += rows * vision.kept
-        # the tower runs backward after the blocks of its microbatch
+        # the tower's backward pass follows the blocks of its microbatch
         seeing = activations - at_once * layer + vision.work
         given += vision.given
 
@@ -493,12 +496,12 @@ def stage_memory(
         of_chunk = []
         for number in layers:
             block = parts[alike[number]]
-            # backward frees no device memory if activations are offloaded
+            # the backward pass frees no device memory if activations are offloaded
             of_chunk.append(BlockBackward(block.work, 0 if offloads else block.kept))
         in_backward.append(of_chunk)
     working = most_at_work(in_backward)
     if p.pipeline_model_parallel_size == 1 and not model.untie_embeddings_and_output_weights:
-        # the gradient of a tied table waits for the embedding's backward
+        # the gradient of a tied table is complete only after the embedding's backward pass
         working += head_gradient(config)
     return replace(
         stage_state(config, chunks, world_size, in_backward),
@@ -513,9 +516,9 @@ def stage_memory(
 
 
 def _transfers(config: RunConfig, stage: int, chunks: int) -> int:
-    """Return the number of residual streams that a stage has in transfer at once.
+    """Return the number of residual streams that a stage transfers at once.
 
-    They are two sends in each direction, and the gradient that the stage works on.
+    These are two sends in each direction, and the gradient that the stage is processing.
     """
     stages = config.parallel.pipeline_model_parallel_size
     if stages == 1:
@@ -530,7 +533,7 @@ def _transfers(config: RunConfig, stage: int, chunks: int) -> int:
 
 
 def _vision(config: RunConfig, world_size: int) -> PartMemory:
-    """Return the memory of tower and connector for one microbatch on a rank of the first stage."""
+    """Return the memory of the vision tower and connector for a microbatch on the first stage."""
     factor, sharers = encoders(config, world_size)
     packs = config.training.micro_batch_size * factor
     crops, pooled = planned_images(config)

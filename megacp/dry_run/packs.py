@@ -1,7 +1,7 @@
 """Sample the packs of a dataset to predict the work of attention.
 
-The sample has the mask areas of the packs. Layouts divide them among cp ranks to find how uneven
-the ranks are.
+The sample contains the mask area of each pack. Layouts divide these areas among cp ranks to predict
+the imbalance of the ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megacp.engine.rows.mix import mix_of
 from megacp.training.data.collate import collate
 from megacp.training.data.reader import PackedDataset
 
-# Maximum numbers of sampled packs and of their tokens; a sample of long packs is smaller.
+# Maximum numbers of sampled packs and of their tokens; a sample of long packs has fewer packs.
 SAMPLE, SAMPLE_TOKENS = 64, 2**22
-# Tokens of the first packs, which are divided among the cp ranks.
+# Number of tokens in the first packs; only these are divided among the cp ranks.
 DEALT_TOKENS = 2**18
 # Approximate number of cp ranks whose needed keys are counted.
 ASKED = 16
@@ -44,13 +44,13 @@ class PackSample:
     areas: tuple[float, ...] = (1.0,)
     """Allowed (query, key) pairs of each pack relative to one causal document.
 
-    The value is the mean over layers with attention.
+    Each value is the mean over layers with attention.
     """
     rows: tuple[Metadata, ...] = (WHOLE_ROW,)
     """Masks of the packs."""
     mix: Mix = field(default_factory=lambda: ALIKE)
     packs: int = 1
-    """Number of packs that are joined in each row."""
+    """Number of packs in each row."""
 
     @functools.cached_property
     def area(self) -> float:
@@ -59,11 +59,11 @@ class PackSample:
 
     @functools.cached_property
     def causal(self) -> float:
-        """Fraction of rows with only plain causal documents, without spans or branches."""
+        """Fraction of rows that contain only causal documents, without spans or branches."""
         plain = []
         for row in self.rows:
             ends = row.leave[row.leave > 0]
-            # `leave` decreases only where a branch starts: it ends before its prefix
+            # `leave` decreases only where a branch starts, because a branch ends before its prefix
             ascending = bool((np.diff(ends) >= 0).all())
             plain.append(not row.span.any() and ascending)
         return float(np.mean(plain))
@@ -86,17 +86,17 @@ class PackSample:
         return PackSample(tuple(areas), tuple(rows), self.mix, size)
 
     def shared(self, config: RunConfig) -> tuple[float, float]:
-        """Return the imbalance of the cp ranks, and the needed keys of other ranks.
+        """Return the imbalance of the cp ranks, and the keys that they need from other ranks.
 
-        The imbalance is the largest area of a rank divided by the mean area. Keys are those of the
-        rank that needs the most, divided by its own tokens. Both are averages over the rows.
+        The imbalance is the largest area of a rank divided by the mean area. The number of keys is
+        the maximum over the ranks, relative to a rank's own tokens. Both are averages over rows.
         """
         p = config.parallel
         packs = config.training.micro_batch_size
         # a row with fewer packs than a microbatch is divided among fewer ranks
         ranks = max(1, p.context_parallel_size * min(self.packs, packs) // packs)
         only_needed = transport_of(config).keys == "needed"
-        # `auto` finds an even layout too
+        # `auto` also finds a balanced layout
         layout = BALANCED.name if p.chooses_layout else p.cp_layout
         return self._shared(layout, ranks, min(heads_group(config), ranks), only_needed)
 
@@ -123,7 +123,7 @@ class PackSample:
 
     @once
     def largest(self, dp: int, microbatches: int) -> float:
-        """Return the imbalance of `dp` ranks: the largest area of a rank over the mean area.
+        """Return the imbalance of `dp` ranks: the largest area of a rank divided by the mean.
 
         The result is an average over many simulated steps with random packs from the sample.
         """
@@ -134,7 +134,7 @@ class PackSample:
 
 
 def _others(row: Metadata, own: np.ndarray) -> float:
-    """Return the number of other tokens that the tokens `own` see, divided by their number."""
+    """Return the number of other tokens that `own` attend to, relative to the length of `own`."""
     seen = tile_table(row.take(own), row).needed_keys  # [T]
     return float((seen.sum() - seen[own].sum()) / len(own))
 
@@ -158,8 +158,8 @@ def _row(packs: Sequence[Metadata]) -> Metadata:
 def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
     """Return an equivalent configuration without dynamic context parallelism, and its sample.
 
-    Under dynamic context parallelism all replicas share a row; in the result, one replica has it.
-    Otherwise a row has the packs of one microbatch, and the configuration does not change.
+    Under dynamic context parallelism, all replicas share a row; in the result, a single replica
+    has it. Otherwise, a row has the packs of one microbatch, and the configuration is unchanged.
     """
     replicas = packs_in_a_row(config, world_size)
     packs = config.training.micro_batch_size * replicas
@@ -172,7 +172,7 @@ def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[Run
 
 def sample_of(config: RunConfig, rows: Iterable[Metadata]) -> PackSample:
     """Return the sample for packs with these masks."""
-    # layers with a recurrent state have no area
+    # layers with a recurrent state have no attention area
     mix = mix_of(config.model) or ALIKE
     length = config.data.seq_length
     whole = sum(causal_area(length, reach.window) * layers for reach, layers in mix.items())
@@ -184,8 +184,8 @@ def sample_of(config: RunConfig, rows: Iterable[Metadata]) -> PackSample:
 def sample_packs(config: RunConfig, documents: Sequence[int] = ()) -> PackSample:
     """Return a sample of packs from the first dataset of `--data-path`.
 
-    Without `--data-path`, the packs have random documents with lengths from `documents`, or a
-    single causal document each if `documents` is empty. Raise ValueError if the dataset cannot be
+    Without `--data-path`, packs contain documents with random lengths from `documents`, or a single
+    causal document each if `documents` is empty. Raise ValueError if the dataset cannot be
     read.
     """
     # at least 4 packs, even if they are longer than the token limit allows

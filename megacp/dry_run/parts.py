@@ -1,13 +1,13 @@
 """Measure the memory of one model part by running it on tensors without data.
 
 The part is the real module on a rank of the real grid. Its tensors are on torch's `meta` device,
-which has shapes but no data, and its process groups send nothing. A block of any size on any number
-of ranks therefore takes a few hundredths of a second on any machine, and no second description of
-its memory is needed.
+which has shapes but no data, and its process groups send nothing. The
+measurement of a block of any size on any number of ranks therefore takes a few hundredths of a
+second on any machine, and no second description of its memory is needed.
 
-A storage counts from its creation by an operator until its last reference is gone. For a chain that
-becomes one kernel on a GPU, only the results count. Fragmentation and scratch memory of kernels do
-not count.
+A storage counts from its creation by an operator until its last reference is gone. If a chain of
+operators becomes one kernel on a GPU, only its results count. Fragmentation and scratch memory of
+kernels do not count.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from megacp.engine.tensor_parallel.vocabulary import TableSpec, Target
 from megacp.engine.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
 
 DEVICE = torch.device(STAND_IN)
-# The forward of a part; the result is still connected to its autograd graph.
+# The forward pass of a part; the result is still connected to its autograd graph.
 Run = Callable[[], torch.Tensor]
 
 
 class Follow(TorchDispatchMode):
-    """Track the bytes of all live storages that operators create in this mode."""
+    """A mode that tracks the bytes of all live storages created by operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive = 0
         """Current number of bytes."""
         self.most = 0
-        """Highest value of `alive` since the last assignment."""
+        """Highest value of `alive` since this attribute was last set."""
         self._known: set[int] = set()
         self._inside_a_chain = False
 
@@ -123,15 +123,15 @@ class _Like(NamedTuple):
     dtype: torch.dtype
 
 
-# Descriptions of results by function and arguments, which save running a chain's operators again.
+# Descriptions of results by function and arguments, so that a chain's operators run only once.
 _KNOWN_CHAINS: dict[Any, Any] = {}
 
 
 def _chain(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call the function, or create tensors like its earlier results for similar arguments.
+    """Return the function's results, or tensors like its earlier results for similar arguments.
 
-    If autograd records the function, or if it returns its arguments or views of them, it is called
-    every time.
+    The function is called every time if autograd records it, or if it returns its arguments or
+    views of them.
     """
     given, spec = tree_flatten((args, options))
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
@@ -166,7 +166,7 @@ def _unlike(x: Any) -> Any:
 class _Begin(torch.autograd.Function):
     """Create a tensor that represents another part's output.
 
-    It stays alive only while backward needs it.
+    The tensor stays alive only while the backward pass needs it.
     """
 
     @staticmethod
@@ -192,7 +192,7 @@ def _begin() -> torch.Tensor:
 
 @contextlib.contextmanager
 def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
-    """Yield the grid of one stage, with one replica unless experts need more."""
+    """Yield the grid of one stage, with a single replica unless experts need more."""
     p = config.parallel
     ranks = p.tensor_model_parallel_size * p.context_parallel_size
     ep = p.expert_model_parallel_size if config.model.num_experts else 0
@@ -219,7 +219,7 @@ _REMEMBERED = 2**18
 def _plan(
     model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, layout: str
 ) -> AttentionPlan:
-    """Return the plan of the cp rank with the last token, which sees the most keys.
+    """Return the plan of the cp rank with the last token, which attends to the most keys.
 
     One causal document fills each pack.
     """
@@ -247,7 +247,7 @@ def _plan_of(config: RunConfig) -> AttentionPlan:
 
 def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     sink: WeightGradients | None = None
-    # the choice of a run: defer weight gradients, add them to the sums, or leave them to autograd
+    # as in a training run: defer weight gradients, add them to sums, or leave them to autograd
     if config.parallel.defers_weight_gradients:
         sink = DeferredWeightGradients()
     elif config.training.gradient_accumulation_fusion and not config.parallel.sharding.parameters:
@@ -258,7 +258,8 @@ def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
 def _buckets(config: RunConfig, part: nn.Module) -> list[torch.Tensor]:
     """Attach wide gradient sums to the parameters, as gradient buckets do, and return the sums.
 
-    Under full sharding the list is empty, because gradients stay until the whole part has them.
+    Under full sharding, the list is empty, because gradients are kept until they are complete for
+    the whole part.
     """
     if config.parallel.sharding.parameters:
         return []
@@ -284,7 +285,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 def _follow(
     config: RunConfig, part: nn.Module, given: Iterable[torch.Tensor], begin: Callable[[], Run]
 ) -> PartMemory:
-    """Run forward and backward of a part twice, and measure the second run.
+    """Run a part's forward and backward pass twice, and return the memory of the second run.
 
     `given` are the inputs that exist before the run; `begin` starts a microbatch. The first run
     creates the plan's indices on the device. They take a few bytes per token and do not count,
@@ -308,16 +309,16 @@ def _measure(follow: Follow, run: Run) -> PartMemory:
     before = follow.most = follow.alive
     result = run()
     own = result.untyped_storage().nbytes()
-    # everything alive after forward, except the result, is saved for backward
+    # everything alive after the forward pass, except the result, is saved for the backward pass
     kept = follow.alive - before - own
     forward = follow.most - before
     backward = left = 0
     if result.requires_grad:
         follow.most = follow.alive
         torch.autograd.backward(result, torch.empty_like(result))
-        # the result is not included: the next part has freed it before this part runs backward
+        # the result is not included: the next part frees it before this part's backward pass
         backward = follow.most - before - own
-    # release the graph and its inputs, so that only leftovers of backward remain
+    # release the graph and its inputs, so that only leftovers of the backward pass remain
     del result, run
     if backward:
         left = follow.alive - before
@@ -325,7 +326,7 @@ def _measure(follow: Follow, run: Run) -> PartMemory:
 
 
 def block(config: RunConfig, layer: int) -> PartMemory:
-    """Measure one block of the decoder."""
+    """Return the memory of one decoder block."""
     model, p = config.model, config.parallel
     plan = _plan_of(config)
     tokens = plan.local.size
@@ -349,7 +350,7 @@ def block(config: RunConfig, layer: int) -> PartMemory:
             def run() -> torch.Tensor:
                 routes = None
                 if part.is_routed:
-                    # a route lives as long as its microbatch, so its tensors count for each layer
+                    # a route lives as long as its microbatch, so every layer keeps its tensors
                     routes = Routes.of(plan, sharers, DEVICE, tokens)
                     routes = dataclasses.replace(routes, make=load)
                     kept.append(routes)
@@ -364,7 +365,7 @@ def block(config: RunConfig, layer: int) -> PartMemory:
 
 
 def head(config: RunConfig) -> PartMemory:
-    """Measure the final norm, the output head and the loss."""
+    """Return the memory of the final norm, the output head and the loss."""
     model = config.model
     with _grid_of(config) as grid:
         backend = _backend(config, grid)
@@ -387,7 +388,7 @@ def head(config: RunConfig) -> PartMemory:
 
 
 def vision(config: RunConfig, crops: int, pooled: int) -> PartMemory:
-    """Measure tower and connector with the given numbers of crops and pooled tokens."""
+    """Return the memory of the vision tower and connector for some crops and pooled tokens."""
     v = config.vision
     with _grid_of(config) as grid:
         backend = _backend(config, grid)

@@ -1,4 +1,4 @@
-"""Text of a dry run: grid, pipeline stages, memory per rank, messages and FLOPs per step.
+"""The report of a dry run: grid, pipeline stages, memory per rank, messages and FLOPs per step.
 
 The report for 4,096 ranks is as long as the report for 8 ranks: long tables omit their middle rows.
 """
@@ -123,7 +123,7 @@ def _vision_line(config: RunConfig) -> str:
     return (
         f"Vision: {tower} parameters, {v.vision_num_layers} layers, hidden {v.vision_hidden_size}, "
         f"crops of {v.vision_image_size} pixels in {v.patches_per_crop} patches; connector "
-        f"{connector}; planned for {crops:,} crops a pack"
+        f"{connector}; planned for {crops:,} crops per pack"
     )
 
 
@@ -136,15 +136,15 @@ def _expert_line(config: RunConfig) -> str:
     on_rank = m.num_experts // config.parallel.expert_model_parallel_size
     return (
         f"Experts: {m.moe_router_topk} of {m.num_experts} per token, {human_count(active)} active "
-        f"parameters; a rank has {on_rank} experts of a layer"
+        f"parameters; a rank has {on_rank} experts per layer"
     )
 
 
 def _expert_load(config: RunConfig) -> list[str]:
     """Return a line with the rows of a rank's experts, the memory of a block, and the bytes sent.
 
-    The memory is the peak of the block's backward. Rows and memory are given for an even, the
-    planned and the worst load.
+    The memory is the peak of the block's backward pass. Rows and memory are given for an even load,
+    the planned load and the worst load.
     """
     ep = config.parallel.expert_model_parallel_size
     loads = []
@@ -153,7 +153,7 @@ def _expert_load(config: RunConfig) -> list[str]:
     cases = (
         (1.0, "even"),
         (planned_load(config), "planned"),
-        (most_load(config), "at the worst"),
+        (most_load(config), "in the worst case"),
     )
     for load, name in cases:
         loaded = with_values(config, {"moe_planned_imbalance": load})
@@ -161,11 +161,11 @@ def _expert_load(config: RunConfig) -> list[str]:
         loads.append(f"{expert_rows(loaded):,} ({human_bytes(peak)}) {name}")
     # without expert parallelism a rank has all experts, so the load is always even
     if ep == 1:
-        return [f"Expert rows of a rank in a layer: {loads[0]}; no exchange"]
+        return [f"Expert rows per rank and layer: {loads[0]}; no exchange"]
     # ep varies fastest among the ranks, so its groups fit into machines of 8 if ep divides 8
     reach = "between machines of 8 GPUs" if 8 % ep else "within a machine of 8 GPUs"
-    sent = f"a layer sends {human_bytes(exchange_bytes(config))} a microbatch {reach}"
-    return [f"Expert rows of a rank in a layer: {', '.join(loads)}; {sent}"]
+    sent = f"a layer sends {human_bytes(exchange_bytes(config))} per microbatch {reach}"
+    return [f"Expert rows per rank and layer: {', '.join(loads)}; {sent}"]
 
 
 def _grid(config: RunConfig, world_size: int) -> str:
@@ -205,10 +205,10 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         held = in_flight.most_held(config, stage, world_size).in_flight
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
-    kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
+    kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks per stage"
     if config.parallel.defers_weight_gradients:
         kind += ", deferred weight gradients"
-    title = f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)"
+    title = f"Pipeline stages ({kind}; in flight: sets of chunk activations held at once)"
     return _section(title, rows, left=3)
 
 
@@ -255,7 +255,7 @@ def _any_nonzero(stages: Sequence[object], name: str) -> bool:
 
 
 def _messages(config: RunConfig, world_size: int, sample: PackSample) -> str:
-    """Return the table of bytes that a rank of each stage sends over each axis.
+    """Return the table of bytes that a rank of each stage sends on each axis.
 
     The table omits axes without messages.
     """
@@ -269,7 +269,7 @@ def _messages(config: RunConfig, world_size: int, sample: PackSample) -> str:
     for stage, of_stage in enumerate(found):
         sent = [getattr(of_stage, axis) for axis in axes]
         rows.append([str(stage), *map(human_bytes, [*sent, of_stage.total])])
-    text = _section("Messages of one rank in a step (bytes sent over each axis)", rows)
+    text = _section("Messages of one rank in a step (bytes sent on each axis)", rows)
     if missing := uncounted(config):
         text += f"\n  not counted: {', '.join(missing)}"
     return text
@@ -281,7 +281,8 @@ def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
     `flops` are the forward FLOPs of any part of the model; only their ratios matter.
     """
     lists = orders(config, world_size)
-    # relative times: the gradients of inputs and of weights each cost as much as forward's products
+    # relative times: the gradients of inputs and of weights each cost as much as the forward
+    # pass's matrix products
     times = {
         Kind.FORWARD: flops.forward,
         Kind.BACKWARD: flops.matmul + ATTENTION_BACKWARD * flops.attention,
@@ -292,9 +293,9 @@ def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
 
 
 def step_work(config: RunConfig, sample: PackSample) -> tuple[float, float]:
-    """Return the FLOPs of a step, for text and for vision, by the convention of published MFU.
+    """Return the FLOPs of a step, for text and for vision, as counted for published MFU values.
 
-    Attention's backward counts twice its forward.
+    Attention's backward pass counts twice as much as its forward pass.
     """
     packs = config.training.global_batch_size
     tokens = packs * config.data.seq_length
@@ -304,10 +305,7 @@ def step_work(config: RunConfig, sample: PackSample) -> tuple[float, float]:
 
 
 def _mean_area(config: RunConfig, sample: PackSample) -> int:
-    """Return the allowed (query, key) pairs in the packs of a step, on average per attention layer.
-
-    Layers without attention are not part of the average.
-    """
+    """Return the number of allowed (query, key) pairs in a step, averaged over attention layers."""
     areas = [area for area in costs.layer_areas(config.model, config.data.seq_length) if area]
     return int(config.training.global_batch_size * sample.area * sum(areas) / max(1, len(areas)))
 
@@ -320,15 +318,15 @@ def _step(config: RunConfig, world_size: int, sample: PackSample) -> str:
     text, seeing = step_work(config, sample)
     # forward FLOPs, separately for linear layers and attention
     flops = costs.model_flops(config.model, tokens, _mean_area(config, sample))
-    # forward and backward of attention, as a share of all FLOPs of text
+    # forward and backward FLOPs of attention, as a share of all text FLOPs
     share = flops.attention * (1 + PUBLISHED_BACKWARD) / text
     microbatches = config.num_microbatches(world_size)
     plural = "s" if t.micro_batch_size > 1 else ""
     work = human_count(text, "FLOP")
     rows = [
         ["packs", f"{packs:,} of {length:,} tokens = {human_count(tokens)} tokens"],
-        ["microbatches", f"{microbatches:,} a rank, {t.micro_batch_size} pack{plural} each"],
-        ["tokens on a rank", f"{tokens_per_rank(config):,} a microbatch"],
+        ["microbatches", f"{microbatches:,} per rank, {t.micro_batch_size} pack{plural} each"],
+        ["tokens on a rank", f"{tokens_per_rank(config):,} per microbatch"],
         ["model FLOPs", f"{work} ({share:.0%} attention, mask area {sample.area:.2f} of causal)"],
     ]
     if seeing:

@@ -219,3 +219,7 @@ def _converted(request: Request, place: World) -> tuple[int, str]:
     finally:
         stop()
     return 0, ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Draw a plan as an HTML page: bars of the best layouts, and the first one's memory in a step."""
+"""Draw a plan as an HTML page: bars for the best layouts, and the first one's memory in a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megacp.plan.answer import Answer, flags, large
 from megacp.plan.search import fullest_stage
 from megacp.storage.page import page_head
 
-# Palette of Okabe and Ito, whose colours stay distinct under common colour blindness.
+# Okabe and Ito's palette: its colours remain distinct with common colour blindness.
 _COLORS = (
     "#0072B2",
     "#E69F00",
@@ -42,13 +42,17 @@ i { padding: 0 .5em; margin: 0 .3em 0 1em; } svg { width: 100%; height: 18em; ba
 _PHASES_OF = {
     Kind.FORWARD: ("forward", "loss"),
     Kind.BACKWARD: ("table", "backward", "vision"),
-    Kind.WEIGHTS: ("forward",),  # like forward, it needs no temporaries of a block's backward
+    # like the forward pass, weight gradients need no temporaries of a block's backward pass
+    Kind.WEIGHTS: ("forward",),
 }
 
 
 @dataclass(frozen=True)
 class Moment:
-    """An action of a stage, the optimizer or a checkpoint, in its largest phase."""
+    """Memory during an action of a stage, the optimizer update or a checkpoint.
+
+    An action may have several phases; the one that needs the most memory counts.
+    """
 
     name: str
     phase: str
@@ -56,12 +60,12 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Bytes of the fullest rank."""
+        """Bytes on the fullest rank."""
         return self.memory.peaks[self.phase]
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes that stay for the whole step, that wait for backward, and that only this needs."""
+        """Bytes kept for the whole step, saved for the backward pass, and needed by this action."""
         state = sum(getattr(self.memory, term) for term in STATE)
         waiting = 0
         if "activations" in PHASES[self.phase]:
@@ -70,7 +74,7 @@ class Moment:
 
 
 def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
-    """Return the moments of a rank's step, in the order of its schedule."""
+    """Return the moments of a step on a rank of `stage`, in the order of the schedule."""
     layers = stage_layers(config, world_size)[stage]
     known: dict[Held | None, RankMemory] = {}
     steps: list[tuple[str, tuple[str, ...], Held | None]] = []
@@ -80,7 +84,7 @@ def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
         steps.append((name, (name,), None))
     found = []
     for name, phases, held in steps:
-        # Most actions have the same microbatches in flight as an earlier one.
+        # Most actions have the same microbatches in flight as an earlier action.
         if held not in known:
             known[held] = stage_memory(config, stage, layers, world_size, held)
         peaks = known[held].peaks
@@ -89,15 +93,18 @@ def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
 
 
 def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]]:
-    """Return two panels, of seconds and of GiB: title, a bar per layout, value of a full bar."""
-    # The slowest layout fills the bar of times; the memory of a GPU fills the bar of memory, unless
-    # a layout needs more.
+    """Return a panel of step times and a panel of memory.
+
+    Each panel is a title, one bar per layout, and the value of a full bar.
+    """
+    # The slowest layout has a full bar of time. A full bar of memory is the GPU's memory, or the
+    # memory of the largest layout if that is more.
     slowest = max(one.layout.time.total for one in answer.best)
     times: list[Mapping[str, float]] = [large(vars(one.layout.time)) for one in answer.best]
     most = max(answer.hardware.memory, *(one.layout.gib for one in answer.best))
     memory: list[Mapping[str, float]] = [large(one.gib) for one in answer.best]
-    title = f"Memory, of {answer.hardware.memory:g} GiB"
-    return [("A step, s", times, slowest), (title, memory, most)]
+    title = f"Memory of the fullest rank (a GPU has {answer.hardware.memory:g} GiB)"
+    return [("Seconds per step", times, slowest), (title, memory, most)]
 
 
 def _colors(bars: Iterable[Mapping[str, float]]) -> dict[str, str]:
@@ -127,11 +134,11 @@ def page(answer: Answer) -> Iterator[str]:
             yield "</div>"
     yield from _timeline(answer)
     chosen = escape(flags(answer.found[0]))
-    yield f"<h2>Flags of 1</h2><p>{answer.longest()}</p><pre>{chosen}</pre></body></html>\n"
+    yield f"<h2>Flags of layout 1</h2><p>{answer.longest()}</p><pre>{chosen}</pre></body></html>\n"
 
 
 def _key(colors: Mapping[str, str]) -> str:
-    """Return the legend: each colour with its name."""
+    """Return a legend that names each colour."""
     names = (
         f'<i style="background:{color}"></i>{name.replace("_", " ")}'
         for name, color in colors.items()
@@ -140,17 +147,17 @@ def _key(colors: Mapping[str, str]) -> str:
 
 
 def _timeline(answer: Answer) -> Iterator[str]:
-    """Yield a chart of the fullest rank's memory under the first layout, action by action."""
+    """Yield a chart of the fullest rank's memory with the first layout, action by action."""
     config = answer.found[0].config
     stage, _ = fullest_stage(config, answer.world_size)
     steps = moments(config, stage, answer.world_size)
     peak = max(steps, key=lambda moment: moment.total)
     end = max(answer.hardware.memory * 2**30, peak.total)
     colors = _colors(moment.parts for moment in steps)
-    title = f"Memory of stage {stage} through a step of 1, of {end / 2**30:g} GiB"
+    title = f"Layout 1: memory of stage {stage} during a step, of {end / 2**30:g} GiB"
     yield f"<h2>{title}</h2>{_key(colors)}"
     yield f'<svg viewBox="0 0 {len(steps)} 1" preserveAspectRatio="none">'
-    # Parts are stacked: each polygon includes all parts below it, and lower ones are drawn later.
+    # Parts are stacked. Each polygon also covers all parts below it, so draw the top one first.
     names = list(colors)
     for number, part in reversed(list(enumerate(names))):
         stacked = names[: number + 1]
@@ -160,11 +167,11 @@ def _timeline(answer: Answer) -> Iterator[str]:
             points.append(f"{at},{height:.4f} {at + 1},{height:.4f}")
         line = " ".join(points)
         yield f'<polygon fill="{colors[part]}" points="0,1 {line} {len(steps)},1"/>'
-    # Mark the fullest moment by a red column above it.
+    # Mark the moment of peak memory with a red column above it.
     at = steps.index(peak)
     above = 1 - peak.total / end
     yield f'<rect x="{at}" width="1" y="0" height="{above:.4f}" fill="#D55E00"/></svg>'
     yield (
-        f"<p>The peak is in {peak.name} ({at + 1} of {len(steps)}): "
+        f"<p>Memory peaks during {peak.name} ({at + 1} of {len(steps)}): "
         f"{peak.total / 2**30:.1f} GiB.</p>"
     )

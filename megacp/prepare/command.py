@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -197,8 +197,8 @@ _RECORDS = (
 )
 _IMAGES = "Records may contain images if any of these flags or --max-crops-per-pack is given."
 _INPUTS = (
-    "input files (.jsonl, .json, .gz, .zst, .parquet or .tar), or tokenized Megatron datasets "
-    "(.idx): paths, URLs, or patterns with *"
+    "input files (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, .tsv or .txt), or tokenized "
+    "Megatron datasets (.idx): paths, URLs, or patterns with *"
 )
 _TOKENIZERS = (
     "byte | FOLDER of a model | FILE.model (SentencePiece) | tokenizer.json | "
@@ -291,7 +291,8 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
         (
             "--tokenizer-engine",
-            "auto uses the fast engine if it produces identical ids (auto)",
+            "implementation of the tokenizer: auto uses a fast one if it gives identical ids, "
+            "reference always uses the tokenizer's own library (auto)",
             {"choices": ("auto", "reference"), "default": "auto"},
         ),
     ],
@@ -552,6 +553,14 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
     return rules
 
 
+def build_settings(words: Sequence[str]) -> BuildSettings:
+    """Return the settings of `build` with these flags; their values are not checked yet.
+
+    Exit with an error for unknown flags and for values of the wrong type.
+    """
+    return _settings(preprocess_parser().parse_args(["build", *words]))
+
+
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """Return the settings of a build; their values are not checked yet."""
     from megacp.prepare.packs.settings import BuildSettings
@@ -713,3 +722,7 @@ def main(argv: list[str] | None = None) -> int:
             again = "; run the same command again to continue"
         warn(f"interrupted{again}")
         return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

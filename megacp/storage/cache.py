@@ -17,7 +17,7 @@ from pathlib import Path
 from megacp.storage import files
 
 CACHE = "~/.cache/megacp"
-"""Folder of this user's copies and conversions."""
+"""This user's folder for copies and conversions."""
 _FILES, _RECORD = "files", "sha256.json"
 """Names in a kept folder: the folder of files, and the record of their sizes and hashes."""
 
@@ -25,7 +25,7 @@ _FILES, _RECORD = "files", "sha256.json"
 def cache_folder(name: str) -> Path:
     """Return a folder of the cache in which new files can be written.
 
-    If a file is in its place, or if the disk is read-only, return a temporary folder of this
+    If a file with this name exists or the disk is read-only, return a temporary folder of this
     process instead.
     """
     folder = _root() / name
@@ -41,11 +41,10 @@ def cache_folder(name: str) -> Path:
 
 
 def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
-    """Return a folder with the files that `make` writes into an empty folder.
+    """Return a cached folder with the files that `make` writes into an empty folder.
 
-    `key` must identify everything that the files depend on. The folder is taken from the cache if
-    each of its files still has its original hash. If `make` raises an error, the error is raised
-    and nothing is kept.
+    `key` must identify everything that the files depend on. An existing folder is reused if each of
+    its files still has its original hash. Errors from `make` propagate, and nothing is kept.
     """
     kept = _root() / "folders" / key
     # the common case: an earlier run or another process has created the folder
@@ -68,10 +67,10 @@ def kept_folder(key: str, make: Callable[[Path], None]) -> Path:
 
 
 def _root() -> Path:
-    """Return the folder of the cache; without a home folder, a folder of this process."""
+    """Return the cache folder, or a folder of this process if the user has no home folder."""
     try:
         return Path(CACHE).expanduser()
-    except RuntimeError:  # this user has no home folder
+    except RuntimeError:  # no home folder
         return _folder_of_process()
 
 
@@ -85,7 +84,7 @@ def _is_whole(kept: Path) -> bool:
 
 
 def _hashes(folder: Path) -> dict[str, list[int | str]]:
-    """Return size and sha256 of all files below a folder, by relative path."""
+    """Return the sizes and sha256 hashes of all files below a folder, by relative path."""
     found: dict[str, list[int | str]] = {}
     for path in sorted(folder.rglob("*")):
         if not path.is_dir():

@@ -1,7 +1,7 @@
-"""Opening, parsing, writing, replacing and locking of files that other processes may also use.
+"""Open, parse, write, replace and lock files that other processes may also use.
 
-A pipe, a device or a folder in place of a file is refused before it is read. Sizes are compared
-before contents are read, and new files never follow links.
+A pipe, device or folder in place of a file is rejected before it is read. Sizes are compared before
+contents are read, and writes never follow links.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 StrPath = str | os.PathLike[str]
 TEXT_LIMIT = 64 << 20
-"""Bytes of the largest JSON or YAML file that is read as a whole."""
+"""Maximum size in bytes of JSON and YAML files, which are read as a whole."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
-"""Beginning of a Git LFS pointer, which a clone without Git LFS has instead of each large file."""
+"""First bytes of a Git LFS pointer, which replaces each large file in a clone without Git LFS."""
 _LATE = (errno.ENOENT, errno.ESTALE)
 """Errors of network file systems for a name that another machine has just created."""
 
 
 _FOR_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags that open any file without waiting for a writer of a pipe."""
+"""Flags that open any file, without waiting for another process to open a pipe for writing."""
 
 
 class TooLargeError(ValueError):
-    """A file or an object exceeds the limit of its reader; the message names it."""
+    """A file or an object exceeds its reader's size limit; the message contains its name."""
 
 
 def open_regular(path: StrPath, size: int | None = None) -> BufferedReader:
-    """Open a regular file, or a link to one, for reading bytes. Never waits for a writer.
+    """Open a regular file, or a link to one, for reading bytes. Never wait for a writer.
 
     Raise ValueError with the path if it is a folder, pipe, device or socket, or does not have
     `size` bytes. Raise OSError if it cannot be opened.
@@ -57,8 +57,8 @@ def open_below(root: StrPath, path: StrPath) -> BufferedReader:
     """Open a regular file below a folder for reading bytes.
 
     Both paths must be resolved (`os.path.realpath`). Each part of the path is opened relative to
-    its folder and must not be a link. A link that is created after the path was resolved therefore
-    leads nowhere.
+    its folder and must not be a link. A link created after the path was resolved is therefore
+    never followed.
 
     Raise the errors of `open_regular`, and OSError for a link.
     """
@@ -81,9 +81,9 @@ def open_below(root: StrPath, path: StrPath) -> BufferedReader:
 
 
 def _regular(descriptor: int, path: StrPath, size: int | None) -> BufferedReader:
-    """Return a stream of a descriptor. Close it and raise if it is not a regular file of this size.
+    """Return a stream for a descriptor, or close it if it is not a regular file of this size.
 
-    Errors are described at `open_regular`.
+    Raise the errors of `open_regular`.
     """
     # close the descriptor on any error, because no stream owns it yet
     try:
@@ -108,14 +108,12 @@ def read_regular(path: StrPath, limit: int = TEXT_LIMIT) -> bytes:
 
 
 def read_within(stream: BufferedReader, path: StrPath, limit: int) -> bytes:
-    """Read the rest of a file. Raise TooLargeError with `path` above `limit` bytes."""
+    """Return a file's remaining content. Raise TooLargeError with `path` above `limit` bytes."""
     if os.fstat(stream.fileno()).st_size <= limit:
         content = stream.read(limit + 1)  # one more byte, because the file may be growing
         if len(content) <= limit:
             return content
-    raise TooLargeError(
-        f"{os.fspath(path)} has more than {limit:,} bytes, the limit for such a file"
-    )
+    raise TooLargeError(f"{os.fspath(path)} has more than {limit:,} bytes, the limit for this file")
 
 
 def refuse_pointer(path: StrPath) -> None:
@@ -130,7 +128,7 @@ def refuse_pointer(path: StrPath) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raise ValueError, also if it is nested too deeply."""
+    """Return the value of a JSON text. Raise ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -156,7 +154,7 @@ def json_bytes(content: Any) -> bytes:
 
 
 def sha256_of_all(*paths: StrPath) -> str:
-    """Return the sha256 (hexadecimal) over the hashes of some regular files, in order.
+    """Return the sha256 (hexadecimal) of the hashes of some regular files, in order.
 
     Raise the errors of `open_regular`.
     """
@@ -166,7 +164,10 @@ def sha256_of_all(*paths: StrPath) -> str:
 
 
 def sha256_of(path: StrPath, size: int | None = None) -> tuple[int, str]:
-    """Return size in bytes and sha256 (hexadecimal) of a regular file; see `open_regular`."""
+    """Return the size in bytes and the sha256 (hexadecimal) of a regular file.
+
+    Raise the errors of `open_regular`.
+    """
     with open_regular(path, size) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return stream.tell(), digest
@@ -175,7 +176,7 @@ def sha256_of(path: StrPath, size: int | None = None) -> tuple[int, str]:
 def open_own(path: StrPath, flags: int) -> int:
     """Open a file for writing, create it if it does not exist, and return its descriptor.
 
-    `flags` are for example os.O_RDWR or os.O_APPEND. Raise ValueError if the path is a link, a
+    `flags` are, for example, os.O_RDWR or os.O_APPEND. Raise ValueError if the path is a link, a
     folder, a pipe or a device.
     """
     # lstat does not follow links; O_NOFOLLOW below excludes a link that is created meanwhile
@@ -217,7 +218,7 @@ def require_free(flag: str, path: StrPath, overwrite: bool = False) -> None:
 
 
 def write_result(flag: str, path: StrPath, data: bytes, overwrite: bool = False) -> None:
-    """Write the result of a command, and create the folders above it.
+    """Write the result of a command, creating its folder if necessary.
 
     Raise the errors of `require_free`, and OSError.
     """
@@ -231,20 +232,20 @@ def write_result(flag: str, path: StrPath, data: bytes, overwrite: bool = False)
 
 
 def write_new(path: StrPath, data: bytes) -> None:
-    """Create a file with this content, and wait until it is on disk. For errors see `new_file`."""
+    """Create a file with this content, and wait until it is on disk; see `new_file` for errors."""
     with new_file(path) as stream:
         stream.write(data)
 
 
 @contextlib.contextmanager
 def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
-    """Yield a stream into a new file, which is on disk when the body ends without an error.
+    """Yield a stream to a new file, which is on disk once the body ends without an error.
 
-    Raise FileExistsError if the path exists, also if it is a link. If the folder does not exist,
+    Raise FileExistsError if the path exists, even as a link. If the folder does not exist,
     wait up to `seconds` for it.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    # the folder may have been created by another machine and become visible late
+    # a folder that another machine has created may become visible late
     with os.fdopen(seen(lambda: os.open(path, flags, 0o644), seconds), "wb") as stream:
         yield stream
         sync_file(stream)
@@ -253,7 +254,7 @@ def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
 def write_atomically(path: StrPath, data: bytes) -> None:
     """Replace the content of `path`.
 
-    Readers see either the old or the new content, even after a crash, and never a part of it.
+    Readers get either the old or the new content, even after a crash, and never part of it.
     """
     with replacement(path) as stream:
         stream.write(data)
@@ -261,7 +262,7 @@ def write_atomically(path: StrPath, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacement(path: StrPath) -> Iterator[BufferedWriter]:
-    """Yield a stream whose content replaces `path` when the body ends without an error.
+    """Yield a stream whose content replaces `path` once the body ends without an error.
 
     The replacement is atomic, as in `write_atomically`.
     """
@@ -274,7 +275,7 @@ def replacement(path: StrPath) -> Iterator[BufferedWriter]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # the new name is durable only after its folder is on disk
+    # the new name survives a crash only after its folder is on disk
     sync_folder(path.parent)
 
 
@@ -296,7 +297,7 @@ def sync_folder(folder: StrPath) -> None:
 def sync_below(folder: StrPath) -> None:
     """Wait until all regular files and folders below a folder are on disk.
 
-    Needed for files that were not written with the functions of this module.
+    Use this function for files that other code has written.
     """
     # files first, then the entries of their folder
     for place, _, names in os.walk(folder):
@@ -308,19 +309,18 @@ def sync_below(folder: StrPath) -> None:
 
 def place_folder(folder: StrPath, target: StrPath) -> None:
     """Rename a folder whose files are on disk, and wait until its entries and new name are too."""
-    # both the entries and the new name must be on disk
     sync_folder(folder)
     os.replace(folder, target)
     sync_folder(Path(target).parent)
 
 
 def rename(path: StrPath, target: StrPath) -> None:
-    """Rename a file or folder. After a crash it may have the old name."""
+    """Rename a file or folder; after a crash, it may have its old name again."""
     os.replace(path, target)
 
 
 def replace_folder(folder: StrPath, target: StrPath) -> None:
-    """Rename a folder like `place_folder`, and remove a file, link or folder at `target` first."""
+    """Rename a folder as `place_folder` does, replacing any file, link or folder at `target`."""
     folder = Path(folder)
     target = Path(target)
     # a rename cannot replace a file or a non-empty folder, so move the old target aside
@@ -340,7 +340,7 @@ def replace_folder(folder: StrPath, target: StrPath) -> None:
 def seen(action: Callable[[], _T], seconds: float = 10.0) -> _T:
     """Return the result of `action`, retried for `seconds` while a file is not found.
 
-    Files of another machine may become visible late.
+    Files that another machine has created may become visible late.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -382,13 +382,13 @@ def lock(path: StrPath, shared: bool = False) -> int:
 
 def _kind(mode: int) -> str:
     """Return the kind of a file that is not regular, for messages."""
-    # all other kinds that are not regular files are devices
+    # only devices are missing in this table
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def source_digest() -> str:
-    """Return a hash of the package's Python files, to detect machines with another version."""
+    """Return a hash of the package's Python files, to detect machines with a different version."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -17,9 +17,9 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def page_head(title: str, style: str) -> str:
-    """Return everything before the first paragraph of a page; the page ends with `</body></html>`.
+    """Return a page up to its first paragraph; the caller ends the page with `</body></html>`.
 
-    `style` is CSS that follows the common style.
+    `style` is CSS that is added to the common style.
     """
     title = escape(title)
     return (

@@ -1,4 +1,4 @@
-"""One set of functions to read and write local paths and URLs; paths do not import fsspec."""
+"""Functions that read and write both local paths and URLs; fsspec is imported only for URLs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _BUFFER = 1 << 20
 _BLOCK = 4 << 20
 """Bytes that a stream requests from a store at a time."""
 _KEPT = 4
-"""Blocks that a stream keeps, because containers are read alternately at several positions."""
+"""Number of blocks that a stream keeps; containers are read alternately at several positions."""
 
 
 def at_home(text: str) -> str:
     """Return a path with `~` and `~user` replaced by home folders; return a URL unchanged.
 
-    Raise ValueError if the user is unknown. Otherwise a folder with that name would be created.
+    Raise ValueError if the user is unknown, instead of creating a folder with that name.
     """
     if is_url(text) or not text.startswith("~"):
         return text
@@ -34,7 +34,7 @@ def at_home(text: str) -> str:
     if found == text:
         user = text.partition("/")[0]
         raise ValueError(
-            f"{text}: {user} is not the folder of a user; write ./{text} for a file of that name"
+            f"{text}: {user} is not a user's home folder; write ./{text} for a path with this name"
         )
     return found
 
@@ -47,15 +47,15 @@ def place_of(text: files.StrPath | Url) -> Place:
 
 
 def suffix_of(path: str) -> str:
-    """Return the suffix of a name, including the dot and without the query of a URL."""
+    """Return the suffix of a name, including the dot but not the query of a URL."""
     return Path(Url(path).name if is_url(path) else path).suffix
 
 
 def expanded(path: str) -> list[str]:
-    """Return the files that a path or URL names.
+    """Return the files that match a path, URL or pattern.
 
-    A pattern returns all matching files. A URL without `*`, and a path that exists, return
-    themselves. Raise ValueError if no file matches.
+    A URL without `*` and an existing path match only themselves. Raise ValueError if no file
+    matches.
     """
     if is_url(path):
         found = [str(url) for url in Url(path).matches()] if "*" in path else [path]
@@ -69,7 +69,7 @@ def expanded(path: str) -> list[str]:
 
 
 def size_of(place: Place) -> int:
-    """Return the number of bytes of a file. Raise the errors of `Path.stat` or `Url.size`."""
+    """Return the size of a file in bytes. Raise the errors of `Path.stat` or `Url.size`."""
     return place.size() if isinstance(place, Url) else place.stat().st_size
 
 
@@ -91,23 +91,26 @@ def open_stream(path: files.StrPath | Url, size: int | None = None) -> io.Buffer
 
 
 def open_input(path: str) -> io.BufferedReader:
-    """Open an --input for reading bytes, with a large buffer; a path may also be a pipe."""
+    """Open a path or URL given with --input for reading bytes; a path may also be a pipe."""
     if is_url(path):
         return open_stream(path)
-    # unbuffered below, so that the only buffer is the large one
+    # the file itself is unbuffered, so that the large buffer is the only one
     return io.BufferedReader(open(path, "rb", buffering=0), _BUFFER)
 
 
 def read_content(place: Place, limit: int = files.TEXT_LIMIT) -> bytes:
     """Return the content of a file.
 
-    Raise ValueError if it has more than `limit` bytes; for other errors see `open_stream`.
+    Raise TooLargeError if it has more than `limit` bytes; see `open_stream` for other errors.
     """
     return place.content(limit) if isinstance(place, Url) else files.read_regular(place, limit)
 
 
 def digest_of(place: Place, size: int | None = None) -> tuple[int, str]:
-    """Return size in bytes and sha256 (hexadecimal) of a file; for errors see `open_stream`."""
+    """Return the size in bytes and the sha256 (hexadecimal) of a file.
+
+    Raise the errors of `open_stream`.
+    """
     if isinstance(place, Path):
         return files.sha256_of(place, size)
     digest = hashlib.sha256()
@@ -120,7 +123,7 @@ def digest_of(place: Place, size: int | None = None) -> tuple[int, str]:
 
 
 def write_content(place: Place, data: bytes) -> None:
-    """Write a new file, or create or replace an object.
+    """Write a new local file, or create or replace an object in a store.
 
     Raise FileExistsError if a local file exists.
     """
@@ -133,7 +136,7 @@ def write_content(place: Place, data: bytes) -> None:
 def write_stream(
     place: Place, fill: Callable[[BinaryIO], None], seconds: float = 0.0
 ) -> tuple[int, str]:
-    """Write the output of `fill` like `write_content`, and return its size and sha256.
+    """Write the output of `fill` as `write_content` does, and return its size and sha256.
 
     If the local folder does not exist, wait up to `seconds` for it.
     """
@@ -158,7 +161,7 @@ def folders_in(place: Place) -> list[Place]:
 def fetched(folder: Url, key: str) -> Path:
     """Return a local copy of a small remote folder.
 
-    The copy is kept in the cache under `key`, which must identify the content, and the URL.
+    The copy is cached under the URL and `key`, which must identify the content.
     """
 
     def download(local: Path) -> None:

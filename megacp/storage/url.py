@@ -1,11 +1,11 @@
-"""An object or a folder in a store, given by URL: the operations of fsspec, with retries.
+"""An object or a folder in a store, identified by its URL: fsspec's operations, with retries.
 
-A `Url` is an immutable text, like a Path. Each call asks the store anew, because other machines
-write there. Credentials and endpoints come from the files and variables that each library reads
-itself.
+A `Url` is immutable text, like a Path. Each call queries the store again, because other machines
+may have changed its contents. Credentials and endpoints come from the files and variables that each
+library reads itself.
 
-If a store cannot be reached, a ValueError names the object. It is not an OSError, because readers
-of records treat an OSError as a damaged file and would continue after it.
+If a store cannot be reached, the error is a ValueError with the object's URL. It is not an OSError,
+because record readers treat an OSError as a damaged file and would continue.
 """
 
 from __future__ import annotations
@@ -49,29 +49,28 @@ _VERSIONS = (
 )
 """Fields of `info` that change with an object's content, most reliable first."""
 _PART = 64 << 20
-"""Bytes that are sent or requested at a time."""
+"""Number of bytes that are sent or requested at a time."""
 _CONNECT_SECONDS, _SILENT_SECONDS = 10, 30
 _ANSWER_SECONDS = 30.0
-"""Time limit of a whole answer, regardless of how often bytes arrive."""
+"""Time limit for a whole response, regardless of how often bytes arrive."""
 _LEAST_RATE = 256 << 10
-"""The time limit grows by a second for this number of bytes, so slow lines can load large files.
-"""
+"""Bytes that extend the time limit by one second, so slow connections can load large files."""
 _LISTING_SECONDS = 1800.0
-"""Time limit of a listing of objects, which needs many requests."""
+"""Time limit for listing objects, which needs many requests."""
 _PAGE_BYTES = 64 << 20
-"""Largest answer of a web server that is not a file, such as an index page, in bytes."""
+"""Maximum size in bytes of a web server's response that is not a file, such as an index page."""
 _ATTEMPTS, _SECONDS = 6, 15.0
-"""A request is not repeated after this number of attempts or this time."""
+"""A request is not retried after this number of attempts or seconds."""
 _TRANSIENT = (408, 425, 429)
-"""Client errors (4xx) that may pass; server errors (500 and above) may pass too."""
+"""Client errors (4xx) that may be temporary; server errors (500 and above) may be, too."""
 
 
 class UnreachableError(ValueError):
-    """An object cannot be read or written even after retries; the message names it."""
+    """An object cannot be read or written even after retries; the message contains its URL."""
 
 
 def is_url(text: object) -> bool:
-    """Return whether a text is a URL of an object in a store, and not a path."""
+    """Return whether a text is the URL of an object in a store rather than a path."""
     return isinstance(text, str) and _SCHEME.match(text) is not None
 
 
@@ -79,12 +78,12 @@ def is_url(text: object) -> bool:
 class Url:
     """A URL that fsspec supports, without a trailing slash.
 
-    FileNotFoundError and UnreachableError name it.
+    FileNotFoundError and UnreachableError contain it in their messages.
     """
 
     text: str
     guard: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """An aiohttp middleware that sees each request to a web server, including redirects, and may
+    """An aiohttp middleware that checks each request to a web server, including redirects, and may
     raise ValueError.
     """
 
@@ -102,7 +101,7 @@ class Url:
     def scheme(self) -> str:
         """The scheme, such as `s3` in `s3://bucket/key`.
 
-        Raise ValueError for chains of URLs and for local paths.
+        Raise ValueError for URL chains and for local paths.
         """
         match = _SCHEME.match(self.text)
         # fsspec chains URLs with `::`; on a web server it is part of an IPv6 address or a name
@@ -126,7 +125,7 @@ class Url:
 
     @property
     def parent(self) -> Url:
-        """The folder that contains it."""
+        """The folder that contains the object."""
         return Url(self.text.rsplit("/", 1)[0])
 
     def resolve(self) -> Url:
@@ -134,7 +133,7 @@ class Url:
         return self
 
     def info(self) -> dict[str, Any]:
-        """Return the description of the object. Raise FileNotFoundError if it is missing."""
+        """Return fsspec's description of the object. Raise FileNotFoundError if it is missing."""
         return self._do(lambda fs, path: dict(fs.info(path)), _ANSWER_SECONDS)
 
     def exists(self) -> bool:
@@ -153,13 +152,13 @@ class Url:
             return False
 
     def size(self) -> int:
-        """Return the bytes of an object. Raise ValueError for folders and unknown sizes."""
+        """Return the size of an object in bytes. Raise ValueError for folders and unknown sizes."""
         info = self.info()
         # some stores report folders as objects of type directory
         if info["type"] == "directory":
             raise ValueError(f"{self} is a directory")
         if info.get("size") is None:
-            raise ValueError(f"{self}: the server does not say how large it is; download it first")
+            raise ValueError(f"{self}: the server does not report its size; download it first")
         return int(info["size"])
 
     def version(self) -> str:
@@ -168,7 +167,7 @@ class Url:
         return next((f"{name} {info[name]}" for name in _VERSIONS if info.get(name)), "")
 
     def read(self, offset: int, count: int) -> bytes:
-        """Return `count` bytes from byte `offset` on; all of them must exist."""
+        """Return `count` bytes starting at `offset`; all of them must exist."""
         # large objects need several requests, because each one has a time limit
         parts = [
             self._read(at, min(_PART, offset + count - at))
@@ -177,7 +176,7 @@ class Url:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read(self, offset: int, count: int) -> bytes:
-        """Return a part of the object with a single request."""
+        """Return part of the object, using a single request."""
 
         def attempt(fs: Any, path: str) -> bytes:
             # a web server gets one request with limits on time and bytes
@@ -189,10 +188,10 @@ class Url:
             # a server may ignore the range, or close the connection early
             if found > count:
                 raise ValueError(
-                    f"{self}: the server returned {found} bytes, {count} were requested"
+                    f"{self}: the server returned {found} bytes, but {count} were requested"
                 )
             if found < count:
-                raise ConnectionError(f"{found} of {count} bytes at {offset} arrived")
+                raise ConnectionError(f"only {found} of {count} bytes arrived from byte {offset}")
             return data
 
         return self._do(attempt, _ANSWER_SECONDS + count / _LEAST_RATE)
@@ -215,11 +214,11 @@ class Url:
             data = self._do(lambda fs, path: fs.cat_file(path), seconds)
             found = len(data)
         if found > limit:
-            raise TooLargeError(f"{self} has more than {limit:,} bytes, the limit for such a file")
+            raise TooLargeError(f"{self} has more than {limit:,} bytes, the limit for this file")
         return data
 
     def write(self, data: bytes) -> None:
-        """Create or replace the object; readers see the old or the new content, never a part."""
+        """Create or replace the object; readers get either the old or the new content."""
         self._do(lambda fs, path: fs.pipe_file(path, data))
 
     def upload(self, source: Path) -> None:
@@ -253,7 +252,7 @@ class Url:
         return sorted({self / Url(name).name for name in names} - {self})
 
     def sizes_below(self) -> dict[str, int]:
-        """Return the bytes of all objects below a folder, by relative name.
+        """Return the sizes in bytes of all objects below a folder, by relative name.
 
         The result is empty if the folder is missing.
         """
@@ -286,21 +285,21 @@ class Url:
             return []
 
     def unlink(self, recursive: bool = False) -> None:
-        """Remove an object if it exists; with `recursive`, remove all objects of a folder."""
+        """Remove an object if it exists; with `recursive`, remove all objects in a folder."""
         with contextlib.suppress(FileNotFoundError):
             self._do(lambda fs, path: fs.rm(path, recursive=recursive))
 
     def remove_below(self) -> None:
-        """Remove all objects of a folder if it exists."""
+        """Remove all objects in a folder if it exists."""
         self.unlink(recursive=True)
 
     def _do(self, action: Callable[[Any, str], _T], seconds: float | None = None) -> _T:
         """Return the result of `action`, with retries.
 
-        `seconds` limits one attempt at a store. The web client has its own time limits.
+        `seconds` limits one attempt at a store. Web clients have their own time limits.
         """
         fs, path = _client(self)
-        # web clients have their own clock, and writes have no limit
+        # writes have no limit
         if seconds is None or not self.lists:
             return _retried(lambda: action(fs, path), self.text)
         return _retried(lambda: _in_time(lambda: action(fs, path), seconds, self.text), self.text)
@@ -321,7 +320,7 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
             # fsspec wraps the error of a guard in a FileNotFoundError
             refusal = error.__cause__ if isinstance(error, FileNotFoundError) else error
             if isinstance(refusal, ValueError) and not transient:
-                # a refusal by this program or the server is final
+                # a rejection by this program or the server is final
                 raise refusal from None
             if isinstance(error, FileNotFoundError) and not transient:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), what) from error
@@ -343,7 +342,7 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Return whether a request may succeed later, because no side has refused it."""
+    """Return whether a request may succeed later, because neither side has rejected it."""
     cause = error.__cause__
     # the HTTP status is in one of these places, depending on the library
     candidates = [
@@ -361,7 +360,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _uncovered(error: Exception) -> Exception:
-    """Return the connection error that fsspec has wrapped in a FileNotFoundError, or the error."""
+    """Return the error, or the connection error that fsspec wrapped in a FileNotFoundError."""
     cause = error.__cause__
     # a TimeoutError is an OSError too
     is_covered = isinstance(error, FileNotFoundError) and isinstance(cause, OSError)
@@ -373,8 +372,8 @@ def _uncovered(error: Exception) -> Exception:
 def _in_time(action: Callable[[], _T], seconds: float, what: str) -> _T:
     """Return the result of `action`. Raise UnreachableError if it takes longer than `seconds`.
 
-    The action runs in a separate thread, because some clients of stores cannot be stopped. A thread
-    that is late is abandoned and ends with its connection or with the process.
+    The action runs in a separate thread, because some store clients cannot be stopped. A late
+    thread is abandoned and ends with its connection or with the process.
     """
     outcome: Future[_T] = Future()
 
@@ -391,15 +390,15 @@ def _in_time(action: Callable[[], _T], seconds: float, what: str) -> _T:
     except TimeoutError:
         if outcome.done():  # the TimeoutError comes from the action
             raise
-        raise UnreachableError(f"{what}: the answer takes longer than {seconds:.0f} s") from None
+        raise UnreachableError(f"{what}: the response took longer than {seconds:.0f} s") from None
 
 
 def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple[bytes, int]:
-    """Return the answer of a web server, and the number of its bytes as far as it is known.
+    """Return a web server's response, and its number of bytes as far as known.
 
-    With `offset`, request `most` bytes from there on. Reading stops after more than `most` bytes,
-    and does not begin if the server states a larger size. Raise UnreachableError if the answer is
-    too slow.
+    With `offset`, request `most` bytes starting there. Reading stops after more than `most` bytes,
+    and does not begin if the server reports a larger size. Raise UnreachableError if the response
+    is too slow.
     """
     import aiohttp
     from fsspec.asyn import sync
@@ -423,7 +422,7 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
                 async with session.get(fs.encode_url(path), **request) as response:
                     fs._raise_not_found_for_status(response, path)
                     stated = response.content_length or 0
-                    # the stated size is above the limit, so nothing is read
+                    # do not read a response that is too large
                     if stated > most:
                         return b"", stated
                     async for part in response.content.iter_any():
@@ -436,7 +435,7 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
                 raise
             seconds = asyncio.get_running_loop().time() - begin
             raise UnreachableError(
-                f"{path}: {content.tell():,} bytes came in {seconds:.0f} s, which is too slow"
+                f"{path}: {content.tell():,} bytes arrived in {seconds:.0f} s, which is too slow"
             ) from None
         return content.getvalue(), content.tell()
 
@@ -445,12 +444,12 @@ def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple
 
 @functools.cache
 def _bounded_response() -> type:
-    """Return the response class of the web client, which limits whole pages to `_PAGE_BYTES`."""
+    """Return a response class for the web client that limits whole pages to `_PAGE_BYTES`."""
     import aiohttp
 
     class Response(aiohttp.ClientResponse):
         async def read(self) -> bytes:
-            # read at most the limit, whatever size the server states
+            # read at most the limit, whatever size the server reports
             if self._body is None:
                 content = io.BytesIO()
                 async for part in self.content.iter_any():
@@ -458,7 +457,7 @@ def _bounded_response() -> type:
                     if content.tell() > _PAGE_BYTES:
                         self.close()
                         raise TooLargeError(
-                            f"{self.url} has more than {_PAGE_BYTES:,} bytes, the limit for such "
+                            f"{self.url} has more than {_PAGE_BYTES:,} bytes, the size limit for "
                             "a page"
                         )
                 self._body = content.getvalue()
@@ -468,7 +467,7 @@ def _bounded_response() -> type:
 
 
 class _Written:
-    """A stream into an object that counts and hashes the data; after an error no object remains."""
+    """A stream to an object that counts and hashes the data; after an error, no object remains."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -495,7 +494,7 @@ class _Written:
 
 
 def _client(url: Url) -> tuple[Any, str]:
-    """Return the file system and the path of a URL. Raise ValueError if a package is missing."""
+    """Return the file system and path for a URL. Raise ValueError if a package is missing."""
     scheme = url.scheme
     try:
         import fsspec
@@ -504,7 +503,7 @@ def _client(url: Url) -> tuple[Any, str]:
             f"{url}: URLs need the package fsspec: pip install 'megacp[store]'"
         ) from error
     options: dict[str, Any] = {}
-    # s3fs retries in addition to botocore, and `_retried` retries both: turn botocore's retries off
+    # turn off botocore's retries, because both s3fs and `_retried` also retry
     if scheme in ("s3", "s3a"):
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS}
         options = {"config_kwargs": {**limits, "retries": {"total_max_attempts": 1}}}
@@ -517,7 +516,7 @@ def _client(url: Url) -> tuple[Any, str]:
             )
             web = {
                 "timeout": limit,
-                # compressed answers stay compressed, because few bytes may expand to many
+                # responses stay compressed, because a few bytes may expand to many
                 "auto_decompress": False,
                 "middlewares": [url.guard] if url.guard else [],
                 "response_class": _bounded_response(),
@@ -530,4 +529,4 @@ def _client(url: Url) -> tuple[Any, str]:
             return client, url.text
         return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)
     except ImportError as error:
-        raise ValueError(f"{url}: {scheme}:// needs a package: {error}") from error
+        raise ValueError(f"{url}: {scheme}:// URLs need another package: {error}") from error

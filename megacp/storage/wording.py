@@ -1,5 +1,5 @@
-"""The wording of messages: long lists are cut, counts agree with nouns, and foreign text cannot
-control a terminal.
+"""The wording of messages: long lists are shortened, counts agree with nouns, and untrusted text
+cannot control a terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LONG_LINE = re.compile(rf"[^\n]{{{_LINE + 1},}}")
 
 
 def escaped(text: str) -> str:
-    r"""Return a text with control characters and direction overrides as `\x1b` and `\u202e`.
+    r"""Return text with control characters and direction overrides escaped (`\x1b`, `\u202e`).
 
     Newlines, tabs and all other characters of any language stay unchanged.
     """
@@ -25,9 +25,9 @@ def escaped(text: str) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Return a message for a terminal: escaped, and without the middle of very long parts.
+    """Return a message for a terminal: escaped, and shortened in the middle if it is very long.
 
-    Parts are words, lines and the whole message.
+    Long words and lines are shortened in the same way.
     """
     # shorten before escaping, so that no escape sequence is cut
     text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _WORD), text)
@@ -38,7 +38,7 @@ def for_terminal(text: str) -> str:
 
 
 def _without_middle(text: str, most: int) -> str:
-    """Return the first half of `most` characters, the total count, and the last quarter."""
+    """Return the first `most / 2` characters, the total count, and the last `most / 4`."""
     return f"{text[: most // 2]}...({len(text):,} characters)...{text[-(most // 4) :]}"
 
 
@@ -54,7 +54,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Return bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
+    """Return a number of bytes with a binary unit and three digits: 1536 -> "1.50 KiB"."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 

@@ -164,8 +164,8 @@ def _refused(rank: int, world_size: int) -> list[str]:
 
 def test_a_message_of_another_size_and_a_rank_that_is_late_are_told() -> None:
     late, other = run_ranks(_refused, 2)
-    assert late == ["timed out: 0.5 s waiting for messages of rank 1 of this machine"]
-    assert other[0] == "rank 0 sends 12 bytes where 16 are expected"
+    assert late == ["timed out after 0.5 s of waiting for messages from rank 1 on this machine"]
+    assert other[0] == "rank 0 sent 12 bytes, but 16 bytes were expected"
 
 
 def _dies(rank: int, world_size: int) -> None:
@@ -178,7 +178,7 @@ def _dies(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_is_gone_ends_the_wait_at_once() -> None:
     start = time.monotonic()
-    with pytest.raises(RankError, match="connection closed by rank 1 of this machine|exit code 7"):
+    with pytest.raises(RankError, match="connection closed by rank 1 on this machine|exit code 7"):
         run_ranks(_dies, 2)
     assert time.monotonic() - start < 30
 
@@ -201,7 +201,7 @@ def _ends_while_it_is_read(rank: int, world_size: int) -> None:
 def test_a_rank_that_ends_while_its_memory_is_read_is_named() -> None:
     with pytest.raises(RankError) as raised:
         run_ranks(_ends_while_it_is_read, 2)
-    told = "rank 0 failed in step 3: RuntimeError: rank 1 of this machine ended while its memory was read"
+    told = "rank 0 failed in step 3: RuntimeError: rank 1 on this machine ended while its memory was being read"
     assert told in str(raised.value) and "\nrank 1 of this machine ended\n" in str(raised.value)
     assert "No such process" not in str(raised.value)
 
@@ -228,7 +228,7 @@ def _not_readable(rank: int, world_size: int) -> str:
 
 def test_the_owner_of_a_memory_that_cannot_be_read_is_named() -> None:
     told, _ = run_ranks(_not_readable, 2)
-    assert told == "the memory of rank 1 of this machine cannot be read: Operation not permitted"
+    assert told == "the memory of rank 1 on this machine cannot be read: Operation not permitted"
 
 
 def is_answered(process: int) -> bool:
@@ -266,7 +266,7 @@ def _ends_before_it_is_connected(rank: int, world_size: int, lost: int) -> None:
 def test_a_rank_that_ends_before_it_is_connected_is_named(lost: int) -> None:
     start = time.monotonic()
     with pytest.raises(
-        RankError, match=f"RuntimeError: rank {lost} of this machine ended before it was connected"
+        RankError, match=f"RuntimeError: rank {lost} on this machine ended (before|while)"
     ):
         run_ranks(_ends_before_it_is_connected, 2, lost)
     assert time.monotonic() - start < 30

@@ -17,15 +17,15 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Glyph")  # a random model may print any character
 def test_grids_answers_and_questions_of_the_chat_demo(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "hf", chat_template=TEMPLATES["qwen_25"])
+    write_tokenizer(tmp_path / "run" / "model", chat_template=TEMPLATES["qwen_25"])
     three = {
         "num_attention_heads": 3,
         "num_key_value_heads": 3,
         "intermediate_size": 96,
         "max_position_embeddings": 512,
     }
-    llama(vocab_size=1000, **three).save_pretrained(tmp_path / "hf")
-    assert logits_with_transformers.main(tmp_path / "hf", characters=200) == 0
+    llama(vocab_size=1000, **three).save_pretrained(tmp_path / "run" / "model")
+    assert logits_with_transformers.main(tmp_path / "run" / "model", characters=200) == 0
     persona_to_jsonl.main(tmp_path)
     chats, questions = (
         compare_chats.lines(tmp_path / f"{name}.jsonl") for name in ("chats", "questions")
@@ -36,10 +36,10 @@ def test_grids_answers_and_questions_of_the_chat_demo(tmp_path: Path) -> None:
         and all(question in chats for question in questions)
     )
     said = compare_chats.by_library(
-        tmp_path / "hf", [each["messages"][0]["content"] for each in questions]
+        tmp_path / "run" / "model", [each["messages"][0]["content"] for each in questions]
     )
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "log.jsonl").write_text('{"kind": "train", "loss": 1.5}\n')
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "log.jsonl").write_text('{"kind": "train", "loss": 1.5}\n')
     answers = [json.dumps({"expected": text, "answer": text}) for text in said]
     for wrong, status in (0, 0), (2, 1):
         for name in ("before", "after"):

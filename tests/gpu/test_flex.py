@@ -156,4 +156,4 @@ def test_cudnns_kernel_is_near_float64_in_one_call_and_in_parts(heads: Heads) ->
     wholes = [whole_row(kernel, "cuda", heads, torch.bfloat16, window) for window in (0, 17)]
     for found, exact in itertools.chain(by_parts(kernel, "cuda", case, 3), *wholes):
         assert (found - exact).abs().max() < 4e-2 * exact.abs().max()
-    assert set(told) == {"attention: cuDNN for documents with a causal mask"}, told
+    assert set(told) == {"attention: using cuDNN for documents with a causal mask"}, told

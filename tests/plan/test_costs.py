@@ -218,7 +218,7 @@ def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
     report = describe(fewer, 4)
     assert (
         "embedding + vision" in report
-        and "planned for 1 crops a pack" in report
+        and "planned for 1 crops per pack" in report
         and "vision FLOPs" in report
     )
 
@@ -370,7 +370,7 @@ def test_the_busiest_rank_of_experts_is_planned_for() -> None:
     planned, even = (small(**asked, moe_planned_imbalance=load) for load in (1.25, 1.0))
     text = describe(planned, 8)
     assert (
-        re.search(r": 256 \(.*\) even, 320 \(.*\) planned, 1,024 \(.*\) at the worst", text)
+        re.search(r": 256 \(.*\) even, 320 \(.*\) planned, 1,024 \(.*\) in the worst case", text)
         and "within a machine" in text
     )
     hidden, rows_away = planned.model.hidden_size, 192

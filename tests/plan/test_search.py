@@ -472,7 +472,7 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     best = next(line for line in said.splitlines() if line.startswith("  1  ")).split("  ")
     assert all(cell.strip() in text for cell in best) and (page := _Page(text)).loads == []
     assert page.drawn == [2 * sum(line[:5].strip().isdigit() for line in said.splitlines()), 3]
-    assert " OK " in said and "tokens fit under 1" in said
+    assert " OK " in said and "tokens fit with layout 1" in said
     assert (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
     first, *_ = json.loads(capsys.readouterr().out)

@@ -42,7 +42,7 @@ def test_a_server_that_sends_a_byte_at_a_time_is_left(
     begin = time.monotonic()
     reading = READS[read] if name == "drip" else lambda url: url.content(1 << 41)
     with pytest.raises(
-        UnreachableError, match=rf"/{name}: \d+ bytes came in \d s, which is too slow"
+        UnreachableError, match=rf"/{name}: \d+ bytes arrived in \d s, which is too slow"
     ):
         reading(Url(f"{server.url}/{name}"))
     assert time.monotonic() - begin < 3
@@ -71,7 +71,7 @@ def test_a_fast_answer_may_take_longer_than_the_bound(
 def test_a_body_without_an_end_is_left_at_its_bound(server: Server, name: str, read: str) -> None:
     before = server.sent
     with pytest.raises(
-        ValueError, match=r"has more than 1,048,576 bytes|bytes, 1048576 were requested"
+        ValueError, match=r"has more than 1,048,576 bytes|bytes, but 1048576 were requested"
     ):
         READS[read](Url(f"{server.url}/{name}"))
     assert server.sent - before < 64 << 20  # includes the buffers of the sockets
@@ -82,7 +82,7 @@ def test_an_index_page_without_an_end_is_left_at_its_bound(
 ) -> None:
     monkeypatch.setattr(url_module, "_PAGE_BYTES", 1 << 20)
     with pytest.raises(
-        ValueError, match="has more than 1,048,576 bytes, the limit for such a page"
+        ValueError, match="has more than 1,048,576 bytes, the size limit for a page"
     ):
         expanded(f"{server.url}/index/*.jsonl")
 
@@ -96,7 +96,7 @@ def test_a_store_that_does_not_answer_is_left(
     with flaky(0.0):
         monkeypatch.setattr(FlakyStore, "cat_file", lambda *_, **__: begin_waiting())
         for read in (lambda: place.read(0, 5), lambda: place.content(10)):
-            with pytest.raises(UnreachableError, match=r"/a: the answer takes longer than \d s"):
+            with pytest.raises(UnreachableError, match=r"/a: the response took longer than \d s"):
                 read()
     assert time.monotonic() - begin < 5
 

@@ -1,1 +1,1 @@
-"""Layouts, plans and transports for attention and recurrent states over context-parallel ranks."""
+"""Layouts, plans and transports for attention and recurrent states across cp ranks."""

@@ -1,18 +1,20 @@
 """Heads for sequence (DeepSpeed-Ulysses, Jacobs et al., 2023): an all-to-all gives each rank some
 heads of all tokens.
 
-The inner attention can be any transport over few heads of many tokens: the whole row on one rank
-(`a2a`), or a ring over the outer axis of a hierarchy (`a2a+p2p`). q, k and v travel in one message
-and the output in a second one. Autograd runs the same two messages in reverse for backward.
+The inner attention can be any transport for a few heads of many tokens: the whole row on one rank
+(`a2a`), or a ring over the outer axis of a hierarchy (`a2a+p2p`). One message contains q, k and
+v, and a second one contains the output. In the backward pass, autograd runs both messages in
+reverse.
 
-The number of heads must be divisible by the number of ranks. The number of K/V heads need not be:
-K/V heads are copied until it is. The rank that owns a token sums the gradients of its copies.
+The number of heads must be divisible by the number of ranks. The number of K/V heads need not be,
+because K/V heads are copied as required. The rank that owns a token sums the gradients of its
+copies.
 
-Example: eight heads in two groups over four ranks. Two copies of each group make four K/V heads.
+Example: eight heads in two groups on four ranks. Two copies of each group make four K/V heads.
 Each rank gets two heads of q and the copy of their group. Ranks 0 and 1 get heads of group 0.
 
-Letters in shapes: `n` ranks, `t` tokens per rank, `d` dim of a head, `c` heads of q, k and v that
-one rank gets.
+Letters in shapes: `n` ranks, `t` tokens per rank, `d` dim of a head, `c` heads of q, k and v on
+one rank.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ class HeadsForSequence:
         t, heads, d = q.shape
         groups = k.shape[1]
         copies = key_copies(heads, groups, n)
-        # copy i of a group serves the i-th part of the group's queries; expand() makes backward sum
-        # the gradients of the copies in fp32
+        # copy i of a group serves the i-th part of the group's queries; the backward pass of
+        # expand() sums the gradients of the copies in fp32
         k, v = (x.unsqueeze(2).expand(t, groups, copies, d).flatten(1, 2) for x in (k, v))
         # [t, n * c, d] -> [n, t, c, d]: for each destination its heads of q, k and v
         outgoing = torch.cat([x.unflatten(1, (n, -1)).transpose(0, 1) for x in (q, k, v)], 2)
@@ -87,7 +89,7 @@ def key_copies(heads: int, groups: int, ranks: int) -> int:
     """
     if heads % ranks:
         raise ValueError(
-            f"a2a cannot split {heads} heads over {ranks} ranks, because {heads} is not divisible "
+            f"a2a cannot split {heads} heads among {ranks} ranks, because {heads} is not divisible "
             f"by {ranks}: use another number of ranks, a2a+p2p with a first size that divides "
             f"{heads}, p2p or kv_exchange"
         )

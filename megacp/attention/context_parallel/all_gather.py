@@ -2,8 +2,8 @@
 queries.
 
 Each rank attends to its own keys while the other keys are in flight. Gathered keys are sorted into
-the row's order, so that adjacent tiles join and a document needs few kernel calls. Backward gathers
-again and reduce-scatters the gradients.
+the row's order, so that adjacent tiles join and a document needs few kernel calls. The backward
+pass gathers the keys again and reduce-scatters their gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AllGatherAttention(KeysToQueries):
     """Transport `all_gather`."""
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """Return the tiles of this rank's keys and of all other keys."""
+        """Return the tiles for this rank's keys, and for the keys of all other ranks."""
         return [plan.table(plan.cp_rank), _table_of_others(plan)]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:

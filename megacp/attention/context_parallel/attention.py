@@ -1,4 +1,4 @@
-"""The public attention function over context-parallel ranks, and the selection of its transport."""
+"""The public attention function for context-parallel ranks, and the selection of its transport."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def context_parallel_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute exact attention over rows that are sharded over the ranks of `axis`; differentiable.
+    """Return exact attention for rows that are sharded across `axis`; differentiable.
 
     Every rank of the axis calls this function with its own tokens, in the order of `plan.local`:
 
     * `q` is `[t, heads, d]`; `k` and `v` are `[t, groups, d]` with `heads % groups == 0` (grouped
       queries).
-    * The result is `[t, heads, d]` in the dtype of `q`. Tokens that see no key (padding) get zeros.
+    * The result is `[t, heads, d]` in the dtype of `q`. Tokens without keys (padding) get zeros.
     * For a layer with a sliding window, pass `plan.within(Reach(window=128))`.
     * `scale` multiplies the scores; None means 1 / sqrt(d). `sinks` `[heads]` are learned logits of
       an extra key whose value is 0 (as in gpt-oss).
@@ -64,9 +64,9 @@ def select_transport(
 ) -> Transport:
     """Build a transport with a kernel, both by name.
 
-    `hierarchy` contains the sizes of the inner all-to-all and of the outer ring of `a2a+p2p`. The
+    For `a2a+p2p`, `hierarchy` contains the sizes of the inner all-to-all and the outer ring. The
     kernel `dense` is a reference for one process and ignores the transport. `cap` is described at
-    `MathKernel`. `tell` receives log lines about the chosen kernel.
+    `MathKernel`. `tell` logs which kernel is used.
 
     `a2a+p2p` creates process groups, so all ranks of the world must make the same call. Raise
     ValueError if the transport or the kernel is unknown.
@@ -84,5 +84,5 @@ def select_transport(
 
 @once
 def _transport_of(axis: Axis, name: str, kernel: str, device: torch.device) -> Transport:
-    """Return a transport that is kept with its axis, so that compiled kernels are reused."""
+    """Return a transport that is cached in its axis, so that compiled kernels are reused."""
     return select_transport(name, kernel, axis, device)

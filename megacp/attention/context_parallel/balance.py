@@ -1,4 +1,4 @@
-"""The balanced layout: equal tokens and equal attention area on every rank, few ranks per document.
+"""The balanced layout: equal tokens and attention area on every rank, few ranks per document.
 
 Documents are sorted by their mean cost per token (allowed keys per query). Rank r takes one stretch
 from the light end and one from the heavy end. Together they contain T / cp tokens and 1 / (cp - r)
@@ -6,8 +6,8 @@ of the remaining area. Prefix sums give the area of every possible cut. A single
 dealt as in the zigzag layout, a single bidirectional document as in the contiguous layout. A cut
 close to the best one is preferred if it exchanges clearly fewer keys and costs little balance.
 
-Example: eight causal tokens over two ranks see 1 to 8 keys, 36 in total. Rank 0 needs four tokens
-with an area of 18, so it takes two from each end:
+Example: eight causal tokens on two ranks attend to 1 to 8 keys, 36 in total. Rank 0 needs four
+tokens with an area of 18, so it takes two from each end:
 
     light from the low end    4            3            2            1            0
     tokens of rank 0          0 1 2 3      0 1 2 7      0 1 6 7      0 5 6 7      4 5 6 7
@@ -25,19 +25,19 @@ import numpy as np
 from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach
 
 AREA_SLACK = 0.01
-"""Largest error of a rank's area that a cheaper cut may have, as a share of the target area."""
+"""Largest accepted error in a rank's area for a cheaper cut, as a share of the target area."""
 WORTHWHILE = 0.75
-"""A cut other than the best balanced one may exchange at most this share of the best cut's keys."""
+"""Largest share of the best-balanced cut's keys that a cheaper cut may exchange."""
 
 
 Mix = Mapping[Reach, int]
 """Number of layers for each reach."""
 ALIKE: Mix = {UNLIMITED: 1}
-"""A model whose layers all look back without limit."""
+"""A model whose layers all have unlimited reach."""
 
 
 def row_area(metadata: Metadata, mix: Mix = ALIKE) -> np.ndarray:
-    """Return the number of keys that each token of the row sees, summed over all layers.
+    """Return the number of keys that each token of the row attends to, summed over all layers.
 
     int64 `[T]`.
     """
@@ -73,9 +73,9 @@ def deal_balanced(metadata: Metadata, cp: int, mix: Mix = ALIKE) -> np.ndarray:
 
 
 def density_order(metadata: Metadata, cost: np.ndarray) -> np.ndarray:
-    """Return the indices `[T]` of padding, then of documents by ascending mean of `cost[T]`.
+    """Return indices `[T]` that sort padding first, then documents by ascending mean `cost[T]`.
 
-    Tokens of a document keep their order.
+    The tokens of a document keep their order.
     """
     number = metadata.document + 1  # 0 for padding
     tokens = np.maximum(np.bincount(number), 1)
@@ -85,19 +85,19 @@ def density_order(metadata: Metadata, cost: np.ndarray) -> np.ndarray:
 
 
 def keys_crossing(metadata: Metadata) -> np.ndarray:
-    """Return the number of K/V rows that two ranks would exchange for a cut before each token.
+    """Return, for a cut before each token, the number of K/V rows that two ranks would exchange.
 
-    int64 `[T + 1]`. A key is exchanged if a query on the other side of the cut sees it. Documents
-    must be contiguous in `metadata[T]`, and their tokens in the order of the row.
+    int64 `[T + 1]`. A key is exchanged if a query on the other side of the cut attends to it.
+    Documents must be contiguous in `metadata[T]`, with tokens in the order of the row.
     """
     n = len(metadata)
     here = np.arange(n)  # [T], like all arrays except `steps`
-    # last token that sees the key; padding sees only itself
+    # last token that attends to the key; padding attends only to itself
     document = metadata.document
     stretch = np.cumsum(np.diff(document, prepend=document[:1]) != 0) * (n + 1)
     last = np.searchsorted(stretch + metadata.order, stretch + metadata.leave) - 1
     last = np.where(metadata.leave > 0, last, here)
-    # first token that sees the key: the beginning of its span, or the key itself
+    # first token that attends to the key: the beginning of its span, or the key itself
     _, begin, span = np.unique(metadata.span, return_index=True, return_inverse=True)
     first = np.where(metadata.span != 0, begin[span.reshape(-1)], here)
     # [T + 2]: +1 at the first cut that a key crosses, -1 after the last one; the running sum counts

@@ -3,7 +3,8 @@
 The kernel processes whole sequences, here the segments of this rank. Segments that continue other
 segments of the rank are processed after them, level by level. The map to an exit is the final state
 of a kernel call with K additional columns. They have no values, and start from the identity where
-states come from other ranks. Autograd therefore differentiates kernel, message and maps.
+states come from other ranks. Autograd therefore differentiates the kernel, the message and the
+maps.
 
 In the example of `state_plan.py`, rank 1 processes segment 1 from the state of its entry and then
 segment 2 from the end of segment 1: two levels with one sequence each. Its states have places 0
@@ -47,11 +48,11 @@ def linear_attention_problem() -> str | None:
         return "flash-linear-attention is not installed (pip install 'megacp[fla]')"
     release = tuple(int(number) for number in re.findall(r"\d+", version("triton"))[:3])
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    # with these releases of Triton, the package raises an error in the first backward
+    # with these releases of Triton, the package raises an error in the first backward pass
     if hopper and (3, 4) <= release < (3, 7, 1):
         return (
             "flash-linear-attention computes wrong gradients on Hopper with Triton "
-            f"{version('triton')}: use Triton 3.7.1"
+            f"{version('triton')}: use Triton 3.7.1 or newer"
         )
     return None
 
@@ -73,13 +74,13 @@ _CHUNK = 64
 
 
 class SegmentLevel(NamedTuple):
-    """Segments of one kernel call; all tensors are int64."""
+    """Segments for one kernel call; all tensors are int64."""
 
     rows: torch.Tensor
     bounds: torch.Tensor
     chunks: torch.Tensor
-    """`[n, 2]`: the segment of each chunk, and its number within the segment. Without them the
-    package would compute them itself and block the device.
+    """`[n, 2]`: the segment of each chunk, and its number within the segment. Otherwise, the
+    package would compute them and block the device.
     """
     before: torch.Tensor
     """Places of the initial states; empty if all of them are zeros."""
@@ -117,13 +118,12 @@ class SegmentLevels:
     def run(
         self, kernel: Recurrence, states: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the outputs of the tokens of `rows`, and the states.
+        """Return the outputs for the tokens in `rows`, and the states.
 
-        States include all places that a later level or an exit continues.
+        The states include all places that a later level or an exit continues.
         """
         parts = [inputs[2][:0]]  # an empty v, the output of a rank without segments
         device = states.device
-        lend_scratch(device)
         lend_scratch(device)
         for number, (rows, bounds, chunks, before) in enumerate(self.levels, 1):
             out, final = kernel(
@@ -134,7 +134,7 @@ class SegmentLevels:
                 cu_seqlens=bounds,
                 chunk_indices=chunks,
             )
-            # backward runs in a separate thread, which needs scratch memory too
+            # the backward pass runs in a separate thread, which needs scratch memory too
             if out.grad_fn is not None:
                 out.grad_fn.register_prehook(lambda grads: lend_scratch(device))
             parts.append(out.squeeze(0))
@@ -188,17 +188,17 @@ def segment_levels(plan: AttentionPlan, device: torch.device, to_exits: bool) ->
 
 @once
 def _levels_on(plan: AttentionPlan, device: torch.device, to_exits: bool) -> SegmentLevels:
-    """Return the same levels on the device; the first layer that needs them copies them."""
+    """Return `segment_levels` on the device; the first layer that needs them copies them."""
     return segment_levels(plan, device, to_exits).moved(lambda x: to_device(x, device))
 
 
 def fused_recur(
     kernel: Recurrence, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor
 ) -> torch.Tensor:
-    """Return `recur(gated_delta_rule, plan, axis, *inputs)`, computed by a kernel.
+    """Return `recur(gated_delta_rule, plan, axis, *inputs)`, computed with a kernel.
 
-    Backward sums the gradients of all maps over the ranks in one message, which has the same size
-    as the message of forward.
+    The backward pass sums the gradients of all maps across ranks in one message, which is as large
+    as the message of the forward pass.
     """
     crossing = crossing_plan(plan)
     device = inputs[0].device
@@ -207,13 +207,13 @@ def fused_recur(
     q, k, v, *rates = inputs
     keys = k.shape[2]
     heads, values = v.shape[1:]
-    # an empty tensor that depends on all inputs: every rank then takes part in the backward of its
-    # inputs and of the message, even if its gradient is not needed
+    # an empty tensor that depends on all inputs: every rank then takes part in the backward pass of
+    # its inputs and of the message, even if its gradient is not needed
     tie = torch.cat([x[:0].reshape(0, heads, values).to(v.dtype) for x in inputs])
     first = v.new_zeros(1, heads, keys, values, dtype=accumulation_dtype(v.dtype))  # place 0
     if crossing.most_exits:
         # the first K columns are A and start from the identity at an entry; the remaining columns
-        # are B and start from zeros, as if no state had come
+        # are B and start from zeros, as if no state had arrived
         joint = first.new_zeros(1 + len(crossing.own_entries), heads, keys, keys + values)
         joint[1:, ..., :keys] = torch.eye(keys, dtype=joint.dtype, device=device)
         # values of 0 add nothing to A
@@ -240,7 +240,7 @@ def fused_convolved(
     v: torch.Tensor,
     *rates: Any,
 ) -> torch.Tensor:
-    """Return `recur(convolved_delta_rule, ...)`, computed by a kernel."""
+    """Return `recur(convolved_delta_rule, ...)`, computed with a kernel."""
     return fused_recur(kernel, plan, axis, F.silu(q), F.silu(k), F.silu(v), *rates)
 
 
@@ -248,14 +248,13 @@ FUSED: dict[tuple[Rule, str, torch.dtype], Callable[..., torch.Tensor]] = {
     (gated_delta_rule, "cuda", torch.bfloat16): fused_recur,
     (convolved_delta_rule, "cuda", torch.bfloat16): fused_convolved,
 }
-"""Replacements of `recur` by rule, device type and dtype, called with the kernel as first argument.
-"""
+"""Replacements for `recur`, by rule, device type and dtype; the first argument is the kernel."""
 
 
 def fused_mover(
     rule: Rule, device_type: str, dtype: torch.dtype
 ) -> Callable[..., torch.Tensor] | None:
-    """Return a function `(plan, axis, *inputs)` that computes the rule by a kernel.
+    """Return a function `(plan, axis, *inputs)` that computes the rule with a kernel.
 
     Return None if there is no kernel for the rule, or if its package is not installed.
     """

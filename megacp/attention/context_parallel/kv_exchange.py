@@ -1,9 +1,9 @@
 """K/V exchange: one uneven all-to-all with only the K/V rows that some rank needs.
 
-The plan knows, for each pair of ranks, which keys of one the other sees. A document whose tokens
-are on few ranks costs the other ranks no communication. Each rank attends to its own keys while the
-other keys are in flight. Gradients of K/V return by the reverse exchange and are added in rank
-order.
+The plan determines, for each pair of ranks, which keys of one rank the other needs. A document
+whose tokens are on few ranks costs the other ranks no communication. Each rank attends to its own
+keys while the other keys are in flight. K/V gradients return in the reverse exchange and are added
+in rank order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacp.distributed.large_blocks import empty
 
 @dataclass(frozen=True)
 class Exchange:
-    """The contents of the all-to-all from the view of one rank."""
+    """The contents of the all-to-all, from the perspective of one rank."""
 
     send: np.ndarray
     """int64 `[sum of out]`: local row numbers that this rank sends, sorted by destination."""
@@ -44,9 +44,9 @@ class Exchange:
 
 
 def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
-    """Return for each rank which tokens of the row are keys of its queries.
+    """Return, for each rank, which tokens of the row its queries attend to.
 
-    A list of bool `[T]`, equal on all ranks.
+    The result is a list of bool `[T]`, equal on all ranks.
     """
     row = plan.metadata.take(plan.order)
     needed = []
@@ -60,7 +60,7 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
 
 @once
 def exchange_of(plan: AttentionPlan) -> Exchange | None:
-    """Return the exchange of this rank, or None if no rank needs keys of another rank.
+    """Return this rank's exchange, or None if no rank needs keys of another rank.
 
     All ranks agree on whether the result is None.
     """
@@ -100,7 +100,7 @@ class KVExchange(KeysToQueries):
     """Transport `kv_exchange`."""
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """Return the tiles of the rank's own keys, and of received keys if there are any."""
+        """Return the tiles for the rank's own keys, and for received keys if there are any."""
         own = plan.table(plan.cp_rank)
         exchange = exchange_of(plan)
         return [own, exchange.table] if exchange else [own]

@@ -1,8 +1,8 @@
-"""Layouts: which tokens of a row each cp rank gets, as pure functions of the mask.
+"""Layouts: pure functions of the mask that decide which tokens of a row each cp rank gets.
 
 A layout permutes the padded row and deals it to the ranks in equal parts. Attention is exact for
 any permutation, because position ids, labels and mask metadata are permuted by the same indices.
-Padding is added at the end of the row; a layout then deals it wherever it needs filler tokens.
+Padding is added at the end of the row; a layout then uses it wherever it needs filler tokens.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ class Layout:
         return self._deal(metadata, cp, mix)
 
     def multiple(self, cp: int, tp: int) -> int:
-        """Return the divisor of padded row lengths; `tp` > 1 only with sequence parallelism."""
+        """Return the divisor of all padded row lengths.
+
+        Pass `tp` > 1 only with sequence parallelism.
+        """
         return math.lcm(self.slices * cp, cp * tp)
 
     def padded_length(self, metadata: Metadata, cp: int, tp: int) -> int:
-        """Return the number of tokens of the row `metadata[T]` after padding, at least T."""
+        """Return the number of tokens in the row `metadata[T]` after padding, at least T."""
         multiple = self.multiple(cp, tp)
         least = self.padded(metadata, cp)
         return -(-least // multiple) * multiple
 
 
 def zigzag_slices(cp: int, rank: int) -> tuple[int, int]:
-    """Return the two of 2 cp slices that a rank gets.
+    """Return a rank's two slices out of 2 cp.
 
-    Each rank combines a slice from the front of the row, which sees few keys, with its mirror image
-    from the back. All ranks then have equal causal area for one long document. Four ranks get the
-    slices 0 7, 1 6, 2 5 and 3 4.
+    Each rank combines a slice from the front of the row, which attends to few keys, with the
+    mirrored slice from the back. All ranks then have equal causal areas for one long document. Four
+    ranks get the slices 0 7, 1 6, 2 5 and 3 4.
     """
     return rank, 2 * cp - 1 - rank
 
@@ -65,9 +68,9 @@ def _zigzag(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
 
 
 def document_bounds(metadata: Metadata) -> tuple[np.ndarray, np.ndarray]:
-    """Return the stretches `[start, stop)` of the row that contain one document each.
+    """Return the bounds `[start, stop)` of each document in the row.
 
-    Padding is left out, and every document is a single stretch.
+    Padding is excluded, and every document is contiguous.
     """
     # a stretch begins where the document number changes; the prepended value makes 0 a beginning
     document = metadata.document
@@ -91,11 +94,11 @@ def _zigzag_document_length(metadata: Metadata, cp: int) -> int:
 def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
     """Deal each document in zigzag order, padded at its end.
 
-    Each rank gets its slices document after document. This is the order of Transformer Engine's
+    Each rank gets its slices document by document. This is the order of Transformer Engine's
     packed (thd) context parallelism.
     """
     start, stop = document_bounds(metadata)
-    # padding of the row that is not used yet; each document takes its filler tokens from here
+    # the row's padding, from which each document takes its filler tokens
     fillers = np.flatnonzero(metadata.leave == 0)
     parts: list[list[np.ndarray]] = [[] for _ in range(cp)]
     used = 0

@@ -1,8 +1,8 @@
 """The attention plan of one microbatch: the layout's indices and the tile tables.
 
 A plan is computed once and used by every layer. It depends only on metadata that every rank of the
-group has, so all ranks compute equal host integers without communication. Its permutations index a
-row of `T` tokens, `t` of which are local to a rank:
+group has, so all ranks compute the same host integers without communication. Its permutations index
+a row of `T` tokens, `t` of which are local to a rank:
 
     name          shape     x[name], for a row x                     used by
     indices       [cp, t]   tokens of every rank                     kv_exchange, states, vision
@@ -46,8 +46,8 @@ from megacp.attention.ops.once import once
 def key_order(metadata: Metadata) -> np.ndarray:
     """Return the order `[T]` in which keys are stored: natural, or sorted by type in each document.
 
-    Tokens are sorted if that reduces the number of tiles. Images that see each other across text,
-    such as frames of a video, then form one stretch of keys instead of many.
+    Tokens are sorted if that reduces the number of tiles. Images that attend to each
+    other across text, such as frames of a video, then form one stretch of keys instead of many.
     """
     natural = np.arange(len(metadata))
     if not metadata.span.any():
@@ -75,13 +75,13 @@ def _least_tiles(metadata: Metadata) -> int:
 
 
 class AttentionPlan:
-    """Everything that one cp rank needs to attend: token indices, metadata, reach and tile tables.
+    """Token indices, metadata, reach and tile tables that one cp rank needs for attention.
 
-    `indices[cp, t]` index the row, `metadata` describes all its tokens, and `reach` says how far
+    `indices[cp, t]` index the row, `metadata` describes all its tokens, and `reach` limits how far
     the layers look back. Tile tables are built when they are first used.
 
-    `order[T]` is the storage order of a gathered row. The tokens of each rank are sorted by it too,
-    except if `order` is natural: then each rank keeps the order of the layout.
+    `order[T]` is the storage order of a gathered row. Each rank's tokens are sorted by it too,
+    unless `order` is natural: each rank then keeps the order of the layout.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AttentionPlan:
 
     @property
     def local(self) -> np.ndarray:
-        """Indices `[t]` into the row of this rank's tokens."""
+        """This rank's tokens, as indices `[t]` into the row."""
         return self.indices[self.cp_rank]
 
     def tiles(self, queries: np.ndarray, keys: np.ndarray) -> TileTable:
@@ -132,7 +132,7 @@ class AttentionPlan:
 
     @functools.cached_property
     def table_of_row(self) -> TileTable:
-        """Tiles between this rank's queries and the whole row in the order `order`."""
+        """Tiles between this rank's queries and the keys of the whole row, in `order`."""
         if np.array_equal(self.local, self.order) and self.reach == UNLIMITED:
             # a single rank has the whole row: reuse the table that `key_order` has built
             metadata = self.metadata.by_type if self._by_type else self.metadata
@@ -140,7 +140,7 @@ class AttentionPlan:
         return self.tiles(self.local, self.order)
 
     def within(self, reach: Reach) -> AttentionPlan:
-        """Return the plan of layers with this reach: same tokens on every rank, same order."""
+        """Return the plan for layers with this reach; ranks keep their tokens and order."""
         return self if reach == self.reach else self._within(reach)
 
     @once
@@ -149,7 +149,7 @@ class AttentionPlan:
 
     @once
     def grouped(self, size: int) -> AttentionPlan:
-        """Return the plan of groups of `size` neighbouring ranks that pool their tokens."""
+        """Return the plan for groups of `size` neighbouring ranks that pool their tokens."""
         together = self.indices.reshape(self.cp // size, -1)  # [cp, t] -> [cp / size, size * t]
         arranged = np.stack([self._arranged(tokens) for tokens in together])
         return AttentionPlan(arranged, self.metadata, self.cp_rank // size, self.order, self.reach)
@@ -158,7 +158,7 @@ class AttentionPlan:
     def arrival(self, size: int, device: torch.device) -> torch.Tensor:
         """Return the indices that sort gathered tokens into the order of `grouped(size).local`.
 
-        int64 `[size * t]`; the tokens are gathered over this rank's group, rank by rank.
+        int64 `[size * t]`; the tokens are gathered across this rank's group, rank by rank.
         """
         return to_device(self._arrival(size), device)
 

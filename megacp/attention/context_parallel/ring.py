@@ -1,11 +1,11 @@
-"""Ring attention (Liu et al., 2023): K/V blocks travel around the cp axis past all queries.
+"""Ring attention (Liu et al., 2023): K/V blocks are passed around the cp axis to all queries.
 
-The next block is in flight while the current block is used. Backward sends the blocks around the
-ring again. The first rank that receives a block starts its gradient, which follows the block one
-step later. The gradient from a rank's own queries is never sent, so gradients also take n - 1
-steps. The ring stops early if no rank sees any key of the remaining blocks, as with windows in a
-contiguous layout; gradients then return to their owners in one step. Grouped K/V heads are never
-expanded for a message.
+The next block is in flight while the current block is used. The backward pass sends the blocks
+around the ring again. The first rank that receives a block starts its gradient, which follows the
+block one step later. The gradient from a rank's own queries is never sent, so gradients also take
+n - 1 steps. If no rank needs any key of the remaining blocks, as with windows in a contiguous
+layout, the ring stops early and gradients return to their owners in one step. Grouped K/V heads are
+never expanded for a message.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megacp.distributed.collectives import Pending, start_shift
 
 @once
 def _steps(plan: AttentionPlan) -> int:
-    """Return the number of ring steps, the rank's own block included.
+    """Return the number of ring steps, including the rank's own block.
 
-    Later blocks contain no key that any rank sees.
+    Later blocks contain no key that any rank needs.
     """
     needed = needed_rows(plan)
     ranks = range(plan.cp)

@@ -1,14 +1,14 @@
-"""The stretches of a row through which a state runs on each rank, and the states that cross ranks.
+"""The path segments of a row on each rank, and the recurrent states that cross ranks.
 
 All results are integers on the host. The tokens of a rank are divided into segments: stretches of
 neighbouring tokens on a path that no branch leaves before their end. A segment continues the
 previous segment of its path, on any rank, or begins a document with a state of zeros. A branch
 begins with the state at the end of its parent.
 
-Successive segments on the same rank need no message. An exit is a segment that a segment of another
-rank continues. An entry is a segment that continues a segment of another rank.
+Successive segments on the same rank need no message. An exit is a segment that is continued on
+another rank. An entry is a segment that continues a segment of another rank.
 
-Example: a question of four tokens with two answers, zigzag over two ranks:
+Example: a question of four tokens with two answers, zigzag on two ranks:
 
     tokens     0 1   2 3   4 5   6 7
     rank        0     1     1     0
@@ -19,9 +19,9 @@ Example: a question of four tokens with two answers, zigzag over two ranks:
     came       -1     0     0     1     entry whose state the rank uses for the segment
 
 The map of exit 1 begins with the state of entry 0. Rank 0 therefore needs the maps of exits 0 and 1
-for entry 1 (`arriving`), and rank 1 needs the map of exit 0 for entry 0. In backward, rank 0 needs
-the gradients of entries 1 and 0 for exit 0 (`owing`), and rank 1 needs the gradient of entry 1 for
-exit 1. Segment 2 continues a segment of its own rank, without a message.
+for entry 1 (`arriving`), and rank 1 needs the map of exit 0 for entry 0. In the backward pass, rank
+0 needs the gradients of entries 1 and 0 for exit 0 (`owing`), and rank 1 needs the gradient of
+entry 1 for exit 1. Segment 2 continues a segment of its own rank, without a message.
 
 Letters in shapes: `T` tokens of the row, `t` tokens of this rank. -1 stands for no token, segment,
 chunk or entry.
@@ -42,9 +42,9 @@ from megacp.attention.ops.once import once
 
 
 def predecessors(row: Metadata) -> np.ndarray:
-    """Return the previous token on the path of each token of a row, int64 `[T]`.
+    """Return, for each token of a row, the previous token on its path, int64 `[T]`.
 
-    It is -1 for the first token of a tree and for padding.
+    The result is -1 for the first token of a tree and for padding.
     """
     before = np.full(len(row), -1)
     real = np.flatnonzero(row.leave > 0)
@@ -96,8 +96,8 @@ def segments_of(plan: AttentionPlan) -> list[PathSegment]:
 
 
 class Crossing(NamedTuple):
-    """An exit (a segment that another rank continues) or an entry (a segment that continues a
-    segment of another rank).
+    """An exit (a segment continued on another rank) or an entry (a segment that continues a segment
+    of another rank).
     """
 
     rank: int
@@ -105,7 +105,7 @@ class Crossing(NamedTuple):
     """Index among the exits, or entries, of its rank."""
     other: int
     """For an exit, the entry whose state reaches it, or -1 if the state began on its rank. For an
-    entry, the exit that it continues. Both are numbered over all ranks in the order of the row.
+    entry, the exit that it continues. Both are numbered across all ranks in the order of the row.
     """
 
 
@@ -114,7 +114,7 @@ def crossings(
 ) -> tuple[dict[int, Crossing], dict[int, Crossing], list[int]]:
     """Return exits and entries by segment number, and the entry of each segment.
 
-    The entry of a segment is the one whose state its rank uses to compute it; -1 if there is none.
+    A segment's entry is the one whose state is needed to compute the segment; -1 if there is none.
     """
     left = {s.before for s in segments if s.before >= 0 and segments[s.before].rank != s.rank}
     exit_number = {number: place for place, number in enumerate(sorted(left))}
@@ -137,7 +137,7 @@ def crossings(
 
 
 class CrossingPlan:
-    """The exits and entries of a row from the view of one rank."""
+    """The exits and entries of a row, from the perspective of one rank."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.rank = plan.cp_rank
@@ -153,7 +153,7 @@ class CrossingPlan:
         self.most_entries = 1 + max((one.number for one in self.entries), default=-1)
 
     def own(self, ends: list[Crossing]) -> list[int]:
-        """Return the numbers of this rank's exits or entries among all of them."""
+        """Return the indices of this rank's exits or entries in the list of all ranks."""
         return [number for number, one in enumerate(ends) if one.rank == self.rank]
 
     @functools.cached_property
@@ -185,8 +185,8 @@ class Chunks:
     """The chunks of this rank's segments, sorted by level.
 
     The chunks of a level can be computed together and have consecutive numbers. Within a level,
-    chunks that more chunks wait for come first. The chunks that continue them then have the same
-    order in the next level.
+    chunks with longer chains of dependent chunks come first. The chunks that continue them then
+    have the same order in the next level.
 
     In the example above with chunks of two tokens, rank 1 has chunk 0 at level 0 and its
     continuation, chunk 1, at level 1.
@@ -239,9 +239,9 @@ class Chunks:
         """Place of each of these tokens, `chunk * size + token`."""
 
     def levels(self, chosen: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the chosen chunks by level, from level 1 on.
+        """Return the chosen chunks by level, starting at level 1.
 
-        `chosen` is bool `[count]`. For each level, return its chunks and the chunks that they
+        `chosen` is bool `[count]`. Each level is a pair: its chunks, and the chunks that they
         continue.
         """
         found = []

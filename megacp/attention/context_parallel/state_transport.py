@@ -1,4 +1,4 @@
-"""The transport of recurrent states over the ranks of a row; layers choose it once, like an
+"""The transport of recurrent states across the ranks of a row; layers choose it once, like an
 attention transport.
 """
 
@@ -30,7 +30,7 @@ def move_states(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tens
 
 @dataclass(frozen=True)
 class StateTransport:
-    """Moves the states of one rule over the ranks of a row, and computes its convolution."""
+    """Transport of one rule's states across the ranks of a row, with the rule's convolution."""
 
     rule: Rule
     axis: Axis
@@ -45,7 +45,7 @@ class StateTransport:
     """`fused_mover` of the rule, if there is a kernel."""
 
     def prepare(self, plan: AttentionPlan) -> None:
-        """Build on the host the data that the layers need for a plan; runs in loader threads."""
+        """Build, on the host, the data that layers need for a plan; runs in loader threads."""
         taps_plan(plan, self.taps)
         whole = plan.grouped(self.axis.size) if self.by_heads else plan
         if self.fused:  # outputs, then maps to exits

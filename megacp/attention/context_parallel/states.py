@@ -1,13 +1,13 @@
-"""Recurrent states over rows that ranks share: states follow the path of their tokens across ranks.
+"""Recurrent states in rows that ranks share: states follow the path of their tokens across ranks.
 
-A segment that a segment of another rank continues is an exit (see `state_plan.py`). For each exit,
-its rank sends the affine map from the state that came to the rank: `A[K, K]` or a column, and
-`B[K, V]` per head. All ranks gather all maps, and each rank applies the maps that precede its own
-tokens. In backward, gradients of states travel in the opposite direction through the transposed
-maps. Message sizes therefore do not depend on the length of the row.
+A segment that is continued on another rank is an exit (see `state_plan.py`). For each exit, its
+rank sends the affine map of the state that it received: `A[K, K]` or a column, and `B[K, V]` per
+head. All ranks gather all maps, and each rank applies the maps that precede its own tokens. In the
+backward pass, gradients of states go in the opposite direction through the transposed maps. Message
+sizes therefore do not depend on the length of the row.
 
-The short convolution before such a layer needs the few tokens before each segment. The ranks of
-these tokens send them.
+The short convolution before such a layer needs the few tokens before each segment. Ranks exchange
+these tokens.
 
 Letters in shapes: `t` tokens of this rank, `C` tokens of a chunk. A state is `[K, V]` per head, as
 in `attention/ops/recurrence.py`.
@@ -51,7 +51,7 @@ from megacp.distributed.large_blocks import LARGE
 
 
 def _rows(numbers: np.ndarray, device: torch.device) -> Indices:
-    """Return a slice for contiguous numbers, which avoids a copy; else indices on the device."""
+    """Return a slice, which avoids a copy, for contiguous numbers; else indices on the device."""
     if len(numbers) and (np.diff(numbers) == 1).all():
         return slice(int(numbers[0]), int(numbers[-1]) + 1)
     return to_device(numbers, device)
@@ -105,7 +105,7 @@ def _out_of_chunks(x: torch.Tensor, states: StatePlan, like: torch.Tensor) -> to
 
 
 def _start_gather(own: torch.Tensor, most: int, axis: Axis) -> Pending:
-    """Start to gather `own[n, ...]`, padded to `[most, ...]`, as `[ranks * most, ...]`."""
+    """Start an all-gather of `own[n, ...]`, padded to `[most, ...]`, as `[ranks * most, ...]`."""
     filled = own.new_zeros(most, *own.shape[1:])
     filled[: len(own)] = own
     return start_all_gather(filled, axis)
@@ -124,7 +124,7 @@ def arrived_states(
         rank, own, entry = crossing.exits[number]
         one = maps[rank * crossing.most_exits + own]
         state = one[..., of_turn:]
-        if entry >= 0:  # the state did not begin on this rank: apply A to the state that came
+        if entry >= 0:  # the state began on another rank: apply A to the state that arrived
             came = after[crossing.entries[entry].other]
             state = turned(one[..., :of_turn], came) + state
         after[number] = state
@@ -136,8 +136,9 @@ def _owed_gradients(
 ) -> list[torch.Tensor]:
     """Return the gradient `[heads, K, V]` of the state after each of this rank's exits.
 
-    `found[ranks, most_entries, heads, K, V]` is the gradient of the state at each entry from the
-    tokens of the entry's rank. `turns[ranks, most_exits, heads, K, columns]` is A of every exit.
+    `found[ranks, most_entries, heads, K, V]` is the gradient of the state at each entry, from
+    tokens of the entry's rank only. `turns[ranks, most_exits, heads, K, columns]` is A of every
+    exit.
     """
     after = {n: torch.zeros_like(found[0, 0]) for n in range(len(crossing.exits))}
     for number in crossing.owing:
@@ -151,9 +152,9 @@ def _owed_gradients(
 
 
 class _Recurrence(torch.autograd.Function):
-    """Apply a rule over a row; saves the inputs and the state before each chunk.
+    """Apply a rule to a row; saves the inputs and the state before each chunk.
 
-    Backward recomputes the maps of the rule.
+    The backward pass recomputes the maps of the rule.
     """
 
     @staticmethod
@@ -168,7 +169,7 @@ class _Recurrence(torch.autograd.Function):
         crossing = states.crossing
         if crossing.most_exits:
             # the map to an exit is the scan of a wider state: the first columns start from the
-            # identity where states come from other ranks, and become A
+            # identity where states arrive from other ranks, and become A
             nothing = add.new_zeros(*add.shape[:-1], width)
             joint = torch.cat([nothing, state], -1)
             joint[states.own_entries, ..., :width] = unchanged(turn, add.shape[-2])
@@ -230,8 +231,8 @@ class _Recurrence(torch.autograd.Function):
 def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
     """Return the output of a rule, `[t, heads, V]`, with 0 for padding; differentiable.
 
-    The inputs are `[t, ...]` of this rank's tokens. If paths cross ranks, forward and backward each
-    send one message.
+    The inputs are `[t, ...]` of this rank's tokens. If paths cross ranks, each rank sends
+    one message in the forward pass and one in the backward pass.
     """
     states = _states_on(plan, inputs[0].device)
     large = max(x.numel() * x.element_size() for x in inputs) >= LARGE
@@ -246,11 +247,11 @@ def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) ->
 def recur_by_heads(
     move: Callable[..., torch.Tensor], plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor
 ) -> torch.Tensor:
-    """Run `move(plan, axis, *inputs)` on all tokens of this rank's share of the heads.
+    """Return `move(plan, axis, *inputs)` for all tokens of this rank's share of the heads.
 
-    `move` is for example `recur` of a rule. An all-to-all before and one after it exchange heads
-    for tokens. The number of heads of every input must be divisible by the number of ranks. There
-    is one message per dtype of the inputs, and one for the result.
+    `move` is, for example, `recur` with a rule. An all-to-all before and another one after the call
+    exchange heads for tokens. The number of heads of every input must be divisible by the number of
+    ranks. There is one message per dtype of the inputs, and one for the result.
     """
     n = axis.size
     t = len(inputs[0])
@@ -282,9 +283,10 @@ def _taps_on(plan: AttentionPlan, taps: int, device: torch.device) -> tuple[torc
 def short_convolution(
     x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, axis: Axis
 ) -> torch.Tensor:
-    """Convolve each channel of `x[t, c]` along the path with `weight[c, taps]`; differentiable.
+    """Return `x[t, c]` convolved along the path with `weight[c, taps]`; differentiable.
 
-    The last tap is for the token itself. Ranks exchange the few rows before each of their segments.
+    Channels are separate, and the last tap is for the token itself. Ranks exchange the few rows
+    before each of their segments.
     """
     taps = weight.shape[1]
     apart = taps_plan(plan, taps)
@@ -293,7 +295,7 @@ def short_convolution(
     out = causal_taps(x, weight)
     came = x[:0]
     if apart.travels:
-        # a rank that receives no rows also takes part in the message and in its backward
+        # ranks that receive no rows also take part in the message, here and in the backward pass
         came = exchange(x.index_select(0, send), axis, apart.out_splits, apart.in_splits)
     elif not len(separate):
         return out

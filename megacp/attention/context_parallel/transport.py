@@ -1,10 +1,10 @@
 """The transport interface of context parallelism, and the shared loop that brings keys to queries.
 
 A transport is an object with one differentiable call, `attend`, over the tokens of its rank. In the
-ring, the all-gather, the K/V exchange and on a single rank, queries stay and K/V travel. These
-transports share one forward and one backward, and differ only in `kv_blocks`, which yields keys in
-their order of arrival. `a2a.py` exchanges heads instead and then attends with one of these
-transports.
+ring, the all-gather, the K/V exchange and on a single rank, queries stay on their rank and K/V are
+sent to them. These transports share one forward and one backward pass, and differ only in
+`kv_blocks`, which yields keys in their order of arrival. `a2a.py` exchanges heads instead and then
+attends with one of these transports.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from megacp.distributed.grid import Axis
 from megacp.distributed.large_blocks import zeros
 
 KVBlock = tuple[torch.Tensor, torch.Tensor, TileTable]
-"""Keys and values `[m, groups, d]`, and the tiles between this rank's queries and them."""
+"""Keys and values `[m, groups, d]`, and the tiles between this rank's queries and these keys."""
 KVBlocks = Generator[KVBlock, torch.Tensor | None, torch.Tensor | None]
-"""Generator of all `KVBlock`s. In backward, the caller sends it the gradient `dkv[m, 2, groups, d]`
-of each block, and it returns the gradient of this rank's keys and values, `[t, 2, groups, d]`. In
-forward, both are None.
+"""Generator of all `KVBlock`s. In the backward pass, the caller sends it the gradient
+`dkv[m, 2, groups, d]` of each block, and the generator returns the gradient of this rank's keys and
+values, `[t, 2, groups, d]`. In the forward pass, both are None.
 """
 
 
 class Transport(Protocol):
-    """Attention over the tokens of a cp axis; the plan shards all tensors over the axis."""
+    """Attention over the tokens of a cp axis; all tensors are sharded as the plan describes."""
 
     def attend(
         self,
@@ -65,15 +65,15 @@ class Transport(Protocol):
         ...
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
-        """Build on the host all tables that the layers of a plan need; runs in loader threads."""
+        """Build, on the host, all tables that layers need for a plan; runs in loader threads."""
         ...
 
 
 class KeysToQueries(ABC):
     """Base of the transports in which queries stay on their rank and K/V blocks come to them.
 
-    Forward saves `q, k, v, out, lse` of this rank's tokens. Keys of other ranks are sent again in
-    backward.
+    The forward pass saves `q, k, v, out, lse` of this rank's tokens. Keys of other ranks are sent
+    again in the backward pass.
     """
 
     def __init__(self, axis: Axis, kernel: Kernel) -> None:
@@ -82,7 +82,7 @@ class KeysToQueries(ABC):
 
     @abstractmethod
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        """Yield all keys that this rank's queries see, given its own `k, v[t, groups, d]`.
+        """Yield all keys that this rank's queries need, given its own `k, v[t, groups, d]`.
 
         Called once in each pass.
         """
@@ -114,7 +114,7 @@ class KeysToQueries(ABC):
 
 
 class _AttendBlocks(torch.autograd.Function):
-    """Attention over the blocks of a transport, with a manual backward."""
+    """Attention over the blocks of a transport, with a hand-written backward pass."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ class _AttendBlocks(torch.autograd.Function):
         v: torch.Tensor,
     ) -> torch.Tensor:
         partial = empty_partial(q)  # out 0 and lse -inf, in fp32 or wider
-        # a transport starts its next message before it yields, so keys travel during the kernel
+        # a transport starts its next message before it yields, so it overlaps with the kernel
         for keys, values, table in transport.kv_blocks(k, v, plan):
             transport.kernel.attend(partial, (q, keys, values), table, scale)
         if sinks is not None:
@@ -144,7 +144,7 @@ class _AttendBlocks(torch.autograd.Function):
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ValueError(
-                "backward with create_graph=True: attention over ranks cannot be differentiated "
+                "backward with create_graph=True: attention across ranks cannot be differentiated "
                 "twice"
             )
         q, k, v, out, lse, sinks = ctx.saved_tensors
@@ -155,7 +155,7 @@ class _AttendBlocks(torch.autograd.Function):
         dq = zeros(q.shape, q, wide)
         dkv = None  # the first send() starts the generator and must pass None
         blocks = ctx.transport.kv_blocks(k, v, ctx.plan)
-        with without_autocast(q.device):  # the caller may run backward under autocast
+        with without_autocast(q.device):  # the caller may run the backward pass under autocast
             while True:
                 try:
                     keys, values, table = blocks.send(dkv)
@@ -172,7 +172,7 @@ class _AttendBlocks(torch.autograd.Function):
 
 
 class LocalAttention(KeysToQueries):
-    """Attention on one rank that has the whole row: no message and a single tile table."""
+    """Attention on one rank that has the whole row, without messages and with one tile table."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel

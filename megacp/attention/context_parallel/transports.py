@@ -1,8 +1,8 @@
 """The table of transports, which move keys, values and queries between context-parallel ranks.
 
 Each row contains everything that depends on the choice of a transport. A planner, a memory estimate
-or the checks of a trainer read the row instead of comparing names. The row also builds the
-transport; torch is imported only then.
+or a trainer's checks read the row instead of comparing names. The row also builds the transport;
+torch is imported only then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megacp.distributed.grid import Axis
 
 GroupSizes = tuple[int, ...]
-"""Sizes of the inner all-to-all and of the outer ring if the transport needs them, else empty."""
+"""Sizes of the inner all-to-all and the outer ring if the transport needs them, else empty."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class EngineTransport:
     heads of all tokens instead.
     """
     one_group: str = ""
-    """Value of `cp_comm_type` if all ranks form a single group; only for rows that need sizes."""
+    """Value of `cp_comm_type` if all ranks form one group; only for transports that need sizes."""
     groups_of_one: str = ""
-    """Value of `cp_comm_type` if every group has a single rank; only for rows that need sizes."""
+    """Value of `cp_comm_type` if each group has one rank; only for transports that need sizes."""
 
 
 @dataclass(frozen=True)
 class TransportRow:
-    """A transport and the consequences of choosing it.
+    """A transport and its properties.
 
     In all methods, `cp` is the number of ranks that share a row, and `sizes` are the two group
     sizes if the transport needs them.
@@ -48,21 +48,21 @@ class TransportRow:
 
     name: str
     build: Callable[[Axis, Kernel, GroupSizes], Transport]
-    """Build the transport over an axis of at least two ranks; collective if the row needs sizes."""
+    """Build the transport for an axis of at least two ranks; collective if sizes are needed."""
     heads: Literal["kept", "all", "inner"] = "kept"
-    """How heads are exchanged for tokens: not exchanged, over all ranks, or only over the inner
+    """How heads are exchanged for tokens: not at all, among all ranks, or only among the inner
     ranks.
     """
     keys: Literal["ring", "gathered", "needed"] = "ring"
-    """How K/V of other ranks arrive: block by block around a ring, all together, or only the rows
-    that some query sees.
+    """How K/V of other ranks arrive: block by block around a ring, all together, or only the
+    needed rows.
     """
     layouts: tuple[str, ...] = ()
     """Layouts that a layout search tries."""
     best_layout: str = ""
     """Best layout for any mask; empty if the best layout depends on the mask."""
     engine: EngineTransport | None = None
-    """Equivalent in Transformer Engine, if there is one."""
+    """The equivalent transport in Transformer Engine, if there is one."""
 
     @property
     def needs_sizes(self) -> bool:
@@ -80,7 +80,7 @@ class TransportRow:
         return self.keys == "needed"
 
     def head_ranks(self, cp: int, sizes: GroupSizes = ()) -> int:
-        """Return the number of ranks over which the heads of a row are split."""
+        """Return the number of ranks that share the heads of a row."""
         if self.heads == "all":
             return cp
         if self.heads == "inner":
@@ -88,7 +88,7 @@ class TransportRow:
         return 1
 
     def key_ranks(self, cp: int, sizes: GroupSizes = ()) -> int:
-        """Return the number of ranks (or of groups with split heads) between which K/V travel."""
+        """Return the number of ranks, or of groups with split heads, that exchange K/V."""
         return cp // self.head_ranks(cp, sizes)
 
     def messages(self, cp: int, sizes: GroupSizes = ()) -> int:
@@ -98,9 +98,9 @@ class TransportRow:
         return 2
 
     def hidden_share(self, cp: int, sizes: GroupSizes = ()) -> float:
-        """Return the share of attention time that hides K/V messages.
+        """Return the share of attention time that can hide K/V messages.
 
-        In a ring, the messages overlap with all blocks except the last one.
+        In a ring, messages overlap with all blocks except the last.
         """
         if self.keys != "ring":
             return 0.0
@@ -199,11 +199,11 @@ def choose_transport(needed: float, cp: int, heads: int, groups: int) -> str:
     """Return the name of the transport to use for rows of one kind.
 
     `needed` is the share of the other ranks' K/V that a rank needs. `heads` and `groups` are counts
-    of one tensor-parallel rank. Rows of many documents need little K/V and use `kv_exchange`.
+    per tensor-parallel rank. Rows of many documents need little K/V and use `kv_exchange`.
 
-    Rows that need most K/V send all of it. Exchanging heads then moves fewer bytes than K/V if
-    `(cp - 1) * needed > 2/3 (1 + heads / groups)`, counting forward and backward. In all other
-    cases the ring is chosen, because it hides its messages behind attention.
+    For other rows, exchanging heads moves fewer bytes than sending K/V if
+    `(cp - 1) * needed > 2/3 (1 + heads / groups)`, counting the forward and the backward pass. In
+    all other cases, the ring is chosen because it hides its messages behind attention.
     """
     if needed <= FEW_KEYS:
         return "kv_exchange"

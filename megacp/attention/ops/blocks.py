@@ -1,6 +1,6 @@
 """The mask on a grid of fixed blocks: which blocks contain allowed pairs, and how many.
 
-Pairs are counted exactly from the tiles of a table, with array arithmetic. Except for a sort, time
+Pairs are counted exactly from the tiles of a table, with array arithmetic. Apart from a sort, time
 and memory are proportional to the number of tiles and non-empty blocks. An interval of keys covers
 at most three stretches of blocks with an equal number of keys per block. A tile of any length
 therefore adds only a few sums to a line of blocks.
@@ -55,20 +55,20 @@ class BlockCover:
         return self.area == self.size**2
 
     def mask(self, number: int) -> np.ndarray:
-        """Return bool `[queries, keys]` of block `number`, up to the end of the table."""
+        """Return the mask of a block as bool `[queries, keys]`, up to the end of the table."""
         q = self._tokens(self.table.q, self.q_block[number])
         k = self._tokens(self.table.k, self.k_block[number])
         return allowed(q, k, self.table.reach)
 
     def _tokens(self, side: Metadata, block: int) -> Metadata:
-        """Return the tokens of one block of a side."""
+        """Return the tokens of one block of queries or keys."""
         stop = min((block + 1) * self.size, len(side))
         return side.take(np.arange(block * self.size, stop))
 
 
 @dataclass(frozen=True)
 class _Stretches:
-    """Weights on lines of numbered positions: `weight` on each of `[start, stop)` of a `line`.
+    """Weights on lines of numbered positions: `weight` on positions `[start, stop)` of a `line`.
 
     All arrays are int64 `[stretches]`.
     """
@@ -79,7 +79,7 @@ class _Stretches:
     weight: np.ndarray
 
     def take(self, index: np.ndarray) -> _Stretches:
-        """Return the stretches `index`."""
+        """Return the stretches at `index`."""
         return _Stretches(self.line[index], self.start[index], self.stop[index], self.weight[index])
 
     def summed(self, width: int) -> _Stretches:
@@ -115,9 +115,9 @@ def _concatenated(parts: list[_Stretches]) -> _Stretches:
 
 
 def _in_blocks(line: np.ndarray, start: np.ndarray, stop: np.ndarray, size: int) -> _Stretches:
-    """Count the tokens `[start, stop)` of each line per block.
+    """Return the number of tokens `[start, stop)` of each line in each block.
 
-    Every interval becomes a cut block at the front, whole blocks, and a cut block at the back. For
+    Every interval is split into a partial block, whole blocks, and another partial block. For
     example, tokens `[3, 14)` in blocks of 4 are 1 token of block 0, 4 tokens each of blocks 1 and
     2, and 2 tokens of block 3.
     """
@@ -135,7 +135,7 @@ def _in_blocks(line: np.ndarray, start: np.ndarray, stop: np.ndarray, size: int)
 
 
 def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
-    """Return the allowed pairs of the full tiles; lines are query blocks, positions key blocks.
+    """Return the allowed pairs in full tiles; lines are query blocks, positions are key blocks.
 
     The keys of each row are summed first. A tall row with many tiles then adds to each of its
     blocks only once.
@@ -143,7 +143,7 @@ def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
     rows = len(table.row_start)
     tile = np.flatnonzero(table.kind == FULL)
     keys = _in_blocks(table.row_of_tile[tile], table.k_start[tile], table.k_stop[tile], size)
-    # line: row, position: key block, weight: keys that every query of the row sees
+    # line: row, position: key block, weight: keys per query of the row
     keys = keys.summed(-(-table.keys // size))
     # line: row, position: query block, weight: queries of the row
     queries = _in_blocks(np.arange(rows), table.row_start, table.row_stop, size)
@@ -158,17 +158,17 @@ def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
 
 
 def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
-    """Return the allowed pairs of the triangles of a kind; lines are query blocks.
+    """Return the allowed pairs in triangles of one kind; lines are query blocks.
 
-    Each query block cuts a smaller triangle out of the tile. The part is this triangle and a
-    rectangle, which is left of a causal triangle and right of a window's.
+    The part of a tile in one query block is a smaller triangle and a rectangle. The rectangle is to
+    the left of a causal triangle, and to the right of a window triangle.
     """
     tile = np.flatnonzero(table.kind == kind)
     row = table.row_of_tile[tile]
     k_start = table.k_start[tile]
     q_start = table.row_start[row]
     q_stop = table.row_stop[row]
-    # one part per tile and query block, with `height` queries from `top` on; arrays are [parts]
+    # one part per tile and query block, with `height` queries from `top`; arrays are [parts]
     block, owner = expand(q_start // size, -(-q_stop // size))
     top = np.maximum(block * size, q_start[owner])
     height = np.minimum((block + 1) * size, q_stop[owner]) - top
@@ -185,9 +185,9 @@ def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
     # the small triangle is in one key block, or in this one and the next
     column = corner // size
     near = np.minimum(height, (column + 1) * size - corner)  # keys in the first key block
-    if kind == CAUSAL:  # height - j queries see key j
+    if kind == CAUSAL:  # height - j queries attend to key j
         pairs = near * height - near * (near - 1) // 2
-    else:  # j + 1 queries see key j
+    else:  # j + 1 queries attend to key j
         pairs = near * (near + 1) // 2
     rest = height * (height + 1) // 2 - pairs
     parts = [
@@ -198,7 +198,7 @@ def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
 
 
 def block_cover(table: TileTable, size: int = BLOCK) -> BlockCover:
-    """Return the blocks of `size x size` that contain an allowed pair of the table."""
+    """Return the blocks of `size x size` pairs that contain an allowed pair of the table."""
     triangles = [_of_triangles(table, size, kind) for kind in (CAUSAL, WINDOW)]
     parts = _concatenated([_of_full_tiles(table, size), *triangles])
     sums = parts.summed(-(-table.keys // size))

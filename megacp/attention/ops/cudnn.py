@@ -1,18 +1,18 @@
-"""The CUDA kernel for documents with a causal mask: cuDNN's attention through Transformer Engine.
+"""The CUDA kernel for documents with a causal mask: cuDNN's attention via Transformer Engine.
 
-A table becomes calls over packed sequences, with one sequence per document. A rank's own keys, or
-the keys of the whole row, are a single causal call. Keys of other ranks form stairs, because a rank
-may have several stretches of a document. The first call has the keys that all its queries see. The
-second has the keys that all queries except the first stretch see, and so on. None of these calls
-needs a mask.
+A table is converted into calls on packed sequences, with one sequence per document. A rank's own
+keys, or the keys of the whole row, need a single causal call. Keys of other ranks form stairs,
+because a rank may have several stretches of a document. All queries attend to the keys of the first
+call, all queries except the first stretch attend to the keys of the second call, and so on. None of
+the calls for stairs needs a mask.
 
     queries of a rank    1 1 1 . . .    keys of other ranks, for one document:
                          1 1 1 2 2 2    call 1 has all queries,
                          1 1 1 2 2 2    call 2 only the second stretch
 
 Each call contains all documents of a row. Tables with another mask, and calls that Transformer
-Engine's selector refuses, are passed to another kernel. Transformer Engine inserts parameters
-between releases, so all arguments are passed by keyword.
+Engine's selector rejects, are passed to another kernel. New releases of Transformer Engine insert
+parameters, so all arguments are passed by keyword.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from megacp.attention.ops.mask import Metadata, TileTable, expand
 from megacp.attention.ops.once import once
 
 LEAST_RELEASE = (2, 18)
-"""Oldest supported release of Transformer Engine. From 2.18 on, fused attention accepts packed rows
-(thd) with `all_gather`, and FusedAdam accepts empty tensors. For `a2a` 2.10 would be enough;
-`a2a+p2p` needs 2.19, which the selector of 2.18 reports itself.
+"""Oldest supported release of Transformer Engine. Since 2.18, fused attention accepts packed rows
+(thd) with `all_gather`, and FusedAdam accepts empty tensors. `a2a` would already work with 2.10;
+`a2a+p2p` needs 2.19, as the selector of 2.18 itself reports.
 """
 WIDEST_HEAD = 128
-"""Widest head with correct gradients. For wider heads cuDNN's backward of packed rows is wrong, and
-its selector does not report it. With heads of 256, cuDNN 9.19 on an H200 returned gradients of q, k
-and v that were ten million times too large.
+"""Widest head with correct gradients. For wider heads, cuDNN's backward pass on packed rows is
+wrong, and the selector does not report it. With a head width of 256, cuDNN 9.19 on an H200 returned
+gradients of q, k and v that were ten million times too large.
 """
 _ASKING = threading.Lock()
-"""Held during a query of the selector, which changes its logger; loader threads query it too."""
+"""Lock for queries of the selector, which change its logger; loader threads query it too."""
 
 Places = slice | torch.Tensor
 """Tokens of a tensor: a contiguous slice, or int64 indices."""
@@ -81,16 +81,15 @@ def engine_problem() -> str | None:
     found = transformer_engine.__version__
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < LEAST_RELEASE:
         least = ".".join(map(str, LEAST_RELEASE))
-        return f"Transformer Engine is {found}, but {least} or newer is required"
+        return f"Transformer Engine {found} is installed, but {least} or newer is required"
     return None
 
 
 def selector_refusal(heads: Heads, **asked: Any) -> str | None:
-    """Return why the selector refuses its fused kernel for packed rows of such heads, or None.
+    """Return why the selector rejects its fused kernel for packed rows with these heads, or None.
 
-    The selector logs its reason below the visible level, so a log filter collects it. `asked` are
-    further fields of `AttentionParams`; fields that the installed release does not know are left
-    out.
+    The selector logs its reason below the visible level, so a log filter collects it. `asked` sets
+    further fields of `AttentionParams`; fields missing in the installed release are left out.
     """
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
@@ -124,10 +123,10 @@ def selector_refusal(heads: Heads, **asked: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
-    """One call over packed sequences.
+    """One call on packed sequences.
 
-    Sequence i consists of the next `q_lengths[i]` of `queries` and the next `k_lengths[i]` of
-    `keys`. Both index a table's tokens.
+    `queries` and `keys` index a table's tokens. Sequence i consists of the next `q_lengths[i]`
+    queries and the next `k_lengths[i]` keys.
     """
 
     queries: np.ndarray
@@ -150,7 +149,7 @@ class PackedCall:
 
     @once
     def on(self, device: torch.device) -> tuple[Places, Places, dict[str, Any]]:
-        """Return queries, keys, and arguments with the bounds of the sequences, on the device."""
+        """Return queries, keys, and the arguments with sequence bounds, on the device."""
         options: dict[str, Any] = {}
         for name, lengths in (("q", self.q_lengths), ("kv", self.k_lengths)):
             ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -160,7 +159,7 @@ class PackedCall:
         return _rows(self.queries, device), _rows(self.keys, device), options
 
     def _options(self, qkv: QKV, scale: float) -> dict[str, Any]:
-        """Return the arguments that forward and backward share."""
+        """Return the arguments shared by the forward and the backward pass."""
         from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend
 
         rows, keys, bounds = self.on(qkv[0].device)
@@ -174,7 +173,7 @@ class PackedCall:
         return {"q": q, "k": k, "v": v, "attn_scale": scale, **fixed, **bounds, **self.mask}
 
     def forward(self, qkv: QKV, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `out[n, heads, d]` and `lse[n, heads]` of this call's queries."""
+        """Return `out[n, heads, d]` and `lse[n, heads]` for this call's queries."""
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_fwd
 
         # the log-sum-exp comes first among the auxiliary tensors
@@ -204,7 +203,7 @@ class PackedCall:
 
 
 def _rows(indices: np.ndarray, device: torch.device) -> Places:
-    """Return a slice if the indices are contiguous, else the indices on the device."""
+    """Return a slice if the indices are contiguous, otherwise the indices on the device."""
     if (np.diff(indices) == 1).all():
         return slice(int(indices[0]), int(indices[-1]) + 1)
     return to_device(indices, device)
@@ -232,9 +231,9 @@ def _documents(tokens: Metadata) -> np.ndarray:
 
 @once
 def packed_calls(table: TileTable) -> list[PackedCall] | None:
-    """Return the calls of one pass over a table, or None if its mask is not causal per document.
+    """Return the calls for one pass over a table, or None if its mask is not causal per document.
 
-    Together the calls compute every allowed pair once.
+    Together, the calls compute every allowed pair exactly once.
     """
     if table.num_tiles == 0:
         return []
@@ -246,7 +245,7 @@ def packed_calls(table: TileTable) -> list[PackedCall] | None:
     if np.array_equal(q.order, k.order):
         lengths = np.unique(q.leave, return_counts=True)[1]  # [documents]
         calls = [PackedCall(queries, keys, lengths, lengths, True, window)]
-        # number of queries per document that do not see the first key
+        # number of queries per document that do not attend to the first key
         far = np.maximum(0, lengths - window) if window else 0 * lengths
         area = int((lengths * (lengths + 1) - far * (far + 1)).sum()) // 2
         # the call counts its window in local tokens, which is wrong if a document has gaps here
@@ -264,7 +263,7 @@ def packed_calls(table: TileTable) -> list[PackedCall] | None:
 
 
 def _stairs(table: TileTable, queries: np.ndarray, keys: np.ndarray) -> list[PackedCall]:
-    """Return the calls for keys of other ranks; step i of every document is in call i."""
+    """Return the calls for keys of other ranks; call i contains step i of every document."""
     q = table.q.take(queries)
     k = table.k.take(keys)
     # place all documents on one line, each in a separate range
@@ -272,7 +271,7 @@ def _stairs(table: TileTable, queries: np.ndarray, keys: np.ndarray) -> list[Pac
     line = k.leave * wide + k.order
     first = np.searchsorted(line, q.leave * wide)  # [queries], first key of the document
     seen = np.searchsorted(line, q.leave * wide + q.order, side="right") - first
-    # queries at which a step begins: all queries from there on see the step's keys
+    # queries at which a step begins: this query and all later ones attend to the step's keys
     new_document = np.diff(q.leave, prepend=-1) != 0
     more_keys = np.diff(seen, prepend=-1) != 0
     steps = np.flatnonzero(new_document | more_keys)
@@ -303,11 +302,11 @@ def fused_calls(table: TileTable, heads: Heads, deterministic: bool) -> list[Pac
 
     if heads.dim > WIDEST_HEAD:
         return (
-            f"cuDNN's gradients of heads wider than {WIDEST_HEAD} are wrong, these are "
+            f"cuDNN computes wrong gradients for heads wider than {WIDEST_HEAD}, and these are "
             f"{heads.dim} wide"
         )
     if get_device_compute_capability() == (12, 0):
-        return "cuDNN returns log-sum-exps in another form on this GPU"
+        return "cuDNN returns log-sum-exps in a different form on this GPU"
     calls = packed_calls(table)
     if calls is None:
         return "their mask is not causal per document"
@@ -332,8 +331,7 @@ def fused_calls(table: TileTable, heads: Heads, deterministic: bool) -> list[Pac
 class CudnnKernel:
     """A `WholeKernel` for bfloat16.
 
-    Tables with an unsupported mask are passed to `other`. `tell` receives log lines that report
-    which kernel is used.
+    Tables with an unsupported mask are passed to `other`. `tell` logs which kernel is used.
     """
 
     def __init__(self, other: WholeKernel, tell: Callable[[str], None]) -> None:
@@ -345,12 +343,12 @@ class CudnnKernel:
         self.deterministic = DotProductAttention(num_attention_heads=1, kv_channels=8).deterministic
 
     def _calls(self, table: TileTable, heads: Heads) -> list[PackedCall] | None:
-        """Return the calls of a table, or None for the other kernel; log the decision."""
+        """Return the calls for a table, or None for the other kernel; log the decision."""
         calls = fused_calls(table, heads, self.deterministic)
         if isinstance(calls, str):
-            self._tell(f"attention: FlexAttention for some rows, because {calls}")
+            self._tell(f"attention: using FlexAttention for some rows, because {calls}")
             return None
-        self._tell("attention: cuDNN for documents with a causal mask")
+        self._tell("attention: using cuDNN for documents with a causal mask")
         return calls
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
@@ -415,7 +413,7 @@ class CudnnKernel:
 
 
 class _Whole(torch.autograd.Function):
-    """The single call of a whole row; saves q, k and v as they are."""
+    """The single call for a whole row; saves q, k and v unchanged."""
 
     @staticmethod
     def forward(

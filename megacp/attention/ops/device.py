@@ -1,7 +1,7 @@
-"""Device differences: asynchronous copies to a GPU, and elementwise chains as single kernels.
+"""Device-specific code: asynchronous copies to a GPU, and elementwise chains as single kernels.
 
 `@fused` compiles only arithmetic: functions of tensors without autograd, messages or plans, so that
-a graph never breaks. On a CPU the functions run uncompiled, because compilation would need a C++
+a graph never breaks. On a CPU, the functions run uncompiled, because compilation would need a C++
 compiler at run time.
 """
 
@@ -22,8 +22,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 COMPILED_FORMS = 64
-"""Maximum number of compiled forms of one function. Dtypes, numbers of dims, and fixed or dynamic
-lengths make about a dozen; torch's default limit is 8.
+"""Maximum number of compiled forms of one function. The combinations of dtype, number of dims, and
+static or dynamic length add up to about a dozen; torch's default limit is 8.
 """
 BACKEND: str | Callable = "inductor"
 """The `torch.compile` backend for all graphs."""
@@ -32,7 +32,7 @@ BACKEND: str | Callable = "inductor"
 def to_device(values: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a tensor on the device without waiting for the copy.
 
-    Dtype and shape stay the same. On a CPU the tensor shares memory with `values`.
+    Dtype and shape stay the same. On a CPU, the tensor shares memory with `values`.
     """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if torch.device(device).type == "cpu":
@@ -82,15 +82,15 @@ def whole_graph(
     A function that cannot be compiled raises an error when it is called.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        # torch's type stubs do not know this argument
+        # torch's type stubs lack this argument
         limit: dict[str, Any] = {"recompile_limit": COMPILED_FORMS}
         return torch.compile(function, fullgraph=True, backend=backend, **limit)
     graph = torch.compile(function, fullgraph=True, backend=backend)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        # before 2.13 torch has one global limit, in 2.12 one per thread (autograd uses its own
-        # threads on CUDA); set it only when it differs, because each assignment leaks and is slow
+        # before 2.13, torch's limit is global; in 2.12 it is per thread, and autograd uses its own
+        # threads on CUDA. Set it only when it differs, because each assignment leaks and is slow
         if torch._dynamo.config.recompile_limit != COMPILED_FORMS:
             torch._dynamo.config.recompile_limit = COMPILED_FORMS
         return graph(*args, **options)
@@ -99,7 +99,7 @@ def whole_graph(
 
 
 def lend_scratch(device: torch.device) -> None:
-    """Give Triton kernels that are launched from this thread memory for their TMA descriptors.
+    """Provide memory for the TMA descriptors of Triton kernels launched from this thread.
 
     Triton stores the allocator in a ContextVar, which is unset in every new thread. Since 2.13,
     torch sets it only when a kernel is launched for the first time. A recomputation launches the
@@ -133,9 +133,8 @@ def dense_attention_of_gpu(
 ) -> torch.Tensor:
     """Return the output of unmasked attention as a GPU would compute it, for tensors without data.
 
-    q, k and v are `[n, heads, tokens, d]`. The operator is the same that torch's
-    `scaled_dot_product_attention` chooses on a GPU, because operators differ in the tensors that
-    they save.
+    q, k and v are `[n, heads, tokens, d]`. Operators differ in the tensors that they save, so this
+    function uses the one that `scaled_dot_product_attention` chooses on a GPU.
     """
     if q.dtype == torch.bfloat16:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]
@@ -157,15 +156,15 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str,
 
 
 CHAINS: ContextVar[RunChain] = ContextVar("CHAINS", default=_run)
-"""Runs chains over `STAND_IN` tensors. A memory estimate replaces it, because a single kernel has
-no intermediate tensors.
+"""Function that runs chains on `STAND_IN` tensors. A memory estimate replaces it, because a single
+kernel has no intermediate tensors.
 """
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Compile a function of tensors into one kernel where `is_compiled`.
+    """Return a function of tensors that runs as one compiled kernel where `is_compiled`.
 
-    The first argument of the function must be a tensor. This is a decorator.
+    Used as a decorator. The first argument of the function must be a tensor.
     """
 
     @functools.cache
@@ -179,8 +178,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             return CHAINS.get()(function, args, options)
         if not is_compiled(first):
             return function(*args, **options)
-        # without this, parameters and tensors that require gradients would need their own compiled
-        # forms
+        # detach: parameters and tensors that require gradients would need separate compiled forms
         if not torch.is_grad_enabled():
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)  # type: ignore[assignment]
         for x in args:

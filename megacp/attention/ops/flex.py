@@ -1,14 +1,14 @@
 """The CUDA kernel: torch's FlexAttention with a block mask that is built from the tile table.
 
 There is one fused call per source of keys, for any number of tiles. Empty blocks cost nothing, and
-full blocks skip the mask. In partial blocks the GPU evaluates the rule itself on a few integers per
+full blocks skip the mask. In partial blocks, the GPU evaluates the rule from a few integers per
 token.
 
-If all keys of a row are local, FlexAttention differentiates the call. If a call is one part of
-several, only FlexAttention's backward runs, with the merged `(out, lse)`. It needs no other data of
-the other sources.
+If all keys of a row are local, FlexAttention differentiates the call. If a call is one of several,
+only FlexAttention's backward pass runs, starting from the merged `(out, lse)`. It needs no other
+data from the other sources.
 
-Tokens are padded to whole blocks, so that the kernel need not check where a row ends. Those checks
+Tokens are padded to whole blocks, so that the kernel need not check where a row ends. These checks
 would exceed the available registers.
 """
 
@@ -44,7 +44,7 @@ from megacp.attention.ops.tile_kernels import MathKernel
 FlexAttention = Callable[..., Any]
 """`flex_attention` or `flex_backward`, compiled or not, or a function with the same arguments.
 
-Results are differentiable. A row that sees no key has out 0, lse -inf and gradient 0.
+Results are differentiable. A row without keys has out 0, lse -inf and gradient 0.
 """
 
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -69,11 +69,11 @@ def flex_backward(
     scale: float,
     options: dict[str, Any],
 ) -> QKV:
-    """Return `dq, dk, dv` of one source of keys without running its forward.
+    """Return `dq, dk, dv` for one source of keys without running the forward pass.
 
     The gradients have the shapes of `q, k, v[1, heads, tokens, d]`. `results` are the row's merged
     `out` and its `lse`, contiguous and in units of log 2. Probabilities are exp(scores - lse), so
-    no other data of the other sources is needed (FlashAttention-2, Dao, 2023).
+    no other data from the other sources is needed (FlashAttention-2, Dao, 2023).
     """
     rest = (None, lambda score, *place: score, None, block_mask.as_tuple(), scale, options, (), ())
     return torch.ops.higher_order.flex_attention_backward(*qkv, *results, dout, *rest)[:3]
@@ -82,8 +82,9 @@ def flex_backward(
 def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
     """Return `flex_attention` and `flex_backward` as fused kernels, compiled at the first call.
 
-    The compilers are `backends`, by default inductor. Lengths are treated as static until they
-    change and as dynamic afterwards, so packs of different lengths share a compiled form.
+    `backends` are the two compilers (default: inductor for both). Lengths are treated as static
+    until they change and as dynamic afterwards, so packs of different lengths share a compiled
+    form.
 
     Raise ValueError if torch.compile is disabled.
     """
@@ -101,8 +102,8 @@ def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
 def compiler_problem() -> str | None:
     """Return the reason why torch's compiler cannot compile `flex_backward`, or None.
 
-    Before torch 2.12 this is found by tracing one block. The trace uses a GPU, which a rank has not
-    chosen yet at this point. Releases from 2.12 on always support it and are not traced.
+    torch 2.12 and newer always can compile it. For older releases, one block is traced. The trace
+    uses a GPU, which a rank has not chosen yet at this point, so newer releases are not traced.
     """
     if torch.__version__ >= "2.12":
         return None
@@ -118,14 +119,14 @@ def compiler_problem() -> str | None:
         traced(torch.zeros(1, 1, BLOCK, NARROWEST))
     except torch._dynamo.exc.Unsupported:
         return (
-            "CUDA needs torch 2.12 or newer, whose compiler supports FlexAttention's backward; "
-            f"this is torch {torch.__version__}"
+            "FlexAttention on CUDA needs torch 2.12 or newer, whose compiler supports its backward "
+            f"pass; this is torch {torch.__version__}"
         )
     return None
 
 
 def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
-    """Return options of torch's Triton kernels; torch drops options that a GPU does not support.
+    """Return options for torch's Triton kernels; torch drops options that a GPU does not support.
 
     TMA (Hopper's loads from global memory) is used where it needs fewer registers. Eight warps
     replace four for the widths where four warps spill the most registers (docs/gpu_results.md).
@@ -158,7 +159,7 @@ class HostMask:
     blocks: tuple[int, int]
     """Number of query blocks and key blocks."""
     content: np.ndarray
-    """int32: all arrays one after the other, each starting at a multiple of `_ALIGNED`."""
+    """int32: all arrays concatenated, each starting at a multiple of `_ALIGNED`."""
     lengths: tuple[int, ...]
     """Lengths of the arrays: the columns of `_rule`, then `_lists` by queries (partial blocks, full
     blocks), then `_lists` by keys.
@@ -188,14 +189,14 @@ def host_mask(table: TileTable, size: int) -> HostMask:
 
 @once
 def block_mask(host: HostMask, device: torch.device) -> BlockMask:
-    """Return the mask in FlexAttention's form.
+    """Return the mask in FlexAttention's format.
 
     Its lists contain one int32 per pair of blocks, not per pair of tokens.
     """
     content = to_device(host.content, device)  # one copy for all arrays
     arrays = []
     for start, length in zip(_starts(host.lengths), host.lengths, strict=False):
-        # separate tensors, because kernels that are compiled for them expect no views
+        # clone, because the compiled kernels do not expect views
         arrays.append(content[start : start + length].clone())
     rule = _rule(host.reach, *arrays[:-8])
     lengths = (host.blocks[0] * host.size, host.blocks[1] * host.size)
@@ -218,12 +219,12 @@ def block_mask(host: HostMask, device: torch.device) -> BlockMask:
 
 
 def _list(count: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a list in FlexAttention's form.
+    """Return a list in FlexAttention's format.
 
     Counts are `[1, 1, rows]`, and blocks are `[1, 1, rows, columns]`.
     """
     blocks = blocks.view(1, 1, len(count), -1)
-    # otherwise lists of another width would be compiled again, even for an equal number of blocks
+    # otherwise, lists of a different width would trigger a compilation
     torch._dynamo.maybe_mark_dynamic(blocks, 3)
     return count[None, None], blocks
 
@@ -236,7 +237,7 @@ def _starts(lengths: list[int] | tuple[int, ...]) -> list[int]:
 def _columns(table: TileTable, size: int) -> Iterator[np.ndarray]:
     """Yield the int32 columns that `_rule` reads, padded to whole blocks of tokens.
 
-    These are order and span of queries, then order, leave and span of keys. For layers with a
+    The columns are order and span of queries, then order, leave and span of keys. For layers with a
     limited reach, the depths of queries and keys follow. Padding gets values that no token of the
     other side has.
     """
@@ -258,11 +259,11 @@ def _columns(table: TileTable, size: int) -> Iterator[np.ndarray]:
 def _lists(cover: BlockCover, by_keys: bool) -> Iterator[np.ndarray]:
     """Yield counts and lists of the partial blocks, then counts and lists of the full blocks.
 
-    Counts are `[rows]`: the number of key blocks that each query block sees, or, by keys, the
-    number of query blocks that see each key block. Lists are `[rows, columns]`, flattened: the
+    Counts are `[rows]`: the number of key blocks per query block, or the number of query blocks per
+    key block if `by_keys`. Lists are `[rows, columns]`, flattened: the
     numbers of these blocks in ascending order, padded with 0 to the length of the longest row.
 
-    Both lists have the same width, because before 2.12 torch's kernels used the strides of the
+    Both lists have the same width, because torch's kernels before 2.12 use the strides of the
     partial list for both.
     """
     row = cover.q_block
@@ -340,7 +341,7 @@ def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
         x = pad(x, (0, width, 0, 0, 0, tokens))
     x = x.transpose(0, 1).unsqueeze(0)
     # a vision tower and a decoder have different heads and get separate compiled forms, because
-    # torch's backward does not support a dynamic number of heads
+    # torch's backward pass does not support a dynamic number of heads
     torch._dynamo.mark_static(x, [1, 3])
     return x
 
@@ -348,7 +349,7 @@ def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
 def _tokens_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return `[1, heads, whole blocks, ...]` cut to the shape of `like[n, heads, ...]`."""
     x = x.squeeze(0).transpose(0, 1)
-    if x.shape == like.shape:  # slicing would cost an extra pass in backward
+    if x.shape == like.shape:  # slicing would cost another copy in the backward pass
         return x
     return x[tuple(map(slice, like.shape))]
 
@@ -357,9 +358,9 @@ class FlexKernel:
     """A `WholeKernel` for float32 and bfloat16; FlexAttention accumulates in float32.
 
     `functions` replace the compiled `flex_attention` and `flex_backward`. `size` is the side length
-    of a block. `whole_backend` is the kernel for rows whose keys are all local. `FLASH` is
+    of a block. `whole_backend` is the kernel for rows whose keys are all local; `FLASH` is
     FlashAttention 4, which has no gradient for the lse. With a `cap` (see `MathKernel`), MathKernel
-    computes the gradients of parts.
+    computes the gradients for a single source of keys.
     """
 
     def __init__(
@@ -381,7 +382,7 @@ class FlexKernel:
     def mask(self, table: TileTable, device: torch.device) -> BlockMask:
         """Return the block mask of a table on the device.
 
-        The first layer that needs it builds it. It is freed together with the table.
+        The first layer that needs the mask builds it. The mask is freed together with the table.
         """
         return block_mask(host_mask(table, self._size), device)
 
@@ -406,7 +407,7 @@ class FlexKernel:
         )
 
     def _heads_first(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return tensors in FlexAttention's form; see the function of this name."""
+        """Return tensors in FlexAttention's format; see the function of this name above."""
         return tuple(_heads_first(x, self._size) for x in tensors)
 
     def _options(self, q: torch.Tensor, backend: Backend) -> dict[str, Any]:
@@ -458,12 +459,12 @@ class FlexKernel:
         """Add the gradients of one source of keys; see `Kernel.attend_backward`."""
         if table.num_tiles == 0:
             return
-        if self._score:  # torch 2.13 cannot differentiate a score_mod in a separate backward
+        if self._score:  # torch 2.13 cannot differentiate a score_mod in a separate call
             return self._capped.attend_backward(saved, kv, table, scale, grads)
         *qkv, out, dout = self._heads_first(
             *(x.detach() for x in (saved.q, *kv, saved.out, saved.dout))
         )
-        # padding tokens see no key
+        # padding tokens attend to no key
         padding = out.shape[2] - len(saved.lse)
         lse = pad(saved.lse, (0, 0, 0, padding), value=-torch.inf)
         # [n, heads] -> [1, heads, n]; the kernel uses powers of 2
@@ -478,8 +479,8 @@ class FlexKernel:
 
 
 class _Shapes(torch.autograd.Function):
-    """`flex_attention` for tensors without data: shapes of results and gradients, and the tensors
-    that are saved for backward.
+    """`flex_attention` for tensors without data: returns results and gradients of the right shapes,
+    and saves the same tensors for the backward pass.
     """
 
     @staticmethod
@@ -519,7 +520,7 @@ class FlexStandIn(FlexKernel):
         super().__init__((_forward_of_shapes, _backward_of_shapes), cap=cap)
 
     def mask(self, table: TileTable, device: torch.device) -> Any:
-        """Return None: a block mask takes only some megabytes and is shared by all layers."""
+        """Return None: a block mask takes only a few megabytes and is shared by all layers."""
         return None
 
     def prepare(self, table: TileTable, heads: Heads) -> None:

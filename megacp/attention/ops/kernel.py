@@ -1,8 +1,8 @@
 """The interface of attention kernels, and the merging of results from several sources of keys.
 
-Forward and backward visit only the non-empty tiles of a table. Backward starts from the merged
-`(out, lse)`. A transport may therefore call it once per source of keys, and the sum is exact.
-Partial sums are in fp32 or wider.
+The forward and backward passes visit only the non-empty tiles of a table. The backward pass starts
+from the merged `(out, lse)`. A transport may therefore call it once per source of keys, and the sum
+is exact. Partial sums are in fp32 or wider.
 
 Tensors are token-major: `q[n, heads, d]`, `k, v[m, groups, d]` with `heads % groups == 0` (grouped
 queries).
@@ -39,7 +39,7 @@ def at_once(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tor
 
 
 class Heads(NamedTuple):
-    """Core attention of one rank: number of query heads and K/V heads (groups), and head dim."""
+    """Core attention on one rank: numbers of query heads and K/V heads (groups), and head dim."""
 
     heads: int
     groups: int
@@ -53,12 +53,12 @@ class Partial:
     out: torch.Tensor
     lse: torch.Tensor
     untouched: bool = True
-    """Whether no row has seen a key yet; the first tile of a row is then written, not merged."""
+    """Whether no keys have been merged yet; a row's first tile is then written, not merged."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Inputs of backward: `q`, merged `out` (dtype of q), merged `lse`, and the incoming `dout`."""
+    """Inputs of the backward pass: `q`, merged `out` (q's dtype), merged `lse`, incoming `dout`."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -67,31 +67,31 @@ class Saved:
 
 
 def empty_partial(q: torch.Tensor) -> Partial:
-    """Return the result before any key has been seen: out 0, lse -inf."""
+    """Return the initial result, before any keys are merged: out 0, lse -inf."""
     dtype = accumulation_dtype(q.dtype)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
     return Partial(zeros(q.shape, q, dtype), lse)
 
 
 class Kernel(Protocol):
-    """Attention of queries over one table of tiles.
+    """Attention of queries over one tile table.
 
-    Forward merges into a running result, backward adds to gradients.
+    The forward pass merges into a running result; the backward pass adds to gradients.
     """
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
-        """Build the host data that passes over a table need; runs in loader threads."""
+        """Build the host data for passes over a table; runs in loader threads."""
 
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
         """Merge the attention of `q` over these keys into `partial`.
 
-        Rows that see none of these keys do not change.
+        Rows that attend to none of these keys do not change.
         """
 
     def attend_backward(
         self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV
     ) -> None:
-        """Add this table's share to `grads = (dq, dk, dv)`, which are in accumulation dtype."""
+        """Add this table's gradients to `grads = (dq, dk, dv)`, which have accumulation dtype."""
 
 
 @runtime_checkable
@@ -120,10 +120,10 @@ class WholeKernel(Kernel, Protocol):
 def merge_into(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Merge a part into `out[n, heads, d]`, `lse[n, heads]` in place.
+    """Merge a partial result into `out[n, heads, d]`, `lse[n, heads]` in place.
 
-    The weights are the log-sum-exps (Milakov and Gimelshein, 2018). The result is exact in any
-    order. A part that saw no key has lse -inf and changes nothing.
+    The log-sum-exps determine the weights (Milakov and Gimelshein, 2018). The merge is exact in any
+    order. A part without keys has lse -inf and changes nothing.
     """
     total = torch.logaddexp(lse, part_lse)
     # a row without any key keeps out 0: exp(-inf - 0) = 0, while exp(-inf + inf) would be NaN
@@ -138,8 +138,8 @@ def merge_into(
 def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
     """Merge one extra key per head in place, with score `sinks[heads]` and value 0.
 
-    Must be called after all keys have been merged. A head can then ignore all tokens (Xiao et al.,
-    2023; learned as in gpt-oss).
+    Call this function only after all keys have been merged. Sinks allow a head to ignore all tokens
+    (Xiao et al., 2023); they are learned, as in gpt-oss.
     """
     # the value is 0, so only the denominator of the softmax grows, by exp(sink)
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -150,7 +150,7 @@ def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> No
 def sinks_gradient(saved: Saved, sinks: torch.Tensor) -> torch.Tensor:
     """Return `d sinks[heads]`, summed over all queries.
 
-    One query contributes the weight of the sink times `dout . (0 - out)`.
+    Each query contributes the weight of the sink times `dout . (0 - out)`.
     """
     weights = torch.exp(sinks.to(saved.lse.dtype) - saved.lse)  # [n, heads]
     inner = (saved.dout.to(weights.dtype) * saved.out.to(weights.dtype)).sum(-1)

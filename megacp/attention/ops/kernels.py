@@ -15,7 +15,7 @@ from megacp.attention.ops.kernel import Kernel
 from megacp.attention.ops.tile_kernels import FlashKernel, MathKernel
 
 Tell = Callable[[str], None]
-"""Takes a log line; the same line may be passed several times."""
+"""A function that logs a line; callers may pass the same line several times."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class KernelChoice:
     device: str = ""
     """The only supported device type; empty if the kernel runs on all devices."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
-    """Exact dtypes: the kernel accumulates in the same dtype or a wider one."""
+    """Supported dtypes: the kernel accumulates in the same dtype or a wider one."""
     problem: Callable[[], str | None] = lambda: None
     """Return the reason why the kernel is not available in this environment, or None."""
 
@@ -53,8 +53,8 @@ KERNELS = {
 """Kernels by name; `auto` and `dense` have no row."""
 
 FASTEST = {"cpu": ("flash",), "cuda": ("cudnn", "flex"), STAND_IN: ("flex",)}
-"""Candidates of `auto` for each device type. `auto` takes the first one that is available and
-supports the dtype, otherwise math.
+"""Candidates of `auto` for each device type. `auto` selects the first candidate that is available
+and supports the dtype, or math if there is none.
 """
 
 
@@ -72,7 +72,7 @@ def kernel_problem(name: str, device_type: str, dtype: str = "") -> str | None:
         return f"attention kernel {name} runs on {only}, not on {device_type}; choose auto or math"
     if dtype and dtype not in choice.dtypes:
         supported = " or ".join(choice.dtypes)
-        return f"attention kernel {name} is for {supported}, not for {dtype}; choose auto or math"
+        return f"attention kernel {name} supports {supported}, not {dtype}; choose auto or math"
     if device_type == STAND_IN:
         return None
     problem = choice.problem()
@@ -80,11 +80,11 @@ def kernel_problem(name: str, device_type: str, dtype: str = "") -> str | None:
 
 
 def kernel_name(name: str, device_type: str, dtype: str = "") -> str:
-    """Return the kernel name that `name` resolves to on a device.
+    """Return the name of the kernel that `name` selects on a device.
 
-    `auto` resolves to flash on CPU and to cudnn or flex on CUDA. It resolves to math for float64 on
-    CUDA and on any other device. Other names resolve to themselves. Raise ValueError with the
-    message of `kernel_problem` if the kernel cannot run.
+    `auto` selects flash on CPU and cudnn or flex on CUDA. It selects math for float64 on CUDA, and
+    on any other device. Other names are returned unchanged. Raise ValueError with the message of
+    `kernel_problem` if the kernel cannot run.
     """
     if name == "auto":
         # an explicit name that cannot run is an error; `auto` always finds a kernel
@@ -112,8 +112,8 @@ def select_kernel(
 ) -> Kernel:
     """Build a kernel by name.
 
-    torch's flash attention for the CPU does not support a `cap` on scores, so plain torch replaces
-    it if `cap` is not 0. The dtype is not known here: for a float64 model, resolve `auto` with
+    torch's flash attention for the CPU does not support a `cap` on scores, so MathKernel replaces
+    it if `cap` is not 0. The dtype is unknown here: for a float64 model, resolve `auto` with
     `kernel_name` or `auto_kernel` first.
 
     Raise ValueError if the kernel is unknown or cannot run.

@@ -1,22 +1,24 @@
-"""The attention mask as data: a few integers per token, and an exact cover by rectangles and
+"""The attention mask as data: a few integers per token, and its exact cover with rectangles and
 triangles.
 
-A row contains trees in depth-first order. A document is a tree whose root is its prefix, and any
-node may branch. The mask follows from two numbers of each token: `order` is the token's number in
-the row, and `leave` is the order at which the subtree of the token's node ends.
+A row contains trees in depth-first order. Each document is a tree whose root is its prefix, and any
+node may branch. Three numbers per token define the mask. `order` is the token's position in the
+row. `leave` is the first position after the subtree of the token's node. `span` is the number of
+the token's span, or 0 outside spans.
 
     allow(q, k) = order[k] <= order[q] < leave[k]   or   span[q] == span[k] != 0
 
-Padding has leave 0. A layer may look back only a limited distance along the path of the tree (see
-`Reach`). `depth` is the number of tokens between a token and the root of its tree.
+Padding has leave 0. A layer may limit how far a query looks back along its path in the tree (see
+`Reach`). `depth` is the number of tokens before a token on this path.
 
-No S x S array is ever built. Queries and keys are cut into runs of equal metadata and consecutive
-order. Query runs are cut again where key runs end and where windows begin. Two runs then either
-cover the same tokens or are disjoint, even after one of them is shifted by the window. Every pair
-of runs is therefore empty, full or a single triangle, and no tile is partly masked. The computation
-uses array arithmetic without a loop over documents or tiles.
+No array of all (query, key) pairs is ever built. Queries and keys are cut into runs with equal
+metadata and consecutive orders. Query runs are cut again where key runs end and where windows
+begin. A key run then contains either all tokens of a query run or none of them, even after the
+query run is shifted by the window. The allowed pairs of two runs therefore form at most one
+rectangle and two triangles, and no tile is partly masked. The computation uses array arithmetic
+without a loop over documents or tiles.
 
-Letters in shapes: `T` tokens of a row, `n` tokens on one side of a table, `m` selected tokens. `i`
+Letters in shapes: `T` tokens in a row, `n` tokens on one side of a table, `m` selected tokens. `i`
 and `j` number the runs of queries and keys.
 """
 
@@ -37,18 +39,18 @@ WINDOW = 3
 """A square tile whose upper triangle is allowed: `k_index - k_start >= q_index - q_start`."""
 
 _PART = 64
-"""Query rows of a window are cut to a multiple of this number, which suits the kernels."""
+"""The parts of windowed queries have a multiple of this length, which suits the kernels."""
 _PAIRS_AT_ONCE = 1 << 20
-"""Pairs of runs that are compared together; limits the memory of planning to some tens of MiB."""
+"""Maximum number of run pairs compared at once; keeps planning memory at a few tens of MiB."""
 
 
 class Reach(NamedTuple):
-    """How far back a layer looks along a token's path; 0 means no limit."""
+    """Limits on how far back a layer looks along a token's path; 0 means no limit."""
 
     window: int = 0
-    """Number of most recent tokens that a query sees, including itself."""
+    """Number of most recent tokens that a query attends to, including itself."""
     chunk: int = 0
-    """Chunk length: paths are cut into chunks, and a query sees only keys of its own chunk."""
+    """Chunk length: paths are cut into chunks, and queries attend only within their own chunk."""
 
 
 UNLIMITED = Reach()
@@ -65,7 +67,7 @@ class Metadata:
 
     @staticmethod
     def of_row(leave: np.ndarray, span: np.ndarray) -> Metadata:
-        """Return the metadata of a whole row in natural order, from `leave[T]` and `span[T]`."""
+        """Return the metadata of a whole row in natural order, given `leave[T]` and `span[T]`."""
         real = leave > 0
         order = np.arange(len(leave))
         # depth = real tokens before the token, minus the tokens of nodes whose subtree has ended
@@ -77,10 +79,10 @@ class Metadata:
     def of_documents(
         document: np.ndarray, branch: np.ndarray | int = 0, span: np.ndarray | int = 0
     ) -> Metadata:
-        """Return the metadata of a row from `document[T]` (-1 for padding), branches and spans.
+        """Return a row's metadata from each token's document (-1 for padding), branch and span.
 
-        Branch 0 is the prefix of a document; branches 1, 2, ... are alternative endings. A span
-        number that occurs in several documents or branches names a separate span in each of them.
+        Arrays are `[T]`. Branch 0 is the prefix of a document; branches 1, 2, ... are alternative
+        endings. Equal span numbers in different documents or branches denote separate spans.
 
         Raise ValueError if the tokens of a document are not contiguous (padding may be in between).
         """
@@ -97,7 +99,7 @@ class Metadata:
         row = Metadata.of_row(leave, np.where(span != 0, number, 0))
         if row.document.max(initial=-1) + 1 != len(np.unique(document[document >= 0])):
             raise ValueError(
-                "a document occurs in several places of this row; its tokens must be contiguous"
+                "a document is split into several parts of this row; make its tokens contiguous"
             )
         return row
 
@@ -112,7 +114,7 @@ class Metadata:
 
     @functools.cached_property
     def document(self) -> np.ndarray:
-        """int64 `[n]`: number of each token's document in this row; -1 for padding."""
+        """int64 `[n]`: each token's document number within this row; -1 for padding."""
         by_order = np.argsort(self.order, kind="stable")
         # no node of a tree ends after its root, so the running maximum is the end of the tree
         end = np.empty(len(self), np.int64)
@@ -124,7 +126,7 @@ class Metadata:
 
     @functools.cached_property
     def own_table(self) -> TileTable:
-        """Tiles between these tokens and themselves."""
+        """Tile table with these tokens as both queries and keys."""
         return tile_table(self, self)
 
     @functools.cached_property
@@ -134,13 +136,13 @@ class Metadata:
 
     @property
     def cost(self) -> np.ndarray:
-        """`cost_within` for a layer without a limit on its reach."""
+        """`cost_within` for a layer with unlimited reach."""
         return self.cost_within(UNLIMITED)
 
     def cost_within(self, reach: Reach) -> np.ndarray:
-        """Return the number of these tokens that each one sees, int64 `[n]`.
+        """Return how many of these tokens each token attends to, int64 `[n]`.
 
-        The tokens are sorted by type before counting, because that needs fewer tiles.
+        Tokens are sorted by type before counting, because this order needs fewer tiles.
         """
         table = tile_table(self.by_type, self.by_type, reach)
         cost = np.empty(len(self), np.int64)
@@ -149,7 +151,7 @@ class Metadata:
 
 
 def _last(values: np.ndarray) -> np.ndarray:
-    """Return for each element the index `[n]` of the last element with the same value."""
+    """Return, for each element, the index of the last element with the same value, int64 `[n]`."""
     group = np.unique(values, return_inverse=True)[1].reshape(-1)
     found = np.zeros(len(values), np.int64)
     found[group] = np.arange(len(values))  # later elements overwrite earlier ones
@@ -157,9 +159,9 @@ def _last(values: np.ndarray) -> np.ndarray:
 
 
 def text_before_images(metadata: Metadata) -> np.ndarray:
-    """Return the indices `[n]` that place the text of each document before its images.
+    """Return indices `[n]` that move each document's text before its images.
 
-    The order is otherwise unchanged.
+    The text and the images of a document each keep their order.
     """
     if not metadata.span.any():
         return np.arange(len(metadata))
@@ -168,7 +170,7 @@ def text_before_images(metadata: Metadata) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Tile:
-    """Keys `[k_start, k_stop)` that a row of queries sees."""
+    """Keys `[k_start, k_stop)` that a row of queries attends to."""
 
     k_start: int
     k_stop: int
@@ -177,7 +179,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileRow:
-    """Queries `[q_start, q_stop)` and all tiles that they see, in key order.
+    """Queries `[q_start, q_stop)` and all of their tiles, in key order.
 
     A row has at most one triangle of each kind.
     """
@@ -189,11 +191,11 @@ class TileRow:
 
 @dataclass(frozen=True, eq=False)
 class TileTable:
-    """The non-empty part of a mask between queries `q` and keys `k`, as arrays over rows and tiles.
+    """The non-empty part of the mask between queries `q` and keys `k`, as arrays of rows and tiles.
 
     Row i contains the queries `[row_start[i], row_stop[i])`. Rows are disjoint and ascending. The
     tiles of row i have the numbers `first[i]` to `first[i + 1]`, in key order. Queries without a
-    row see no key.
+    row attend to no key.
     """
 
     q: Metadata
@@ -208,7 +210,7 @@ class TileTable:
 
     @property
     def queries(self) -> int:
-        """Number of query tokens, with or without keys."""
+        """Number of query tokens, including queries without keys."""
         return len(self.q)
 
     @property
@@ -236,8 +238,8 @@ class TileTable:
 
     @functools.cached_property
     def keys_per_query(self) -> np.ndarray:
-        """int64 `[queries]`: number of keys that each query sees; the sum is `area`."""
-        # every query of a row sees all keys of the row's full tiles
+        """int64 `[queries]`: number of keys that each query attends to; the sum is `area`."""
+        # every query of a row attends to all keys of the row's full tiles
         full = np.where(self.kind == FULL, self.k_stop - self.k_start, 0)  # [tiles]
         bounds = np.concatenate([[0], np.cumsum(full)])
         width = np.diff(bounds[self.first])  # [rows]
@@ -249,7 +251,7 @@ class TileTable:
 
         seen = np.zeros(self.queries, np.int64)
         index, row = expand(self.row_start, self.row_stop)
-        # in a causal triangle, queries see 1, 2, ..., n keys; in a window's triangle n, ..., 2, 1
+        # queries attend to 1, 2, ..., n keys in a causal triangle, to n, ..., 2, 1 in a window's
         in_causal = index - self.row_start[row] + 1
         in_window = self.row_stop[row] - index
         seen[index] = width[row] + np.where(causal[row], in_causal, 0)
@@ -258,7 +260,7 @@ class TileTable:
 
     @functools.cached_property
     def needed_keys(self) -> np.ndarray:
-        """bool `[keys]`: whether any query sees the key."""
+        """bool `[keys]`: whether any query attends to the key."""
         # +1 where a tile begins, -1 where it ends: the running sum counts the tiles over each key
         steps = np.zeros(self.keys + 1, np.int64)
         np.add.at(steps, self.k_start, 1)
@@ -280,9 +282,10 @@ class TileTable:
 
 
 def allowed(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
-    """Return the mask as bool `[len(q), len(k)]`: the definition that all tiles must reproduce.
+    """Return the mask as bool `[len(q), len(k)]`.
 
-    Used for references, tests and single small tiles.
+    This function is the definition that all tiles must reproduce. References, tests and single
+    small tiles use it.
     """
     order = q.order[:, None]
     depth = q.depth[:, None]
@@ -298,9 +301,9 @@ def allowed(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
 
 
 def expand(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return all integers of the intervals `[start, stop)`, and the interval number of each.
+    """Return all integers in the intervals `[start, stop)`, and the interval number of each.
 
-    The integers of an interval are contiguous and intervals keep their order.
+    Intervals keep their order.
     """
     count = stop - start
     owner = np.repeat(np.arange(len(count)), count)
@@ -311,9 +314,9 @@ def expand(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class _Runs:
-    """Longest stretches of local tokens with equal metadata and consecutive order, without padding.
+    """Maximal runs of local tokens with equal metadata and consecutive orders, without padding.
 
-    All arrays are `[runs]`, and each run has the metadata of its first token.
+    All arrays are `[runs]`. A run's metadata is the metadata of its first token.
     """
 
     start: np.ndarray
@@ -347,7 +350,7 @@ def _runs(meta: Metadata) -> _Runs:
 
 
 def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
-    """Cut runs at each of the sorted `ends` that is strictly inside them."""
+    """Return the runs, cut at each of the sorted `ends` that is strictly inside a run."""
     # the cuts inside a run are ends[first:last]
     first = np.searchsorted(ends, runs.order, side="right")
     last = np.searchsorted(ends, runs.order + runs.length, side="left")
@@ -374,13 +377,13 @@ def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
 def _window_cuts(q: _Runs, k: _Runs, window: int) -> np.ndarray:
     """Return the query orders at which the window reaches the beginning or end of a key run.
 
-    These queries are `window - 1` tokens deeper than the edge, on the path of the key run.
+    These queries are `window - 1` tokens deeper than this edge, on the path of the key run.
 
-    The depths of all trees are placed on one line. Each tree gets more than `wide` numbers, and no
-    depth or edge exceeds `wide`. A single search therefore finds, for each query run, the edges
-    that belong to its tree.
+    The depths of all trees are mapped to separate ranges of one number line. Each range has more
+    than `wide` numbers, and no depth or edge exceeds `wide`. A single search therefore finds the
+    edges in the tree of each query run.
     """
-    # every tree is identified by the order at which it ends
+    # the order at which a tree ends identifies the tree
     orders = np.concatenate([q.order, k.order])
     leaves = np.concatenate([q.leave, k.leave])
     by_order = np.argsort(orders, kind="stable")
@@ -389,7 +392,7 @@ def _window_cuts(q: _Runs, k: _Runs, window: int) -> np.ndarray:
     wide = deepest + int(k.length.max(initial=0)) + window
 
     def tree_offset(runs: _Runs) -> np.ndarray:
-        """Return the place on the line at which the tree of each run begins."""
+        """Return where the tree of each run begins on the line."""
         tree = np.searchsorted(orders[by_order], runs.order, side="right") - 1
         return end[tree] * (wide + 1)
 
@@ -405,11 +408,11 @@ def _window_cuts(q: _Runs, k: _Runs, window: int) -> np.ndarray:
 def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
     """Return the orders at which query runs are cut.
 
-    A part of a query run then sees at most three pieces of a key run: a triangle one window back
-    (W), keys that all its queries see (F), and a triangle of its own tokens (C).
+    A part of a query run then attends to at most three pieces of a key run: a triangle one window
+    back (W), keys common to all its queries (F), and a triangle of its own tokens (C).
 
-    A window of 4 over one document cuts the queries every 3 tokens. In a longer part, W would
-    overlap C:
+    With a window of 4, the queries of a single document are cut every 3 tokens. In a longer part, W
+    would overlap C:
 
         key        0 1 2 3 4 5
         query 3    W W W C . .     part [3, 6)
@@ -417,8 +420,8 @@ def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
         query 5    . . W C C C
 
     If another rank has keys [0, 5), queries [5, 12) are cut at 6 and 9 for this reason. They are
-    also cut at 8, the first query too far from key 4. Part [6, 8) sees a W of keys 3 and 4: query 6
-    sees both, query 7 only the second.
+    also cut at 8, the first query too far from key 4. Part [6, 8) has a W of keys 3 and 4: query 6
+    attends to both keys, query 7 only to the second.
     """
     # key runs begin and end only between parts, so a key run contains either all of a part's
     # tokens or none of them
@@ -426,7 +429,7 @@ def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
     shift = reach.window - 1
     if reach.window:
         ends.append(_window_cuts(q, k, reach.window))
-    # kernels compute triangles as squares: parts of an eighth of a window waste an eighth
+    # kernels compute triangles as squares: with parts of an eighth of a window, an eighth is wasted
     part = reach.window
     if shift > 0:
         part = min(shift, -(-shift // (8 * _PART)) * _PART)
@@ -446,13 +449,13 @@ def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
 def _tiles_of_pairs(
     q: _Runs, k: _Runs, i: np.ndarray, j: np.ndarray, reach: Reach
 ) -> tuple[np.ndarray, ...]:
-    """Return (run of q, k_start, k_stop, kind) of the tiles of the pairs (run i of q, run j of k).
+    """Return (run of q, k_start, k_stop, kind) for the tiles of each pair (run i of q, run j of k).
 
-    A pair has at most three tiles. Places are counted from the first key of run j. For example,
-    queries [6, 8) see the following parts of keys [0, 8) with a window of 6:
+    A pair has at most three tiles. Positions are relative to the first key of run j. For example,
+    with a window of 6, queries [6, 8) have these tiles in keys [0, 8):
 
         0          edge = 1      low = 3       own = high = 6     8
-        | unseen   | WINDOW      | FULL        | CAUSAL           |
+        | masked   | WINDOW      | FULL        | CAUSAL           |
                    |-- length ---|             |---- length ------|
     """
     # all arrays are [pairs]; a single query has no triangles, and all its keys are FULL
@@ -463,11 +466,11 @@ def _tiles_of_pairs(
     same_span = (span != 0) & (span == k.span[j])
     on_path = (k.order[j] <= order) & (order < k.leave[j])
     own = order - k.order[j]  # where the queries' own tokens begin, if the key run has them
-    # a single query sees itself like any other key, so it needs no triangle
+    # for a single query, its own key is like any other key and needs no triangle
     causal = on_path & (own < keys) & ~same_span & (length > 1)
 
-    # all queries see [low, high): a whole run of their span, or a run of their path up to their
-    # own tokens
+    # all queries attend to [low, high): a whole run of their span, or a run of their path up to
+    # their own tokens
     low = np.zeros_like(own)
     path_end = np.minimum(keys, own + (length == 1))
     high = np.where(same_span, keys, np.where(on_path, path_end, 0))
@@ -499,7 +502,7 @@ def _tiles_of_pairs(
 
 
 def _chunks(count: np.ndarray) -> list[slice]:
-    """Return slices of the query runs with about `_PAIRS_AT_ONCE` pairs each, or fewer.
+    """Return slices of the query runs with at most about `_PAIRS_AT_ONCE` pairs each.
 
     `count` is the number of key runs for each query run.
     """
@@ -510,7 +513,7 @@ def _chunks(count: np.ndarray) -> list[slice]:
 
 
 def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
-    """Return (run of q, k_start, k_stop, kind) of every tile, with adjacent full tiles joined.
+    """Return (run of q, k_start, k_stop, kind) for every tile, with adjacent full tiles joined.
 
     `q` must be sorted by start, `k` by order.
     """
@@ -553,9 +556,9 @@ def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
 
 
 def _equal_to_previous(table: TileTable) -> np.ndarray:
-    """Return bool `[rows]`: whether a row continues the previous row and sees the same full tiles.
+    """Return bool `[rows]`: whether a row continues the previous row and has the same full tiles.
 
-    Rows with a triangle are never equal.
+    The result is False for rows with a triangle.
     """
     count = np.diff(table.first)  # [rows], number of tiles
     equal = np.zeros(len(count), bool)
@@ -572,11 +575,11 @@ def _equal_to_previous(table: TileTable) -> np.ndarray:
 
 
 def _join_rows(table: TileTable) -> TileTable:
-    """Join adjacent rows that see exactly the same full tiles."""
+    """Return the table with adjacent rows joined if they have exactly the same full tiles."""
     equal = _equal_to_previous(table)
     if not equal.any():
         return table
-    # the first row of each group is kept, with its tiles, and ends where the last row ends
+    # keep the first row of each group with its tiles, and extend it to the end of the last row
     kept = np.flatnonzero(~equal)
     last = np.append(kept[1:], len(equal)) - 1
     tiles = np.flatnonzero(~equal[table.row_of_tile])
@@ -593,19 +596,15 @@ def _join_rows(table: TileTable) -> TileTable:
 
 
 def tile_table(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> TileTable:
-    """Return an exact cover of `allowed(q, k, reach)` by disjoint tiles.
+    """Return an exact cover of `allowed(q, k, reach)` with disjoint tiles.
 
-    Time and memory are proportional to the number of pairs of runs. Orders must be unique within
-    `q` and within `k`, and a token that is in both must have equal metadata in both. This holds for
-    any permutation of one row.
+    Time and memory are proportional to the number of run pairs. Orders must be unique within `q`
+    and within `k`, and tokens that occur in both must have the same metadata. Any permutation of
+    one row meets these conditions.
     """
     # only queries are cut: a tile may cover part of a key run
     q_runs = _runs(q)
     k_runs = _runs(k)
-    q_runs = _cut(q_runs, _row_cuts(q_runs, k_runs, reach))
-    q_runs = _runs(q)
-    k_runs = _runs(k)
-    # keys are not cut: a tile may take a part of a run of theirs
     q_runs = _cut(q_runs, _row_cuts(q_runs, k_runs, reach))
     q_runs = q_runs.take(np.argsort(q_runs.start, kind="stable"))
     k_runs = k_runs.take(np.argsort(k_runs.order, kind="stable"))

@@ -1,4 +1,4 @@
-"""Derived values that are computed once and stored with the object they derive from."""
+"""Derived values, computed once and stored with the object that they are derived from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Part = TypeVar("Part")
 
 
 def once(derive: Callable[[Owner, *More], Part]) -> Callable[[Owner, *More], Part]:
-    """Run `derive` once per owner and further arguments, and store the result with the owner.
+    """Return `derive` with its results cached in its first argument, the owner.
 
-    Several packages derive parts from a plan or a table, and all layers share them. Parts are keyed
-    by their function and arguments. Threads may pass an owner on but must not use it concurrently.
+    Several packages derive parts from a plan or a table, and all layers share them. The key of a
+    part is its function and the remaining arguments. An owner may be handed to another thread, but
+    threads must not use it concurrently.
     """
 
     @functools.wraps(derive)

@@ -1,14 +1,14 @@
-"""RMSNorm, gated activations and dropout: elementwise chains with a manual backward that saves few
-tensors.
+"""RMSNorm, gated activations and dropout: elementwise chains whose backward passes are written by
+hand to save few tensors.
 
 RMSNorm (Zhang and Sennrich, 2019) saves its input and one scale per row; torch's operators would
 save three copies of the activations. Its statistics are fp32 or wider for any model dtype, as in
-Llama, Qwen3 and Molmo2. SwiGLU (Shazeer, 2020) saves only its input, the output of the fused linear
-layer for gate and up projection.
+Llama, Qwen3 and Molmo2. SwiGLU (Shazeer, 2020) saves only its input, the output of the fused
+gate and up projection.
 
-The dropout mask is a function of (key, token, column) without generator state. It has the same bits
-on any grid and when a block is recomputed. Ranks of a cp or tp group draw different bits because
-they have different tokens or columns.
+The dropout mask is a function of (key, token, column) without generator state. Its bits are the
+same on any grid and when a block is recomputed. Ranks of a cp or tp group draw different bits
+because they have different tokens or columns.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _gate_backward(
 
 
 class _GatedNorm(torch.autograd.Function):
-    """RMSNorm times a SiLU gate; backward recomputes the normalised input."""
+    """RMSNorm times a SiLU gate; the backward pass recomputes the normalised input."""
 
     @staticmethod
     def forward(
@@ -187,8 +187,8 @@ def _swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.T
     """Return the gradient of `gate_up`, in place on a CPU.
 
     On a CPU, writing into the halves of the result takes a quarter of the time of
-    `_swiglu_backward`, which saves 5 % of a step. A compiled graph cannot write into the halves
-    because they are not dense tensors.
+    `_swiglu_backward`, which saves 5 % of the time of a step. A compiled graph cannot write into
+    the halves because they are not dense tensors.
     """
     if is_compiled(grad):
         return (_swiglu_backward(grad, gate_up),)
@@ -228,7 +228,7 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     return FromInputs.apply(_geglu, _geglu_backward, gate_up)
 
 
-# constants of gpt-oss: slope of the sigmoid, and bound of gate and up
+# constants of gpt-oss: slope of the sigmoid, and bound on gate and up
 _STEEP = 1.702
 _LIMIT = 7.0
 
@@ -284,7 +284,7 @@ def _kept(
 ) -> torch.Tensor:
     """Return `keep_mask` from the two halves of the key.
 
-    The halves are tensors, because numbers would create a compiled form for each key.
+    The halves are tensors, because Python numbers would need a compiled form for each key.
     """
     # hash the low half of each token's name, then the high half; [n]
     rows = _mix((token_names * 0x9E3779B1 + low) & _MASK32)
@@ -300,7 +300,7 @@ def keep_mask(
     """Return a bool mask `[n, columns]` that is False with `probability`.
 
     `token_names[n]` are int64 and unique within a microbatch. `first` is the number of the first
-    local column, if tp ranks have parts of a row.
+    local column if rows are divided among tp ranks.
     """
     low = token_names.new_full((), key & _MASK32)
     high = token_names.new_full((), key >> 32 & _MASK32)

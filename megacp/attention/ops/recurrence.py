@@ -1,20 +1,20 @@
 """Layers with a recurrent state: chunks of tokens as affine maps of the state, and the scan over
 them.
 
-A rule defines how a chunk changes the state `S[K, V]` of a head, and what the chunk's tokens read:
+A rule defines how a chunk changes the state `S[K, V]` of a head, and what its tokens read from it:
 
     S' = A S + B        out = O + R S        A[K, K], B[K, V], R[C, K], O[C, V]
 
 Any layer that is affine in its state can be a rule. Maps compose: (A2, B2) o (A1, B1) =
-(A2 A1, A2 B1 + B2). This is how states cross ranks. Backward is the same scan in reverse with A
-transposed.
+(A2 A1, A2 B1 + B2). Ranks combine their states in this way. The backward pass is the same scan
+in reverse, with A transposed.
 
 If a rule never mixes the keys of a state, A is diagonal. The rule then returns A as a column
-`[K, 1]`, or as a scalar `[1, 1]`. For composed maps, ranks send the columns of A: K columns that
-start from the identity, or one column that starts from ones.
+`[K, 1]`, or as a scalar `[1, 1]`. To compose maps, ranks send the columns of A: K
+columns initialised with the identity, or one column initialised with ones.
 
-Letters in shapes: `n` chunks of `C` tokens, `groups` of key heads, `heads` of values, `K` keys and
-`V` values per head of a state, `W` columns that are scanned together. The convolution has `t`
+Letters in shapes: `n` chunks of `C` tokens, `groups` key heads, `heads` value heads, `K` keys and
+`V` values in a head's state, `W` columns that are scanned together. The convolution has `t`
 tokens and `c` channels.
 """
 
@@ -40,7 +40,7 @@ Indices = slice | torch.Tensor
 
 
 class Level(NamedTuple):
-    """Chunks that can be computed together, because all chunks before them are done."""
+    """Chunks that can be computed together, because all previous chunks are complete."""
 
     rows: Indices
     before: Indices
@@ -48,11 +48,11 @@ class Level(NamedTuple):
 
 
 def _decays(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the decay factors of a chunk, from log decays `[n, C, heads]`.
+    """Return three decay factors within a chunk, computed from log decays `[n, C, heads]`.
 
-    * at token i of a write by token j: `[n, heads, C, C]`, 0 for j > i
-    * at token i of the state before the chunk: `[n, heads, C, 1]`
-    * after the chunk of a write by token i: `[n, heads, C, 1]`
+    * `[n, heads, C, C]`: from the write of token j to token i, 0 for j > i
+    * `[n, heads, C, 1]`: from the state before the chunk to token i
+    * `[n, heads, C, 1]`: from the write of token i to the end of the chunk
     """
     decay = log_decay.transpose(1, 2).cumsum(-1)  # from the beginning of the chunk through token i
     tokens = decay.shape[-1]
@@ -74,8 +74,8 @@ def gated_delta_rule(
     `q, k[n, C, groups, K]` are normalised here. Each group serves `heads / groups` neighbouring
     heads of `v[n, C, heads, V]`. `log_decay` and `beta` are `[n, C, heads]`.
 
-    All updates of a chunk are one triangular system (UT transform of Yang et al., 2024). Row i of
-    its solution is the update of token i after the corrections by earlier tokens.
+    The updates of a chunk are the solution of one triangular system (UT transform of Yang et al.,
+    2024). Row i is the update of token i, corrected for the updates of earlier tokens.
     """
     share = v.shape[2] // k.shape[2]
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -104,7 +104,10 @@ def gated_delta_rule(
 def convolved_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> Iterator[Pair]:
-    """Yield the maps of `gated_delta_rule` after SiLU of q, k and v, which backward recomputes."""
+    """Yield the maps of `gated_delta_rule` with SiLU applied to q, k and v.
+
+    The backward pass recomputes the SiLU.
+    """
     yield from gated_delta_rule(F.silu(q), F.silu(k), F.silu(v), log_decay, beta)
 
 
@@ -114,8 +117,8 @@ def state_space_dual(
     """Yield the maps of Mamba-2 (Dao and Gu, 2024): `S' = exp(g) S + b x^T`, `out = S'^T c`.
 
     Each group of `c, b[n, C, groups, K]` serves `heads / groups` neighbouring heads of
-    `x[n, C, heads, V]`, which already contain the step dt. `log_decay` is `[n, C, heads]`. A is a
-    scalar.
+    `x[n, C, heads, V]`, which must be multiplied by the step dt. `log_decay` is `[n, C, heads]`. A
+    is a scalar.
     """
     share = x.shape[2] // b.shape[2]
     c, b = (each.transpose(1, 2) for each in (c, b))  # [n, groups, C, K]
@@ -128,7 +131,7 @@ def state_space_dual(
 
 
 def unchanged(turn: torch.Tensor, keys: int) -> torch.Tensor:
-    """Return the identity map in the form of `turn`: `[K, K]`, or ones `[K, 1]`."""
+    """Return the identity map in the same form as `turn`: `[K, K]`, or ones `[K, 1]`."""
     if turn.shape[-1] == 1:
         return turn.new_ones(keys, 1)
     return torch.eye(keys, dtype=turn.dtype, device=turn.device)
@@ -145,7 +148,7 @@ def turned_back(turn: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def turn_gradient(turn: torch.Tensor, after: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of A in its form.
+    """Return the gradient of A, in the same form as A.
 
     `after` is the gradient of the state after a chunk, `state` the state before it, both
     `[..., K, V]`.

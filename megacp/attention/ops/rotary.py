@@ -1,7 +1,7 @@
 """Rotary position embedding in the half-rotation form (Su et al., 2021; GPT-NeoX and Llama layout).
 
-Angles come from the position ids that travel with the tokens, never from a rank or a row index.
-Rotation is therefore exact for any layout.
+Angles depend on the position ids, which are permuted together with the tokens, and never on a rank
+or a row index. Rotation is therefore exact for any layout.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ import torch
 from megacp.attention.ops.device import fused
 
 _LLAMA3 = (1.0, 4.0)
-"""Bounds of the wavelength: above original positions / first bound a frequency is fully stretched,
-below original positions / second bound it is unchanged.
+"""Divisors of the original number of positions that give two wavelengths. A frequency is
+fully stretched above the first wavelength, and unchanged below the second.
 """
 _YARN = (32.0, 1.0)
-"""Bounds of the number of turns over the original positions: above the first a frequency is
-unchanged, below the second it is fully stretched.
+"""Bounds on the number of turns within the original positions: above the first bound, a frequency
+is unchanged; below the second, it is fully stretched.
 """
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Scaling of frequencies for long contexts: `none`, `linear` (divides positions), `llama3` or
-    `yarn`.
-    """
+    """Scaling for long contexts: `none`, `linear` (divides positions), `llama3` or `yarn`."""
 
     kind: str = "none"
     factor: float = 1.0
@@ -38,7 +36,7 @@ class RotaryScaling:
 
     @property
     def attention_factor(self) -> float:
-        """Factor of cosines and sines, and thereby of q and k (YaRN: Peng et al., 2023)."""
+        """Factor on cosines and sines, and therefore on q and k (YaRN: Peng et al., 2023)."""
         return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
 
 
@@ -47,8 +45,8 @@ def _yarn(
 ) -> torch.Tensor:
     """Return the frequencies of YaRN.
 
-    Frequencies with few turns over the original positions are divided by the factor. Frequencies
-    with many turns are unchanged. Frequencies in between are blended by index.
+    Frequencies with few turns within the original positions are divided by the factor, and
+    frequencies with many turns are unchanged. In between, both are blended according to the index.
     """
 
     def index(turns: float) -> float:
@@ -63,14 +61,14 @@ def _yarn(
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
-    # [head_dim / 2]: 0 up to low, 1 from high on; like YaRN's code, avoid division by 0 with 0.001
+    # [head_dim / 2]: 0 up to low, 1 above high; as in YaRN's code, 0.001 avoids division by 0
     indices = torch.arange(head_dim // 2, dtype=torch.float64)
     slowed = ((indices - low) / (high - low or 0.001)).clamp(0, 1)
     return frequency / scaling.factor * slowed + frequency * (1 - slowed)
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> torch.Tensor:
-    """Return the angles per position, float64 `[head_dim / 2]`.
+    """Return the angle per position of each frequency, float64 `[head_dim / 2]`.
 
     Raise ValueError if the scaling is unknown.
     """
@@ -119,9 +117,9 @@ def cos_sin(
 
 @fused
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """Rotate by the angles, or backwards if `sign` is -1.
+    """Rotate by the angles, or in the opposite direction if `sign` is -1.
 
-    Angles cover only the first part of a head; the rest is unchanged.
+    Only the first dimensions of a head have angles; the remaining dimensions are unchanged.
     """
     turned, rest = x.tensor_split([2 * cos.shape[-1]], -1)
     first, second = turned.chunk(2, -1)
@@ -133,7 +131,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) ->
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation with a backward that rotates the gradient backwards."""
+    """Rotation whose backward pass rotates the gradient in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

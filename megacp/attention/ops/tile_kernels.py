@@ -1,8 +1,8 @@
 """Kernels for one full or causal block, and the conversion of a tile table into kernel calls.
 
-A call costs as much as some thousand pairs. Small tiles of neighbouring rows (short documents,
-branches) are therefore computed together under a mask, as long as the masked block is cheaper than
-separate calls.
+A kernel call costs as much as hundreds or thousands of pairs. Small tiles of neighbouring rows
+(short documents, branches) are therefore computed together with a mask, as long as the masked block
+is cheaper than separate calls.
 
 `FlashKernel` is torch's flash attention for the CPU. `MathKernel` is plain torch for any device.
 Both are tested against the reference `dense_attention`. Shapes are described in
@@ -27,24 +27,24 @@ from megacp.attention.ops.mask import CAUSAL, FULL, WINDOW, TileRow, TileTable
 from megacp.attention.ops.once import once
 
 CALL = 300_000
-"""Overhead of a kernel call, in pairs times elements of a query. Half or twice this value was
-slower on a CPU, for rows of 1,024 tokens and 32 to 2,048 elements.
+"""Overhead of a kernel call, in pairs times elements per query. On a CPU, half or twice this value
+was slower for rows of 1,024 tokens with 32 to 2,048 elements.
 """
 GATHERED_ELEMENTS = 16_384
-"""Elements of K up to which a tile is copied and shares a kernel call with other tiles. At this
-size, copying and calling both take about 30 microseconds.
+"""Maximum number of K elements in a tile that is copied to share a kernel call with other tiles. At
+this size, the copy and a call each take about 30 microseconds.
 """
 
 
 TRIANGLE = 256
-"""Queries of the small triangles into which a large triangle is cut. torch's kernel processes 256
-queries together, with all keys up to their end. It therefore computes 62 % of a 1,024 square
-instead of 50 %.
+"""Number of queries in the small triangles into which a large triangle is cut. torch's kernel
+processes 256 queries together, with all keys up to the last of them. For a triangle of 1,024
+queries, it therefore computes 62 % of the square instead of 50 %.
 """
 CUT = range(512, 1_025)
-"""Sizes of triangles that are cut. In larger ones, adding up results costs as much as is saved."""
+"""Sizes of triangles that are cut. For larger ones, merging costs as much as cutting saves."""
 MOST_PAIRS = 1 << 17
-"""Maximum number of pairs in a masked call. It limits the memory of masks, and keeps blocks of long
+"""Maximum number of pairs in a masked call. The limit bounds the memory of masks, and keeps long
 documents free of masks.
 """
 
@@ -54,8 +54,8 @@ class Allowed(NamedTuple):
 
     causal: bool = False
     bias: torch.Tensor | None = None
-    """fp16 `[n, m]`, added to the scores: 0 for an allowed pair, else -inf. Every query sees at
-    least one key.
+    """fp16 `[n, m]`, added to the scores: 0 for an allowed pair, else -inf. Every query has
+    at least one key.
     """
 
 
@@ -78,22 +78,22 @@ class KernelCall:
         return self.rows.stop - self.rows.start
 
     def allowed(self, device: torch.device) -> Allowed:
-        """Return the mask in the form that kernels on the device take."""
+        """Return the mask in the form that kernels accept, on the device."""
         bias = None if self.bias is None else to_device(self.bias, device)
         return Allowed(self.kind != FULL, bias)
 
     def turned(self, *tensors: torch.Tensor) -> Any:
-        """Return the tensors, reversed along tokens if this call is a window's triangle.
+        """Return the tensors, reversed along tokens if this call is a window triangle.
 
-        A reversed window's triangle is a causal one. The same reversal is applied to the inputs and
-        outputs of a kernel.
+        The reversal turns a window triangle into a causal one. It applies to both the inputs and
+        the outputs of a kernel.
         """
         return tuple(x.flip(0) for x in tensors) if self.kind == WINDOW else tensors
 
 
 @once
 def table_calls(table: TileTable, heads: Heads) -> tuple[KernelCall, ...]:
-    """Return the calls of one pass over `table`; together they compute every allowed pair once."""
+    """Return the calls for one pass over `table`, which compute every allowed pair once."""
     calls: list[KernelCall] = []
     for group in _groups(table.rows, heads):
         calls.extend(_calls(group, heads))
@@ -126,10 +126,9 @@ def _groups(rows: Iterable[TileRow], heads: Heads) -> Iterator[_RowGroup]:
         if group is not None and group.queries.stop == row.q_start:
             all_keys = _union((*group.keys, *keys))
             joined = _block((*group.rows, row), all_keys, heads)
-            # joining saves calls but adds pairs: keys that only some of the rows see
+            # joining saves calls but adds pairs: keys that only some of the rows need
             if joined.cost < group.cost + single.cost:
                 group = joined
-                continue
                 continue
         if group is not None:
             yield group
@@ -161,7 +160,7 @@ def _apart(row: TileRow, heads: Heads) -> int:
 
 
 def _calls(group: _RowGroup, heads: Heads) -> Iterator[KernelCall]:
-    """Yield the kernel calls of a group, in its cheapest form."""
+    """Yield the kernel calls of a group, in the cheapest form."""
     if len(group.rows) > 1 or group.cost != _apart(group.rows[0], heads):
         yield KernelCall(group.queries, group.keys, FULL, _bias(group), True)
         return
@@ -190,7 +189,7 @@ def _triangles(queries: slice, keys: slice, first: bool) -> Iterator[KernelCall]
 def _bias(group: _RowGroup) -> np.ndarray:
     """Return the bias of a masked call, fp16 `[n, m]`.
 
-    Kernels convert an fp16 bias into their dtype faster than a bool mask into a bias.
+    Kernels convert an fp16 bias to their dtype faster than they turn a bool mask into a bias.
     """
     # [slices]: the slices are stored side by side, so key k of a slice is in column k + offset
     starts = np.array([part.start for part in group.keys])
@@ -218,7 +217,7 @@ KeySource = tuple[tuple[slice, ...], int]
 
 
 def key_sources(row: TileRow, width: int) -> list[KeySource]:
-    """Return the keys of each call without a mask; `width` is the number of elements of a key.
+    """Return the keys of each call without a mask; `width` is the number of elements per key.
 
     Small full tiles are copied into a single call, because another call would cost more than the
     copy. Large tiles are used in place.
@@ -454,9 +453,9 @@ def dense_attention(
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Compute the reference: softmax over an explicit bool mask `visible[n, m]`, by autograd.
+    """Return reference attention with an explicit bool mask `visible[n, m]`; differentiable.
 
-    Return `out[n, heads, d]`. Rows that see no key have zero output and zero gradient.
+    The result is `out[n, heads, d]`. Rows without keys have zero output and zero gradient.
     """
     repeat = q.shape[1] // k.shape[1]
     keys = k.repeat_interleave(repeat, 1)  # [m, groups, d] -> [m, heads, d]

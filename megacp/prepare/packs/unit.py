@@ -140,10 +140,10 @@ class UnitBuilder:
         # An unnamed file stores the encoded images until their pack is written, so they do not take
         # up memory.
         with tempfile.TemporaryFile(dir=self.settings.output) as spool:
-            return _UnitRun(self, unit, spool).run()
+            return UnitRun(self, unit, spool).run()
 
 
-class _UnitRun:
+class UnitRun:
     """State of building one unit."""
 
     def __init__(self, builder: UnitBuilder, unit: Unit, spool: IO[bytes]) -> None:
@@ -191,11 +191,8 @@ class _UnitRun:
             owner,
         )
         with shard_writer as writer:
-            for batch in self._batches():
-                parts = [entry.parts for entry in batch]
-                parents = [entry.parents for entry in batch]
-                documents = maker.encode(parts, parents)
-                for entry, document in zip(batch, documents, strict=True):
+            for documents in self.documents():
+                for entry, document in documents:
                     if self._is_kept(entry, document):
                         window.append((entry, document))
                         self._forms.update(entry.forms)
@@ -220,6 +217,14 @@ class _UnitRun:
             written_by=self._written_by,
             forms=dict(self._forms),
         )
+
+    def documents(self) -> Iterator[list[tuple[_Entry, Document]]]:
+        """Yield the documents of the unit in batches, in the order of the input."""
+        for batch in self._batches():
+            parts = [entry.parts for entry in batch]
+            parents = [entry.parents for entry in batch]
+            documents = self._builder.maker.encode(parts, parents)
+            yield list(zip(batch, documents, strict=True))
 
     def _refusal(self, place: _Place, reason: str) -> Refusal:
         """Return a refusal with the record's line in the whole file.

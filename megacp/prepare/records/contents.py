@@ -27,6 +27,7 @@ class _Kind(NamedTuple):
     at: int = 0
 
 
+_WEB_PAGE = "a web page"
 _DATASETS = "python -c \"import datasets; datasets.Dataset.from_file('{path}')"
 _KINDS = (
     _Kind(b"\x1f\x8b", "compressed by gzip", "rename it to {path}.gz", ".gz"),
@@ -40,8 +41,8 @@ _KINDS = (
     _Kind(b"PK\x03\x04", "a zip archive or an Office document", "unzip -l {path} lists its files"),
     _Kind(b"ARROW1", "an Arrow file", _DATASETS + ".to_parquet('{stem}.parquet')\""),
     _Kind(b"version https://git-lfs", "a pointer of Git LFS", "git lfs pull {path}"),
-    _Kind(b"<!DOCTYPE html", "a web page", "download the file itself (on the Hub, /resolve/)"),
-    _Kind(b"<!doctype html", "a web page", "download the file itself (on the Hub, /resolve/)"),
+    _Kind(b"<!DOCTYPE html", _WEB_PAGE, "download the file itself (on the Hub, /resolve/)"),
+    _Kind(b"<!doctype html", _WEB_PAGE, "download the file itself (on the Hub, /resolve/)"),
     _Kind(b"%PDF", "a PDF document", "extract its text: pdftotext {path}"),
     _Kind(b"\x89PNG", "an image", "give records that name the image (docs/data.md)"),
     _Kind(b"\xff\xd8\xff", "an image", "give records that name the image (docs/data.md)"),
@@ -50,11 +51,12 @@ _KINDS = (
     _Kind(b"\x80\x04", "a Python pickle", "write its objects with json.dumps, one per line"),
     _Kind(b"\x80\x05", "a Python pickle", "write its objects with json.dumps, one per line"),
     _Kind(b"SQLite format 3", "a SQLite database", "sqlite3 -json {path} 'select ...' > NEW.json"),
-    _Kind(b"\xff\xfe", "UTF-16 text", "iconv -f UTF-16 -t UTF-8 {path} > NEW.jsonl"),
-    _Kind(b"\xfe\xff", "UTF-16 text", "iconv -f UTF-16 -t UTF-8 {path} > NEW.jsonl"),
+    _Kind(b"\xff\xfe", "UTF-16 text", "iconv -f UTF-16 -t UTF-8 {path} > NEW"),
+    _Kind(b"\xfe\xff", "UTF-16 text", "iconv -f UTF-16 -t UTF-8 {path} > NEW"),
 )
 _BINARY_SUFFIXES = (".gz", ".zst", ".parquet", ".tar")
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson", ".jl")
+_TEXT_SUFFIXES = (".csv", ".tsv", ".txt")
 _JSON_BEGINNINGS = (b"{", b"[", b'"')
 
 
@@ -70,7 +72,8 @@ def content_problem(path: str, formats: str) -> str | None:
     suffix = place.suffix.lower()
     for kind in _KINDS:
         if data[kind.at :].startswith(kind.begins):
-            if kind.suffix == suffix:
+            # a corpus may contain web pages as texts
+            if kind.suffix == suffix or (kind.what == _WEB_PAGE and suffix in _TEXT_SUFFIXES):
                 return None
             what = f"{path} is {kind.what}"
             # a kind that is read only has the wrong name
@@ -89,12 +92,14 @@ def content_problem(path: str, formats: str) -> str | None:
             name = place.with_suffix(".jsonl")
         return f"{path} is not {suffix} but JSON; rename it to {name}"
     # a bad first line of JSONL is a bad record, which --on-error may skip
-    if suffix in (*_BINARY_SUFFIXES, *_JSON_SUFFIXES) or is_json or not text:
+    known = (*_BINARY_SUFFIXES, *_JSON_SUFFIXES, *_TEXT_SUFFIXES)
+    if suffix in known or is_json or not text:
         return None
     return (
         f"{path} does not contain JSON records: it begins with "
-        f"{text[:40].decode(errors='replace')!r}; use {formats}. To make a record of each line: "
-        f"jq -Rc '{{text: .}}' {path} > {place.with_suffix('')}.jsonl"
+        f"{text[:40].decode(errors='replace')!r}; use {formats}. To read it as one text, rename it "
+        f"to {place.with_suffix('.txt')}; to make a record of each line: "
+        f"jq -Rc '{{text: .}}' {path} > {place.with_suffix('.jsonl')}"
     )
 
 

@@ -30,6 +30,7 @@ from megacp.prepare.records.indexed import (
     is_index,
     read_indexed,
 )
+from megacp.prepare.records.plain import read_csv, read_text_file
 from megacp.prepare.records.record import (
     DEFAULT_MAX_RECORD_BYTES,
     Record,
@@ -48,9 +49,11 @@ from megacp.storage.url import Url, is_url
 
 _BLOCK = 1 << 20  # bytes (or characters) per read
 _FORMS = (
-    ".jsonl, .json (lines or one array), each also as .gz or .zst, .parquet, .tar, .idx (Megatron)"
+    ".jsonl, .json (lines or one array), each also as .gz or .zst, .parquet, .tar, .csv, .tsv, "
+    ".txt, .idx (Megatron)"
 )
-_READ_SUFFIXES = (".parquet", ".jsonl", ".json", ".gz", ".zst", ".tar", INDEX_SUFFIX)
+_TEXTS = (".csv", ".tsv", ".txt")
+_READ_SUFFIXES = (".parquet", ".jsonl", ".json", ".gz", ".zst", ".tar", *_TEXTS, INDEX_SUFFIX)
 # commands that error messages suggest; `_CONVERSIONS` fills in {read} and {part}
 _PANDAS = (
     "python -c \"import pandas; pandas.{read}('{path}').to_json('{stem}.jsonl', "
@@ -60,13 +63,10 @@ _DATASETS = (
     "python -c \"import datasets; datasets.{read}('{path}'){part}.to_parquet('{stem}.parquet')\""
 )
 _CONVERSIONS = {
-    ".csv": _PANDAS.replace("{read}", "read_csv"),
-    ".tsv": _PANDAS.replace("{read}", "read_table"),
     ".xlsx": _PANDAS.replace("{read}", "read_excel"),
     ".xls": _PANDAS.replace("{read}", "read_excel"),
     ".arrow": _DATASETS.replace("{read}", "Dataset.from_file").replace("{part}", ""),
     ".feather": _PANDAS.replace("{read}", "read_feather"),
-    ".txt": "jq -Rc '{{text: .}}' {path} > {stem}.jsonl makes a record of each line",
     ".zip": "unzip {path}",
     ".bz2": "bunzip2 -k {path}",
     ".xz": "unxz -k {path}",
@@ -109,6 +109,9 @@ SAMPLED_BYTES = 1 << 16
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
     ".tar": read_tar,
+    ".csv": lambda path, max_record_bytes, media: read_csv(path, max_record_bytes),
+    ".tsv": lambda path, max_record_bytes, media: read_csv(path, max_record_bytes),
+    ".txt": lambda path, max_record_bytes, media: read_text_file(path, max_record_bytes),
 }
 
 

@@ -67,7 +67,7 @@ _TAKEN = (
 
 
 # files whose records are numbered, and the word for such a record
-_NUMBERED = {".parquet": "row", ".idx": "document"}
+_NUMBERED = {".parquet": "row", ".csv": "row", ".tsv": "row", ".idx": "document"}
 
 
 class RecordError(ValueError):
@@ -92,9 +92,9 @@ class Refusal:
     """
 
     def __str__(self) -> str:
-        # the line already is the position in a table
+        # the offset of a row or document is its number
         if (noun := _NUMBERED.get(PurePath(self.file).suffix)) is not None:
-            return f"{self.file}:{self.line}: {self.reason} ({noun} {self.line})"
+            return f"{self.file}:{self.line}: {self.reason} ({noun} {self.offset + 1})"
         number = f"record {self.number}, " if self.number else ""
         return f"{self.file}:{self.line}: {self.reason} ({number}byte offset {self.offset})"
 

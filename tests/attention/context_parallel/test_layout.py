@@ -240,7 +240,7 @@ def test_values_of_one_rank_are_put_into_the_order_of_the_row_and_those_of_a_par
     (whole,) = all_shards(row, "contiguous", 1, 1)
     assert (np.diff(whole.plan.local) < 0).any(), "the plan sorts such a row"
     assert whole.in_row_order(whole.tokens).tolist() == row.tokens.tolist()
-    with pytest.raises(ValueError, match="a rank of 2 has only a part of the row"):
+    with pytest.raises(ValueError, match="needs the whole row on one rank, but 2 cp ranks"):
         all_shards(row, "contiguous", 2, 1)[0].in_row_order(whole.tokens)
 
 
@@ -351,7 +351,7 @@ def test_copies_are_as_few_as_divide_by_the_ranks() -> None:
         key_copies(*sizes) for sizes in ((8, 8, 2), (8, 2, 2), (8, 2, 8), (12, 4, 6), (8, 1, 4))
     ]
     assert found == [1, 1, 4, 3, 4]
-    with pytest.raises(ValueError, match="8 heads over 3 ranks"):
+    with pytest.raises(ValueError, match="8 heads among 3 ranks"):
         key_copies(8, 2, 3)
 
 

@@ -504,7 +504,7 @@ def test_flash_attention_4_is_refused_where_it_is_not_installed_or_too_narrow(
     assert kernel_name("flex_flash", "cuda", "bfloat16") == "flex_flash"
     assert isinstance(select_kernel("flex_flash", torch.device("cuda")), flex.FlexKernel)
     with pytest.raises(
-        ValueError, match="attention kernel flex_flash is for bfloat16, not for float32"
+        ValueError, match="attention kernel flex_flash supports bfloat16, not float32"
     ):
         kernel_name("flex_flash", "cuda", "float32")
 
@@ -591,7 +591,7 @@ def test_auto_means_the_fastest_kernel_that_is_exact_and_others_are_refused() ->
     ):
         select_kernel("fast", CPU)
     with pytest.raises(
-        ValueError, match="attention kernel flex is for float32 or bfloat16, not for float64"
+        ValueError, match="attention kernel flex supports float32 or bfloat16, not float64"
     ):
         kernel_name("flex", "cuda", "float64")
 

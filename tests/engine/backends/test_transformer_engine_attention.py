@@ -304,7 +304,7 @@ def kernel_errors(rank: int, world: int, transports: list[str]) -> float:
         for layout in ("contiguous", "balanced")
     ]
     worst = max(np.max(packed_errors(rank, world, case, "cudnn")) for case in cases)
-    assert set(TOLD) == {"attention: cuDNN for documents with a causal mask"}
+    assert set(TOLD) == {"attention: using cuDNN for documents with a causal mask"}
     return float(worst)
 
 
@@ -389,7 +389,7 @@ def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
     with selecting(), pytest.MonkeyPatch.context() as patch:
         assert not isinstance(fused_calls(plan.table(0), heads, False), str)
         for table, width, words in (
-            (plan.table(0), 136, "heads wider than 128 are wrong, these are 136"),
+            (plan.table(0), 136, "heads wider than 128, and these are 136"),
             (plan.table(0), 60, "heads of 60 and 60"),
             (images.own_table, 8, MORE),
             (tile_table(chunked, chunked, Reach(chunk=3)), 8, MORE),
@@ -412,7 +412,7 @@ def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
         )
     for mine, exact in zip(found, by_autograd(given, allowed(images, images), 0.3), strict=True):
         torch.testing.assert_close(mine, exact, rtol=TOLERANCE, atol=TOLERANCE)
-    assert set(told) == {f"attention: FlexAttention for some rows, because {MORE}"}
+    assert set(told) == {f"attention: using FlexAttention for some rows, because {MORE}"}
 
 
 def test_auto_takes_cudnns_kernel_where_transformer_engine_is_and_tells_once() -> None:
@@ -429,5 +429,5 @@ def test_auto_takes_cudnns_kernel_where_transformer_engine_is_and_tells_once() -
             "flex",
         ]
         outs = [backend.attention(q, k, v, plan, 0.3) for _ in range(2)]
-    assert backend.warnings() == ["attention: cuDNN for documents with a causal mask"]
+    assert backend.warnings() == ["attention: using cuDNN for documents with a causal mask"]
     assert torch.equal(*outs) and not outs[0].isnan().any() and not outs[0][12:].any()

@@ -486,8 +486,8 @@ def test_a_run_continues_the_pairs_of_an_adapter_and_exports_no_others(
     assert train([*start, "--save", str(tmp_path / "run")]) == 0
     told = capsys.readouterr().out
     assert "on attention.q, shared.gate, shared.up, shared.down)" in told
-    assert "no low-rank pairs: linear_attention of layers 0-2 (the adapter names none)" in told
-    assert "experts are not trained: 69.1 k parameters in 6 experts of 4 layers" in told
+    assert "no LoRA adapters on linear_attention of layers 0-2 (the adapter includes none)" in told
+    assert "experts are not trained: 69.1 k parameters (6 experts in each of 4 layers)" in told
     assert "lora_dropout 0.25 is not used; set --lora-dropout" in told
     flags = [
         "--from",

@@ -445,7 +445,7 @@ def test_a_folder_with_a_model_and_an_adapter_is_refused_where_it_is_opened(
             str(tmp_path / "out"),
         ]
         assert convert(flags) == 2 and told in capsys.readouterr().err
-    assert "the model is that of" in started(place, "--load-adapter", str(place)), "both are taken"
+    assert "model flags from" in started(place, "--load-adapter", str(place)), "both are taken"
     with pytest.raises(ValueError, match="this is an adapter: use --load-hf"):
         read_hf(adapter)
 

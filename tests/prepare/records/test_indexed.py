@@ -193,7 +193,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "idx cut": (
         rewrite(".idx", lambda data: data[:-4]),
-        r"x.idx: is not a Megatron index, or is damaged.*copy both again",
+        r"x.idx: is damaged or not a Megatron index.*copy both again",
     ),
     "header cut": (
         rewrite(".idx", lambda data: data[:20]),

@@ -1,0 +1,115 @@
+r"""Fine-tune a model on a file, and write a folder that transformers opens.
+
+    megacp finetune Qwen3-0.6B chats.json --output my-model
+    megacp finetune Qwen/Qwen3-0.6B chats.json more.parquet --output my-model --train-epochs 2
+    megacp finetune Qwen3-0.6B chats.json --output my-model --dry-run
+
+MODEL is a folder or a name on the Hugging Face Hub. DATA are files of records: conversations,
+questions with answers, captioned images, or texts. The command chooses the row length, the batch,
+the learning rate, the parallel layout and, if the memory is too small for full training, LoRA
+adapters. It prints its choices and the three commands that it runs. Each of their flags may follow
+and replaces a choice. The same command again resumes a run that was stopped.
+
+The output folder contains packs/ (the tokenized data), checkpoints/ (of the training) and model/
+(the result, with the tokenizer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacp.engine.config.cli import OneLineParser, path_text
+from megacp.finetuning.steps import Failure
+from megacp.training.monitor.console import warn
+from megacp.training.start.interrupts import INTERRUPTED
+from megacp.training.start.status import REFUSED
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `megacp finetune`."""
+
+    model: str
+    data: tuple[str, ...]
+    output: Path
+    nproc: int | None = None
+    verify: bool = True
+    dry_run: bool = False
+    words: tuple[str, ...] = ()
+    """Flags of the three commands."""
+
+
+def finetune_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own flags."""
+    parser = OneLineParser(
+        prog="megacp finetune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="megacp finetune MODEL DATA [DATA ...] --output FOLDER [OPTIONS]",
+        epilog="All flags of `megacp-preprocess build`, `megacp-train` and `megacp-convert` are "
+        "accepted, too. --export-dtype is the --dtype of the exported weights.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--output", required=True, type=path_text, metavar="FOLDER", help="folder to write")
+    add("--nproc", type=int, metavar="N", help="number of GPUs or CPU ranks (default: all GPUs)")
+    add(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare the exported model with transformers (default: yes)",
+    )
+    add("--dry-run", action="store_true", help="print the choices and the commands, and stop")
+    return parser
+
+
+def parsed(arguments: Sequence[str]) -> Request:
+    """Return the request of a command line. Exit with one message if it is not valid."""
+    parser = finetune_parser()
+    before = 0
+    while before < len(arguments) and not arguments[before].startswith("-"):
+        before += 1
+    places, flags = arguments[:before], arguments[before:]
+    if "-h" in flags or "--help" in flags or "--version" in flags:
+        parser.parse_args(flags)
+    if len(places) < 2:
+        parser.error("give MODEL and at least one file of DATA first, before all flags")
+    own, words = parser.parse_known_args(flags)
+    if own.nproc is not None and own.nproc < 1:
+        parser.error(f"--nproc is {own.nproc}, but must be at least 1")
+    model, *data = places
+    return Request(
+        model,
+        tuple(data),
+        Path(own.output),
+        own.nproc,
+        own.verify,
+        own.dry_run,
+        tuple(words),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 2 if the request is refused."""
+    request = parsed(sys.argv[1:] if argv is None else argv)
+    # Importing torch takes seconds; the checks above do not need it.
+    from megacp.finetuning.run import finetune
+
+    try:
+        return finetune(request)
+    except Failure as failure:
+        return failure.status  # the command has printed its error
+    except (ValueError, OSError) as error:
+        warn(f"error: {error}")
+        return REFUSED
+    except KeyboardInterrupt:
+        warn("interrupted; the same command resumes")
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""Choose, build, train, export and verify: the steps of `megacp finetune`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megacp.engine.config.cli import given_names, parse
+from megacp.engine.config.run import RunConfig, Value, with_values
+from megacp.engine.models.costs import run_parameters, trained_parameters
+from megacp.finetuning import layout, numbers
+from megacp.finetuning.command import Request
+from megacp.finetuning.data import Data, look_at
+from megacp.finetuning.flags import Words, divided, words_of
+from megacp.finetuning.model import model_folder
+from megacp.finetuning.steps import Command, run
+from megacp.huggingface.convert.start import open_start
+from megacp.prepare.packs.settings import VALID_FOLDER
+from megacp.storage.files import write_result
+from megacp.storage.wording import counted, human_count
+from megacp.training.checkpoint.commit import peek
+from megacp.training.loop.finetuning import EPOCHS, default_batch
+from megacp.training.monitor.console import say
+from megacp.training.start.status import STOPPED
+
+PACKS, CHECKPOINTS, MODEL = "packs", "checkpoints", "model"
+# File in the output folder with the model and the data that it was made from.
+RECORD = "finetune.json"
+# Number of checkpoints during a run, and the fewest steps between two of them.
+_SAVES = 5
+_FEWEST_STEPS_BETWEEN_SAVES = 20
+# Validations of a run with --valid-share.
+_VALIDATIONS = 10
+_COLUMNS = 80
+
+
+@dataclass
+class Plan:
+    """All choices of a fine-tuning."""
+
+    folder: Path
+    """Folder of the model."""
+    words: Words
+    """Flags that the user gave, by command."""
+    given: frozenset[str]
+    """Fields of training that these flags set."""
+    config: RunConfig
+    """Configuration of training."""
+    data: Data
+    build: dict[str, object] = field(default_factory=dict)
+    """Chosen fields of the build."""
+    train: dict[str, object] = field(default_factory=dict)
+    """Chosen fields of training."""
+    ranks: int = 1
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    """The screen: a name and a sentence for each choice."""
+
+    def choose(self, values: dict[str, Value]) -> None:
+        """Set fields of training that the user did not set."""
+        free = {name: value for name, value in values.items() if name not in self.given}
+        self.train.update(free)
+        self.config = with_values(self.config, free)
+
+    def show(self, name: str, text: str, *fields: str) -> None:
+        """Add a line to the screen; it says if the user has given one of the fields."""
+        if self.given & set(fields):
+            text += " (given)"
+        self.lines.append((name, text))
+
+
+def finetune(request: Request) -> int:
+    """Fine-tune a model, and return the exit status: 0, or 3 if training stopped early and saved.
+
+    Raise ValueError if the request cannot be run, and Failure if one of the commands fails.
+    """
+    output = request.output
+    exported = _exported(request)
+    plan = planned(request)
+    build, train, export = commands_of(request, plan)
+    for name, text in plan.lines:
+        say(f"{name:<9} {text}")
+    say("\nThe same by hand, in three commands:\n")
+    for command in (build, train, export):
+        say(f"{command.shown(_COLUMNS)}\n")
+    if request.dry_run:
+        return 0
+    _write_record(request, exported)
+    run(build)
+    if run(train) == STOPPED:
+        say("training stopped and saved its state; the same command resumes")
+        return STOPPED
+    found = peek(output / CHECKPOINTS)
+    step = 0 if found is None else found[1].step
+    model = output / MODEL
+    if exported == step and (model / "config.json").is_file():
+        say(f"{model} already has the model of step {step}")
+    else:
+        # A model of an earlier step was written by this command, so it may be replaced.
+        shutil.rmtree(model, ignore_errors=True)
+        run(export)
+        _write_record(request, step)
+    for line in _closing(request, plan):
+        say(line)
+    return 0
+
+
+def commands_of(request: Request, plan: Plan) -> tuple[Command, Command, Command]:
+    """Return the commands that build, train and export."""
+    output = request.output
+    packs = str(output / PACKS)
+    checkpoints = str(output / CHECKPOINTS)
+    folder = str(plan.folder)
+    words = plan.words
+    build = ["build", "--input", *request.data, "--output", packs, "--tokenizer", folder]
+    build += [*words_of(plan.build), *words.build]
+    train = ["--nproc", str(plan.ranks)] if plan.ranks > 1 else []
+    train += ["--load-hf", folder, "--data-path", packs, "--save", checkpoints, "--auto-resume"]
+    train += [*words_of(plan.train), *words.train]
+    export = ["--from", "megacp", "--to", "hf", "--input", checkpoints]
+    export += ["--output", str(output / MODEL), *words.export]
+    if request.verify:
+        export.append("--verify")
+    return (
+        Command("megacp-preprocess", "megacp.prepare.command", tuple(build)),
+        Command("megacp-train", "megacp.train", tuple(train)),
+        Command("megacp-convert", "megacp.huggingface.convert_command", tuple(export)),
+    )
+
+
+# ---- choices
+
+
+def planned(request: Request) -> Plan:
+    """Return all choices for a request. Nothing is written."""
+    folder = model_folder(request.model)
+    words = divided(request.words)
+    given = given_names(words.train)
+    config = parse([*words.train, "--load-hf", str(folder)], "megacp finetune")
+    config, _, _ = open_start(config, given)
+    has_tower = config.vision.vision_num_layers > 0
+    data = look_at(request.data, folder, words.build, has_tower)
+    plan = Plan(folder, words, given, config, data, build=dict(data.build))
+    size = human_count(run_parameters(config))
+    plan.show("model", f"{folder}: {config.model.hf_model_type}, {size} parameters")
+    plan.show("data", data.sentence)
+    _choose_rows(plan)
+    _choose_steps(plan, request)
+    _choose_layout(plan, request)
+    _choose_rate(plan)
+    return plan
+
+
+def _choose_rows(plan: Plan) -> None:
+    """Choose the row length, and what happens to longer documents."""
+    lengths = plan.data.lengths
+    given = None
+    if "seq_length" in plan.given:
+        given = plan.config.data.seq_length
+    positions = plan.config.model.max_position_embeddings
+    rows = numbers.rows(lengths, layout.device_type(), positions, given)
+    if given is None:
+        # Training takes the length of a row from the packs, so only the build needs the flag.
+        plan.build["seq_length"] = rows.tokens
+        plan.config = with_values(plan.config, {"seq_length": rows.tokens})
+    flags = {word.partition("=")[0] for word in plan.words.build}
+    if "--oversize" not in flags and rows.oversize != "error":
+        plan.build["oversize"] = rows.oversize
+    plan.show("rows", f"{rows.tokens:,} tokens: {rows.reason}", "seq_length")
+
+
+def _choose_steps(plan: Plan, request: Request) -> None:
+    """Choose the batch and the number of steps."""
+    lengths = plan.data.lengths
+    row_tokens = plan.config.data.seq_length
+    plan.choose({"global_batch_size": default_batch(lengths.all_tokens, row_tokens)})
+    batch = plan.config.training.global_batch_size
+    documents = max(1, round(lengths.all_documents * batch * row_tokens / lengths.all_tokens))
+    documents = min(documents, lengths.all_documents)
+    text = f"{counted(batch, 'row')} per update, about {counted(documents, 'document')}"
+    plan.show("batch", text, "global_batch_size")
+    # A run has either a number of steps or a number of epochs.
+    steps = plan.config.training.train_iters
+    if "train_iters" in plan.given:
+        plan.lines.append(("steps", f"{counted(steps, 'update')} (given)"))
+    else:
+        plan.choose({"train_epochs": EPOCHS})
+        epochs = float(plan.config.training.train_epochs or 0)
+        packs = max(1, round(lengths.all_tokens / row_tokens))
+        steps = max(1, round(epochs * packs / batch))
+        plan.show("epochs", f"{epochs:g}, about {counted(steps, 'update')}", "train_epochs")
+    if steps >= _SAVES * _FEWEST_STEPS_BETWEEN_SAVES:
+        plan.choose({"save_interval": steps // _SAVES, "keep_last": 1})
+    flags = {word.partition("=")[0] for word in plan.words.build}
+    if "--valid-share" in flags:
+        folder = str(request.output / PACKS / VALID_FOLDER)
+        plan.choose({"valid_data_path": folder})
+        plan.choose({"eval_interval": max(1, steps // _VALIDATIONS)})
+
+
+def _choose_layout(plan: Plan, request: Request) -> None:
+    """Choose the dtype, the parallel layout, and full training or LoRA."""
+    # Processors compute fastest in float32, GPUs in bfloat16.
+    dtypes = {"cpu": "float32", "cuda": "bfloat16"}
+    device_type = layout.device_type()
+    plan.choose({"dtype": dtypes[device_type]})
+    lengths = list(plan.data.lengths.some)
+    row_tokens = plan.config.data.seq_length
+    documents = [min(length, row_tokens) for length in lengths]
+    chosen = layout.choose(plan.config, plan.given, request.nproc, documents)
+    plan.choose(chosen.values)
+    plan.ranks = chosen.ranks
+    plan.lines.append(("layout", f"{chosen.name}; {chosen.memory}"))
+    trained = trained_parameters(plan.config)
+    share = f"{human_count(trained)} of {human_count(run_parameters(plan.config))} parameters"
+    if plan.config.model.lora_rank:
+        why = "" if "lora_rank" in plan.given else ", as full training would not fit in memory"
+        text = f"LoRA adapters of rank {plan.config.model.lora_rank}{why}: {share}"
+    elif plan.config.vision.freeze:
+        text = f"part of the model: {share}"
+    else:
+        text = "the whole model"
+    plan.show("training", text, "lora_rank", "freeze")
+
+
+def _choose_rate(plan: Plan) -> None:
+    """Choose the learning rate and its warm-up."""
+    tokens = plan.data.lengths.all_tokens
+    uses_lora = plan.config.model.lora_rank > 0
+    parameters = run_parameters(plan.config)
+    plan.choose({"lr": numbers.learning_rate(parameters, tokens, uses_lora)})
+    rate = plan.config.training.lr
+    if "lr_warmup_iters" not in plan.given:
+        plan.choose({"lr_warmup_fraction": numbers.WARMUP})
+    # Fine-tuning starts from good weights, so nothing pulls them towards zero.
+    plan.choose({"weight_decay": 0.0})
+    plan.show("lr", f"{rate:g}", "lr")
+
+
+# ---- the output folder
+
+
+def _exported(request: Request) -> int | None:
+    """Return the step that an earlier run has exported to the output folder, or None.
+
+    Raise ValueError if the folder belongs to another model, other data, or another program.
+    """
+    output = request.output
+    if not output.exists() or not any(output.iterdir()):
+        return None
+    try:
+        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"--output {output} is not empty, and was not written by this command: give another "
+            "folder"
+        ) from None
+    for name, value in _identity(request).items():
+        if record.get(name) != value:
+            raise ValueError(
+                f"--output {output} was made with the {name} {record.get(name)}, not {value}: give "
+                "another folder, or delete this one"
+            )
+    return record["exported"]
+
+
+def _identity(request: Request) -> dict[str, Any]:
+    """Return what must be equal to resume in an output folder."""
+    return {"model": request.model, "data": list(request.data)}
+
+
+def _write_record(request: Request, exported: int | None) -> None:
+    """Write the model, the data and the exported step to the output folder."""
+    content = {**_identity(request), "exported": exported}
+    path = request.output / RECORD
+    write_result("--output", path, (json.dumps(content, indent=1) + "\n").encode(), overwrite=True)
+
+
+def _closing(request: Request, plan: Plan) -> list[str]:
+    """Return the last lines: the result, and how to use it."""
+    model = request.output / MODEL
+    checkpoints = request.output / CHECKPOINTS
+    talks = plan.data.lengths.talks > 0
+    ask = "--chat" if talks else '--prompt "..."'
+    verified = ", and transformers computes the same logits" if request.verify else ""
+    return [
+        "",
+        f"done: {model} is a model for transformers{verified}",
+        f"  try it       megacp-generate --checkpoint {checkpoints} {ask}",
+        f"  serve it     vllm serve {model}",
+        f"  publish it   hf upload USER/NAME {model}",
+    ]

@@ -1,0 +1,112 @@
+"""Measure the documents of some input before it is packed, to choose the length of a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+
+from megacp.prepare.packs.settings import BuildSettings, problems
+from megacp.prepare.packs.unit import UnitBuilder, UnitRun
+from megacp.prepare.records.read import plan_units
+from megacp.storage.place import expanded, place_of, size_of
+
+# Documents after which measuring stops. Their chat template takes some ten seconds.
+MOST_DOCUMENTS = 20_000
+# Documents whose lengths are returned one by one.
+_SOME = 1_000
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Number of documents and tokens of some input."""
+
+    documents: int
+    """Documents that were measured."""
+    tokens: int
+    """Tokens of these documents, including the tokens of images and the ends of documents."""
+    longest: int
+    """Tokens of the longest document."""
+    longest_whole: int
+    """Tokens of the longest document that is not a plain text; 0 if there are only texts.
+
+    A conversation would lose its question if it were cut, and images and branches are never cut.
+    """
+    talks: int
+    """Documents with answers: conversations and instructions, but not plain texts."""
+    is_whole: bool
+    """Whether all documents were measured."""
+    some: tuple[int, ...]
+    """Tokens of each of the first documents."""
+    share: float
+    """Estimated share of the measured documents in the whole input, in (0, 1]."""
+
+    @property
+    def all_documents(self) -> int:
+        """Estimated number of documents of the whole input."""
+        return round(self.documents / self.share)
+
+    @property
+    def all_tokens(self) -> int:
+        """Estimated number of tokens of the whole input."""
+        return round(self.tokens / self.share)
+
+
+def measure(settings: BuildSettings, most_documents: int = MOST_DOCUMENTS) -> Lengths:
+    """Return the lengths of the first documents of an input, as a build would make them.
+
+    Nothing is written, and `settings.seq_length` does not matter. Raise ValueError for invalid
+    settings or input, and for a refused record.
+    """
+    paths: list[str] = []
+    for text in settings.input:
+        try:
+            paths += expanded(text)
+        except ValueError as error:
+            raise ValueError(f"--input: {error}") from error
+    settings = dataclasses.replace(settings, input=tuple(paths))
+    wrong = problems(settings)
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    if settings.image_rules is not None:
+        rules = settings.image_rules.with_token_ids(settings.load_tokenizer())
+        settings = dataclasses.replace(settings, image_rules=rules)
+    builder = UnitBuilder(settings)
+    units = plan_units(settings.input, settings.bytes_per_unit)
+    all_bytes = sum(size_of(place_of(path)) for path in paths)
+    read_bytes = 0
+    lengths: list[int] = []
+    longest_whole = 0
+    talks = 0
+    with tempfile.TemporaryFile() as spool:
+        for unit in units:
+            for documents in UnitRun(builder, unit, spool).documents():
+                for entry, document in documents:
+                    tokens = len(document.tokens)
+                    lengths.append(tokens)
+                    if entry.forms:
+                        talks += 1
+                    if entry.forms or document.units or document.branch_starts:
+                        longest_whole = max(longest_whole, tokens)
+                # The images of these documents are no longer needed.
+                spool.truncate(0)
+                if len(lengths) >= most_documents:
+                    break
+            read_bytes += sum(extent.stop - extent.start for extent in unit.extents)
+            if len(lengths) >= most_documents:
+                break
+    if not lengths:
+        raise ValueError(f"--input {', '.join(paths)}: no records")
+    # A unit that was read in part counts as a whole one, so the estimate is rather low.
+    is_whole = len(lengths) < most_documents
+    share = 1.0 if is_whole else read_bytes / all_bytes
+    return Lengths(
+        documents=len(lengths),
+        tokens=sum(lengths),
+        longest=max(lengths),
+        longest_whole=longest_whole,
+        talks=talks,
+        is_whole=is_whole,
+        some=tuple(lengths[:_SOME]),
+        share=share,
+    )

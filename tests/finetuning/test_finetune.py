@@ -1,0 +1,66 @@
+"""`megacp finetune` from a file to a folder that transformers opens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import megacp
+from megacp.finetuning.command import main
+from megacp.huggingface.generate_command import open_session
+from tests.finetuning import folders
+
+transformers = pytest.importorskip("transformers", reason="not installed (extra: test)")
+
+FLAGS = ["--nproc", "2", "--train-iters", "30", "--lr", "0.01"]
+
+
+@pytest.mark.slow
+def test_one_command_trains_exports_and_resumes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = folders.write_model(tmp_path / "tiny")
+    chats = folders.write_messages(tmp_path)
+    output = tmp_path / "out"
+    arguments = [str(model), str(chats), "--output", str(output), *FLAGS]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert not output.exists()
+    assert main(arguments) == 0
+    shown = capfd.readouterr().out
+    # The three commands, the verification, and the next steps.
+    for text in "megacp-preprocess build", "megacp-train --nproc 2", "megacp-convert":
+        assert text in shown
+    assert "verify: random text" in shown and "--chat" in shown
+    # The library answers as our own generation does.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(output / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output / "model")
+    talk = [{"role": "user", "content": folders.PAIRS[7][0]}]
+    given = tokenizer.apply_chat_template(
+        talk, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    made = theirs.generate(**given, max_new_tokens=64, do_sample=False)
+    answer = tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    session = open_session(str(output / "checkpoints"))
+    assert session.ask(folders.PAIRS[7][0]) == answer
+    # The same command has nothing to do; more steps continue, and replace the model.
+    assert main(arguments) == 0
+    assert "already has the model of step 30" in capfd.readouterr().out
+    longer = megacp.finetune(model, chats, output, nproc=2, train_iters=32, lr=0.01, verify=False)
+    assert longer == output / "model"
+    assert "step 32/32" in capfd.readouterr().out
+    assert json.loads((output / "finetune.json").read_text())["exported"] == 32
+
+
+def test_a_step_that_fails_ends_the_command_with_its_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = folders.write_model(tmp_path / "tiny")
+    chats = folders.write_messages(tmp_path)
+    flags = {"nproc": 1, "seq_length": 8, "oversize": "error"}
+    with pytest.raises(ValueError, match="tokens, more than --seq-length 8"):
+        megacp.finetune(model, chats, tmp_path / "out", **flags)
+    other = folders.write_csv(tmp_path)
+    with pytest.raises(ValueError, match="was made with the data"):
+        megacp.finetune(model, other, tmp_path / "out")
