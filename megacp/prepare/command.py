@@ -197,8 +197,8 @@ _RECORDS = (
 )
 _IMAGES = "Records may contain images if any of these flags or --max-crops-per-pack is given."
 _INPUTS = (
-    "input files (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, .tsv or .txt): paths, URLs, or "
-    "patterns with *"
+    "input files (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, .tsv or .txt), or tokenized "
+    "Megatron datasets (.idx): paths, URLs, or patterns with *"
 )
 _TOKENIZERS = (
     "byte | FOLDER of a model | FILE.model (SentencePiece) | tokenizer.json | "

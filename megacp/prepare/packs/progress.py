@@ -109,7 +109,8 @@ class BuildSummary:
         """Printed summary: contents of the dataset, speed and resumed shards."""
         manifest = self.manifest
         shards = counted(len(self.results), "shard")
-        resumed = f"{self.units_resumed} of {shards} were already built"
+        verb = "was" if 1 in (self.units_resumed, len(self.results)) else "were"
+        resumed = f"{self.units_resumed} of {shards} {verb} already built"
         if manifest is None:
             return (
                 f"{counted(self.documents, 'document')} ({resumed}); {self.seconds:.1f} s; "

@@ -68,7 +68,7 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     }
     (tmp_path / "own.jinja").write_text("own")
     assert text(tmp_path, str(tmp_path / "own.jinja")) == "own"
-    with pytest.raises(FileNotFoundError, match="no.jinja"):
+    with pytest.raises(ValueError, match="no.jinja: no such file"):
         text(tmp_path, str(tmp_path / "no.jinja"))
     (tmp_path / "chat_template.jinja").write_text("")
     assert text(tmp_path) == ""
