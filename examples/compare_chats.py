@@ -60,7 +60,7 @@ def draw(
     axes = figure.add_axes((0.035, 0.11, 0.2, 0.7))
     axes.plot(range(1, len(losses) + 1), losses, color="#0072b2")
     axes.set(xlabel="optimizer step", ylim=(0, None))
-    axes.set_title("loss, nats a token", loc="left", fontsize=11)
+    axes.set_title("loss, nats per token", loc="left", fontsize=11)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
