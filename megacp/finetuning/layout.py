@@ -153,12 +153,13 @@ def _divisions(config: RunConfig, given: frozenset[str], ranks: int) -> list[dic
     """Return the ways to divide a batch among CPU ranks, the preferred one first."""
     if {CP, TP, PP} & given:
         return [{}]  # the user has chosen the layout
-    rows = config.training.global_batch_size
+    at_once = config.training.micro_batch_size
+    rows = config.training.global_batch_size // at_once
     shared = ranks // math.gcd(rows, ranks)
     found: list[dict[str, Value]] = [{CP: shared}] if shared > 1 else [{}]
     # Some models cannot share rows. Each rank then takes its own row, and the batch may grow.
     if shared > 1 and "global_batch_size" not in given:
-        found.append({"global_batch_size": -(-rows // ranks) * ranks})
+        found.append({"global_batch_size": math.ceil(rows / ranks) * ranks * at_once})
     return found
 
 

@@ -181,7 +181,9 @@ def _choose_steps(choices: Choices, request: FinetuneRequest) -> None:
     """Choose the batch and the number of steps."""
     lengths = choices.data.lengths
     row_tokens = choices.config.data.seq_length
-    choices.choose({"global_batch_size": default_batch(lengths.all_tokens, row_tokens)})
+    at_once = choices.config.training.micro_batch_size
+    batch = default_batch(lengths.all_tokens, row_tokens, at_once)
+    choices.choose({"global_batch_size": batch})
     batch = choices.config.training.global_batch_size
     # An update sees several documents per row; a small data set may have fewer of them.
     documents = max(1, round(lengths.all_documents * batch * row_tokens / lengths.all_tokens))
@@ -298,10 +300,15 @@ def _closing(request: FinetuneRequest, choices: Choices) -> list[str]:
     talks = choices.data.lengths.talks > 0
     ask = "--chat" if talks else '--prompt "..."'
     verified = ", and transformers computes the same logits" if request.verify else ""
-    return [
+    lines = [
         "",
         f"done: {model} is a model for transformers{verified}",
         f"  try it       megacp-generate --checkpoint {checkpoints} {ask}",
         f"  serve it     vllm serve {model}",
         f"  publish it   hf upload USER/NAME {model}",
     ]
+    if choices.config.model.lora_rank:
+        # The model has the adapters merged into it; peft needs them apart.
+        export = f"megacp-convert --from megacp --to peft --input {checkpoints}"
+        lines.append(f"  adapter      {export} --output {request.output / 'adapter'}")
+    return lines

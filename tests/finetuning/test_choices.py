@@ -235,6 +235,13 @@ def test_cpu_ranks_take_rows_first_and_then_share_them(
     assert layout.choose_layout(config, frozenset(), ranks, [64]).values == expected
 
 
+def test_ranks_take_as_many_rows_at_once_as_the_user_wants() -> None:
+    sizes = [*SIZES, "--micro-batch-size", "2"]
+    for batch, expected in ("4", {}), ("2", {layout.CP: 2}):
+        config = parse([*sizes, "--global-batch-size", batch])
+        assert layout.choose_layout(config, frozenset(), 2, [64]).values == expected
+
+
 def test_a_model_that_cannot_share_rows_gets_a_larger_batch() -> None:
     config = parse([*SIZES, "--global-batch-size", "1", "--seq-length", "3"])
     chosen = layout.choose_layout(config, frozenset(), 2, [3])
