@@ -131,7 +131,7 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": [
-            "megacp = megacp.__main__:main",
+            "megacp = megacp.programs:main",
             *(f"megacp-{name} = {target}" for name, target in COMMANDS.items()),
         ]
     },

@@ -43,7 +43,13 @@ from megacp.dry_run.report import describe
 from megacp.engine.backends.select import backend_problems
 from megacp.engine.checks import require
 from megacp.engine.config.blend import shown_path
-from megacp.engine.config.cli import OneLineParser, given_flags, given_names, parse
+from megacp.engine.config.cli import (
+    OneLineParser,
+    accepted_note,
+    given_flags,
+    given_names,
+    parse,
+)
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.storage.place import place_of
 from megacp.training.checkpoint.outcome import reason_of
@@ -125,7 +131,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     rows_at_once = max(1, ranks // config.model_ranks) * config.training.micro_batch_size
     config, length_note = with_stored_length(config, given, given_flags(arguments), rows_at_once)
     if world.rank == 0:
-        for line in (model_note, weights_note, length_note):
+        for line in (accepted_note(arguments), model_note, weights_note, length_note):
             if line:
                 say(line)
     try:

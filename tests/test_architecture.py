@@ -79,6 +79,7 @@ EXTRAS = {
 }
 MAY_HIDE_IMPORTS = {
     "megacp/public.py": "public names of a package, whose homes are in its own table",
+    "megacp/programs.py": "the program that the user names, whose module is in its own table",
     "megacp/training/monitor/log.py": "wandb or trackio, as the flag names it",
 }
 """Files that import by a name that the contracts in pyproject.toml cannot see, and why."""

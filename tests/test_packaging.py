@@ -282,7 +282,7 @@ def test_images_without_pillow_are_refused_before_the_first_step(
     )
     open_sources(config)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ValueError, match=r"pip install 'megacp\[data\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[data\]'"):
         open_sources(config)
 
 
@@ -295,12 +295,12 @@ def test_a_missing_package_is_one_message_with_its_extra(
         monkeypatch.setitem(sys.modules, name, None)
     assert plot.main(["--log", str(log), "--output", str(tmp_path / "loss.png")]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "matplotlib" in error and "pip install 'megacp[log]'" in error
+    assert error.count("\n") == 1 and "matplotlib" in error and "pip install -e '.[log]'" in error
     with pytest.raises(SystemExit) as stopped:
         convert.main(
             ["--from", "hf", "--to", "megacp", "--input", "a", "--output", "b", "--verify"]
         )
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.count("pip install 'megacp[hf]'") == 3
+    assert error.count("\n") == 1 and error.count("pip install -e '.[hf]'") == 3
     assert "transformers" in error

@@ -29,14 +29,14 @@ LORA_RATE = 2e-4
 """Learning rate of LoRA adapters, for data sets of up to `_SMALL` tokens."""
 LARGE_LORA_RATE = 1e-4
 _SMALL = 10_000_000
-LORA: dict[str, Value] = {"lora_rank": 16, "lora_alpha": 32, "lora_targets": "all"}
+ADAPTERS: dict[str, Value] = {"lora_rank": 16, "lora_alpha": 32, "lora_targets": "all"}
 """Sizes of adapters, where a model does not fit as a whole."""
-# Rows are at most this long, unless a document is longer. GPUs need larger rows to be busy.
+# RowChoice are at most this long, unless a document is longer. GPUs need larger rows to be busy.
 _ROW_TOKENS = {"cpu": 2_048, "cuda": 8_192}
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowChoice:
     """How documents are packed into rows."""
 
     tokens: int
@@ -46,7 +46,7 @@ class Rows:
     reason: str
 
 
-def learning_rate(parameters: int, data_tokens: int, uses_lora: bool) -> float:
+def peak_rate(parameters: int, data_tokens: int, uses_lora: bool) -> float:
     """Return the peak learning rate for a model of `parameters` parameters."""
     if uses_lora:
         return LORA_RATE if data_tokens <= _SMALL else LARGE_LORA_RATE
@@ -55,7 +55,7 @@ def learning_rate(parameters: int, data_tokens: int, uses_lora: bool) -> float:
 
 def rows(
     lengths: Lengths, device_type: str, positions: int | None, given: int | None = None
-) -> Rows:
+) -> RowChoice:
     """Return the row length for documents of these lengths.
 
     `positions` is the maximum length that the model supports, or None if it is unknown; `given` is
@@ -66,7 +66,7 @@ def rows(
     whole = lengths.longest_whole
     if whole == 0:
         # Plain texts can be cut, so their length does not matter.
-        return Rows(usual, "split", "longer texts continue in the next row")
+        return RowChoice(usual, "split", "longer texts continue in the next row")
     needed = given or 2 ** math.ceil(math.log2(whole))
     row_tokens = min(max(usual, needed), positions or math.inf)
     reason = f"the longest document has {whole:,} tokens"
@@ -74,9 +74,9 @@ def rows(
         reason = f"the longest of the first {lengths.documents:,} documents has {whole:,} tokens"
     if whole > row_tokens:
         why = "" if given else f", but the model supports {positions:,}"
-        return Rows(int(row_tokens), "drop", f"{reason}{why}; longer ones are left out")
+        return RowChoice(int(row_tokens), "drop", f"{reason}{why}; longer ones are left out")
     if not lengths.is_whole:
-        return Rows(int(row_tokens), "drop", f"{reason}; longer ones are left out")
+        return RowChoice(int(row_tokens), "drop", f"{reason}; longer ones are left out")
     # A text among conversations may be longer than the row.
     oversize = "split" if lengths.longest > row_tokens else "error"
-    return Rows(int(row_tokens), oversize, reason)
+    return RowChoice(int(row_tokens), oversize, reason)

@@ -32,7 +32,7 @@ from megacp.dry_run.report import table
 from megacp.engine.config.cli import OneLineParser
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.rows.shard import mask_metadata
-from megacp.plan.hardware import GPUS, NETWORKS, hardware_of, nominal_sheet
+from megacp.plan.hardware import GPUS, NETWORKS, hardware_of, sheet_like
 from megacp.plan.search import CP, PP, TP
 from megacp.plan.sheet import Sheet
 from megacp.plan.times import step_time
@@ -220,7 +220,7 @@ def known_before(device: str, like: str) -> Sheet:
     Name, memory and peak come from the device; links and fractions come from the GPU `like`. A CPU
     has no published peak, so its utilisation will be relative to its rate of matrix products.
     """
-    sheet = nominal_sheet()
+    sheet = sheet_like(like)
     dtype = COMPUTED_IN[device]
     # Keep the rates of `like`, except the values that this machine reports.
     own = sheet["gpus"][like]
@@ -269,7 +269,11 @@ def main(argv: Sequence[str]) -> int:
         "--device", default=usual, choices=RUNS, help=f"device to measure (here, default {usual})"
     )
     parser.add_argument(
-        "--like", default="h100", choices=GPUS, help="GPU whose link rates to use (default h100)"
+        "--like",
+        default="h100",
+        type=str.lower,
+        choices=GPUS,
+        help="GPU whose link rates to use (default h100)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(argv)

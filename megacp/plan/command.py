@@ -23,7 +23,13 @@ from pathlib import Path
 
 from megacp.dry_run.packs import sample_packs
 from megacp.engine.config.blend import named_folders
-from megacp.engine.config.cli import OneLineParser, given_names, parse, path_text
+from megacp.engine.config.cli import (
+    OneLineParser,
+    accepted_note,
+    given_names,
+    parse,
+    path_text,
+)
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.hardware import DEFAULT_GPU, GPUS, NETWORKS, Hardware, hardware, hardware_here
@@ -98,7 +104,7 @@ def _device(own: argparse.Namespace, world_size: int, is_dry: bool) -> tuple[Har
     Only the device of this machine (`here`) can be checked. If it is a CPU, all ranks share its
     memory.
     """
-    if own.gpu != HERE:
+    if own.gpu.lower() != HERE:
         return hardware(own.gpu, own.network), no_problems
     from megacp.engine.backends.select import backend_problems
     from megacp.training.start import launch
@@ -127,7 +133,7 @@ def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
     sample = sample_packs(config, own.documents)
     here, problems = _device(own, config.world_size, asked.is_dry)
     # A parallel layout must not change a run's results, so keep the dtype if it is known.
-    keeps_dtype = own.gpu == HERE or asked.has_checkpoint
+    keeps_dtype = own.gpu.lower() == HERE or asked.has_checkpoint
     kept = None
     note = ""
     if asked.has_checkpoint:
@@ -216,6 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return calibrate.main(arguments[1:])
         own, rest = parser.parse_known_args(arguments)
         text, fits = _planned(own, rest)
+        # on standard error, so that the output of --json stays JSON
+        if note := accepted_note(rest):
+            warn(note)
         say(text.removesuffix("\n"))
     except (ValueError, OSError) as error:
         warn(f"error: {error}")

@@ -103,22 +103,52 @@ class Hardware:
 def hardware(gpu: str, network: str) -> Hardware:
     """Return the rates of a GPU, given its name in hardware.yaml or the path of a measured sheet.
 
-    Raise ValueError if `gpu` is neither, or with all problems of the sheet.
+    `H100` and `RTX 4090` are h100 and rtx4090. Raise ValueError if `gpu` is neither, or with all
+    problems of the sheet.
     """
-    nominal = nominal_sheet()
-    if gpu in GPUS:
-        # Keep only this GPU, and state in its source that nothing was measured.
-        own = nominal["gpus"][gpu]
-        told = f"Times from published rates: no machine was measured ({own['source']})"
-        return hardware_of({**nominal, "gpus": {gpu: {**own, "source": told}}}, network)
+    name = "".join(_words(gpu))
+    if name in GPUS:
+        # State in its source that nothing was measured.
+        sheet = sheet_like(name)
+        own = sheet["gpus"][name]
+        own["source"] = f"Times from published rates: no machine was measured ({own['source']})"
+        return hardware_of(sheet, network)
     try:
         return hardware_of(read_sheet(gpu, network), network)
     except OSError as error:
-        known = ", ".join(GPUS)
         raise ValueError(
-            f"--gpu {gpu} is neither one of {known} nor a file written by `calibrate`: "
-            f"{error.strerror}"
+            f"--gpu {gpu} is not a known GPU ({', '.join(GPUS)}), and not a file written by "
+            f"`megacp-plan calibrate`: {error.strerror}"
         ) from None
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a GPU's name in small letters."""
+    return text.lower().replace("-", " ").replace("_", " ").split()
+
+
+def _reported_gpu(device: str) -> str | None:
+    """Return the name in hardware.yaml of a device, given the name that it reports; None if new.
+
+    "NVIDIA H100-SXM5-80GB" has the word h100, and "NVIDIA RTX 6000 Ada Generation" has three words
+    that together spell rtx6000ada.
+    """
+    words = _words(device)
+    spelled = set()
+    for start in range(len(words)):
+        for end in range(start + 1, len(words) + 1):
+            spelled.add("".join(words[start:end]))
+    return next((gpu for gpu in GPUS if gpu in spelled), None)
+
+
+def sheet_like(gpu: str) -> Sheet:
+    """Return the nominal sheet of a single GPU: its own rates, and the rates that all share."""
+    sheet = nominal_sheet()
+    own = sheet["gpus"][gpu]
+    # A card on PCI Express 4 reaches the memory of its host at half the rate.
+    sheet["host"] = own.pop("host", sheet["host"])
+    sheet["gpus"] = {gpu: own}
+    return sheet
 
 
 def hardware_here(device: str, gib: float | None, network: str) -> Hardware:
@@ -127,9 +157,7 @@ def hardware_here(device: str, gib: float | None, network: str) -> Hardware:
     `gib` is its memory in GiB; None uses the memory from hardware.yaml. A device without an entry,
     such as a CPU, is treated as `DEFAULT_GPU`.
     """
-    # "NVIDIA H100-SXM5-80GB" contains the word h100
-    words = device.lower().replace("-", " ").split()
-    known = next((gpu for gpu in GPUS if gpu in words), None)
+    known = _reported_gpu(device)
     row = hardware(known or DEFAULT_GPU, network)
     source = f"{device}: times from the published rates of {known or DEFAULT_GPU}"
     if known is None:

@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megacp.engine.config.other_programs import nearest
 from megacp.engine.config.ranges import Range
-from megacp.engine.config.yaml_file import load_yaml, nearest
+from megacp.engine.config.yaml_file import load_yaml
 from megacp.storage.files import read_regular
 from megacp.storage.wording import listed
 

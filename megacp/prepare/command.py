@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megacp.engine.config.cli import OneLineParser, path_text, path_texts
-from megacp.engine.config.yaml_file import nearest
+from megacp.engine.config.other_programs import nearest
 from megacp.training.monitor.console import ends_with_its_reader, say, warn
 
 if TYPE_CHECKING:
@@ -205,8 +205,8 @@ _IMAGES = (
     "--max-crops-per-pack or any of these flags except --max-image-bytes and --max-video-bytes."
 )
 _INPUTS = (
-    "input files: paths, URLs, or patterns with * (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, "
-    ".tsv or .txt)"
+    "input files (.jsonl, .json, .gz, .zst, .parquet, .tar, .csv, .tsv or .txt) or tokenized "
+    "Megatron datasets (.idx), given as paths, URLs, or patterns with *"
 )
 _TOKENIZERS = (
     "tokenizer: byte, the FOLDER of a model, FILE.model (SentencePiece), tokenizer.json, or "

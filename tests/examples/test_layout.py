@@ -129,7 +129,7 @@ def test_every_launch_script_is_here() -> None:
     assert {EXAMPLES / script for script in SCRIPTS} == training
     for script in SCRIPTS:
         assert (
-            "# With LAYOUT=auto, megacp-plan chooses the layout flags"
+            "# With LAYOUT=auto, megacp-plan chooses the parallel layout flags"
             in (EXAMPLES / script).read_text()
         )
 

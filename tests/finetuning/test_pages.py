@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megacp.engine.config.cli import given_flags, given_names, parse
-from megacp.finetuning.command import parsed
+from megacp.finetuning.command import request_of
 from megacp.finetuning.run import planned
 from megacp.prepare.command import main as preprocess
 from megacp.training.loop.sources import with_stored_length
@@ -70,12 +70,12 @@ def test_a_hundred_chats_make_the_same_updates_on_every_page(
     model: Path, chats: Path, tmp_path: Path
 ) -> None:
     data = packs(model, chats, 2048, tmp_path)
-    plan = planned(parsed([str(model), str(chats), "--output", str(tmp_path / "out")]))
-    assert plan.build["seq_length"] == 2048
+    choices = planned(request_of([str(model), str(chats), "--output", str(tmp_path / "out")]))
+    assert choices.build["seq_length"] == 2048
     of_finetune, note = updates(
         ["--load-hf", str(model), "--data-path", data, "--global-batch-size", "1"], 1
     )
-    assert plan.train["global_batch_size"] == 1 and plan.train["train_epochs"] == 3
+    assert choices.train["global_batch_size"] == 1 and choices.train["train_epochs"] == 3
     assert 40 <= of_finetune <= 60 and "too few" not in note
     commands = train_commands()
     assert {"huggingface.md", "lora.md"} <= {page for page, _ in commands}

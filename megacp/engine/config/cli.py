@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megacp import __version__
+from megacp.engine.config.other_programs import accepted_line, advice, nearest, translate
 from megacp.engine.config.run import RunConfig, fields, with_homes, with_values
-from megacp.engine.config.yaml_file import RETIRED, nearest, values_of_file
+from megacp.engine.config.yaml_file import RETIRED, accepted_of_file, values_of_file
 from megacp.storage.place import at_home
 from megacp.storage.wording import for_terminal
 
@@ -71,9 +72,9 @@ def _path(text: str) -> Path:
 def parse(argv: Sequence[str], prog: str = PROGRAM) -> RunConfig:
     """Parse command-line arguments (without the program name) and return the configuration.
 
-    Raise ValueError for unknown flags, with the nearest name for each, and for a missing or invalid
-    YAML file. For a value of the wrong type, print tyro's message and exit with status 2. For
-    `--help`, print the help and exit with status 0.
+    Raise ValueError for unknown flags, with the right or the nearest name for each, and for a
+    missing or invalid YAML file. For a value of the wrong type, print tyro's message and exit with
+    status 2. For `--help`, print the help and exit with status 0.
     """
     config, last = _before_last_flags(argv, prog)
     if any(argument in HELP for argument in argv):
@@ -117,8 +118,11 @@ def _before_last_flags(argv: Sequence[str], prog: str) -> tuple[RunConfig, list[
 
     The flags do not include `--help`. Raise ValueError for unknown flags and invalid files.
     """
-    arguments = [argument for argument in argv if argument not in HELP]
-    _refuse_unknown_flags(arguments)
+    translated = translate([argument for argument in argv if argument not in HELP])
+    arguments = translated.words
+    reasons = translated.problems + _unknown_flags(arguments)
+    if reasons:
+        raise ValueError("\n".join(reasons))
     # A file name that is not UTF-8 cannot be written to a config or a log, so the first save would
     # fail. Python decodes such bytes to lone surrogates.
     for argument in arguments:
@@ -133,8 +137,8 @@ def _before_last_flags(argv: Sequence[str], prog: str) -> tuple[RunConfig, list[
     return config, last
 
 
-def _refuse_unknown_flags(arguments: Sequence[str]) -> None:
-    """Raise ValueError that lists unknown flags, each with the nearest valid name."""
+def _unknown_flags(arguments: Sequence[str]) -> list[str]:
+    """Return a reason for each unknown flag, with the right or the nearest name."""
     switches = {f"no_{info.name}" for info in fields().values() if info.hint is bool}
     known = {"config", *fields(), *switches}
     # a dict keeps the order of the command line and has each name once
@@ -143,17 +147,16 @@ def _refuse_unknown_flags(arguments: Sequence[str]) -> None:
     }
     fields_of_flags = {name: name[2:].replace("-", "_") for name in names}
     unknown = [(name, field) for name, field in fields_of_flags.items() if field not in known]
-    if not unknown:
-        return
     reasons = []
     for name, field in unknown[:_MOST_UNKNOWN]:
         if field in RETIRED:
             reasons.append(f"{name} no longer exists: {RETIRED[field].instead}")
         else:
-            reasons.append(f"unknown flag {name}{nearest(field[:100], known, as_flag=True)}")
+            hint = advice(name) or nearest(field, known, as_flag=True)
+            reasons.append(f"unknown flag {name}{hint}")
     if len(unknown) > _MOST_UNKNOWN:
         reasons.append(f"and {len(unknown) - _MOST_UNKNOWN} more")
-    raise ValueError("\n".join(reasons))
+    return reasons
 
 
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
@@ -171,7 +174,8 @@ def given_names(argv: Sequence[str]) -> frozenset[str]:
 
     Raise ValueError as `parse` does.
     """
-    return given_flags(argv).union(*(values_of_file(path) for _, path in _segments(argv) if path))
+    files = [path for _, path in _segments(argv) if path]
+    return given_flags(argv).union(*map(values_of_file, files))
 
 
 def given_flags(argv: Sequence[str]) -> frozenset[str]:
@@ -180,7 +184,7 @@ def given_flags(argv: Sequence[str]) -> frozenset[str]:
     Raise ValueError if a `--config` lacks its path.
     """
     given = set[str]()
-    for flags, _ in _segments(argv):
+    for flags, _ in _segments(translate(argv).words):
         for text in flags:
             if not text.startswith("--") or text in HELP:
                 continue
@@ -211,3 +215,19 @@ def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
         parts.append((segment, path))
         segment = []
     return [*parts, (segment, "")]
+
+
+def accepted_note(argv: Sequence[str]) -> str:
+    """Return a line with the flags and keys of other programs that a run accepts; "" if none.
+
+    Raise ValueError as `parse` does.
+    """
+    translated = translate(argv)
+    always = list(translated.always)
+    needless = list(translated.needless)
+    for _, path in _segments(argv):
+        if path:
+            in_file = accepted_of_file(path)
+            always += in_file.always
+            needless += in_file.needless
+    return accepted_line(always, needless)

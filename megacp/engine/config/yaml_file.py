@@ -7,16 +7,21 @@ value and accept 7 as a directory name.
 
 from __future__ import annotations
 
-import difflib
 import re
 import reprlib
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from megacp.engine.config.other_programs import (
+    ACCEPTED,
+    Translated,
+    advice,
+    nearest,
+    our_value,
+)
 from megacp.engine.config.run import (
     FieldInfo,
     RunConfig,
@@ -140,9 +145,30 @@ def values_of_file(path: str) -> dict[str, Value]:
 
     Raise ValueError if the file cannot be read or contains invalid keys or values.
     """
+    return _values(*_content(path))
+
+
+def accepted_of_file(path: str) -> Translated:
+    """Return the keys of a `--config` file that other programs use and a run does not need.
+
+    Raise ValueError if the file cannot be read.
+    """
+    found = Translated()
+    content, _ = _content(path)
+    if not isinstance(content, dict):  # an empty file, or an error that `values_of_file` reports
+        return found
+    given = {_name(key) for key in content}
+    for key, value in content.items():
+        if _name(key) in ACCEPTED and not isinstance(value, dict):
+            found.take(_name(key), flag(_name(key)), value, given)
+    return found
+
+
+def _content(path: str) -> tuple[Any, str]:
+    """Return the content of a `--config` file, and its name in messages."""
     source = f"--config {path}"
     try:
-        return _values(load_yaml(read_regular(at_home(path), LARGEST_CONFIG), source), source)
+        return load_yaml(read_regular(at_home(path), LARGEST_CONFIG), source), source
     except OSError as error:
         raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
 
@@ -157,8 +183,11 @@ def _values(content: Any, source: str) -> dict[str, Value]:
         )
     reasons: list[str] = []
     values: dict[str, Value] = {}
+    # values that follow from accepted keys of other programs
+    implied: dict[str, Value] = {}
+    given = {_name(key) for key in content}
     for key, value in content.items():
-        name = str(key).replace("-", "_")
+        name = _name(key)
         # With this many problems, the file is probably not a config. Only count the remaining
         # ones, because searching for the nearest key takes time.
         if len(reasons) >= _MOST_REASONS:
@@ -173,17 +202,40 @@ def _values(content: Any, source: str) -> dict[str, Value]:
         if name in values:  # spelled once with dashes and once with underscores
             reasons.append(f"{source}: {_repeated(name)}")
             continue
+        # a section with such a name, such as `optimizer`, gets advice for its keys below
+        if name in ACCEPTED and not isinstance(value, dict):
+            accepted = Translated()
+            implied.update(accepted.take(name, name, value, given))
+            reasons += [f"{source}: {problem}" for problem in accepted.problems]
+            continue
         if name not in fields():
-            near = nearest(name[:100], fields())
-            reasons.append(f"{source}: unknown key {_brief.repr(key)}{near}")
+            hint = _inside(name, value) or advice(name[:_SHOWN]) or nearest(name, fields())
+            reasons.append(f"{source}: unknown key {_brief.repr(key)}{hint}")
             continue
         try:
-            values[name] = _convert(value, fields()[name])
+            values[name] = _convert(our_value(name, value), fields()[name])
         except ValueError as error:
             reasons.append(f"{source}: {key}: {error}")
     if reasons:
         raise ValueError(listed(reasons, _MOST_REASONS, "\n"))
-    return values
+    return {**implied, **values}
+
+
+def _name(key: Any) -> str:
+    """Return the spelling of a field for a key of a file, which may have dashes."""
+    return str(key).replace("-", "_")
+
+
+def _inside(section: str, value: Any) -> str:
+    """Return advice for an unknown key whose value is a section of keys; "" for other values."""
+    if not isinstance(value, dict):
+        return ""
+    parts = [": keys have no sections here"]
+    for key in list(value)[:_MOST_REASONS]:
+        hint = advice(f"{section}.{key}"[:_SHOWN])
+        if hint:
+            parts.append(f"{_brief.repr(key)}{hint}")
+    return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -204,36 +256,6 @@ RETIRED = {
     ),
 }
 """Flags of older releases, by name, so that checkpoints and files with them can still be read."""
-
-# Checked before the search for similar names
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "lr_scheduler_type": "lr_decay_style",
-    "max_grad_norm": "clip_grad",
-    "max_steps": "train_iters",
-    "gradient_accumulation_steps": "global_batch_size",
-    "cutoff_len": "seq_length",
-    **dict.fromkeys(("bf16", "fp16"), "dtype bfloat16"),
-    "gradient_checkpointing": "recompute_granularity",
-    **dict.fromkeys(("deepspeed", "fsdp"), "data_parallel_sharding_strategy"),
-    "model_name_or_path": "load_hf",
-    "adapter_name_or_path": "load_adapter",
-    "resume_from_checkpoint": "load",
-    "output_dir": "save",
-}
-"""Flags of TRL, transformers and LLaMA-Factory, and their names here, which difflib cannot find."""
-
-
-def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
-    """Return `, did you mean ...?` with the nearest of `names`; "" if no name is similar."""
-    if name in ELSEWHERE:
-        close = [ELSEWHERE[name]]
-    else:
-        close = difflib.get_close_matches(name, list(names), 1, 0.5)
-    if not close:
-        return ""
-    shown = flag(close[0]) if as_flag else close[0]
-    return f", did you mean {shown}?"
 
 
 def _convert(value: Any, info: FieldInfo) -> Value:

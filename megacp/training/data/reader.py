@@ -300,6 +300,7 @@ class StoredObject(StoredFile):
         self.path = str(url)
         self.size = size
         self._url = url
+        self._sha256 = None
 
     def read(self, offset: int, count: int) -> bytes:
         """Return a range of bytes. Raise ValueError if the object has been removed."""

@@ -197,7 +197,7 @@ class IndexedReader:
 
     After its header, the .idx file contains int32 sequence lengths, int64 byte pointers and int64
     document boundaries, counted in sequences (the first is 0). All are little-endian. In multimodal
-    files, Megatron appends one int8 mode per sequence; the modes are ignored.
+    files, Megatron appends one int8 mode per sequence (`modes`, otherwise empty).
     """
 
     def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
@@ -216,8 +216,9 @@ class IndexedReader:
             self.boundaries = np.frombuffer(index, "<i8", num_boundaries, HEADER.size + 12 * count)
             offsets = pointers(self.lengths, self.dtype.itemsize)
             self._offsets = np.append(offsets, bin_file.size)  # [count + 1]
-            modes = len(index) - HEADER.size - 12 * count - 8 * num_boundaries
-            is_known = (magic, version) == (MAGIC, VERSION) and modes in (0, count)
+            end = HEADER.size + 12 * count + 8 * num_boundaries
+            self.modes = np.frombuffer(index, "i1", offset=end)
+            is_known = (magic, version) == (MAGIC, VERSION) and len(self.modes) in (0, count)
             if not is_known or (self.lengths < 0).any():
                 raise ValueError(f"it begins with {index[:18]!r} and has {len(index)} bytes")
             if not np.array_equal(starts, self._offsets[:-1]):
@@ -235,6 +236,10 @@ class IndexedReader:
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self.lengths)
+
+    def document_starts(self) -> np.ndarray:
+        """Return the byte of the bin at which each document begins, int64 [documents]."""
+        return self._offsets[self.boundaries[:-1]]
 
     def stored(self, start: int, stop: int) -> bytes:
         """Return the bytes of sequences [start, stop)."""

@@ -141,7 +141,7 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     values = next((one for one in rules if one is not None), None)
     if values is not None and importlib.util.find_spec("PIL") is None:
         reasons.append(
-            "--data-path contains images, which need pillow: run pip install 'megacp[data]'"
+            "--data-path contains images, which need pillow: run pip install -e '.[data]'"
         )
     if reasons:
         raise ValueError("\n".join(reasons))

@@ -286,7 +286,7 @@ Sink = JsonlSink | TensorBoardSink | ProjectSink
 
 def _missing(option: str, package: str) -> str:
     """Return the error message for a flag whose package is missing."""
-    how = "install the extra `log` (pip install 'megacp[log]')"
+    how = "install the extra `log` (pip install -e '.[log]')"
     if package == "trackio":  # the extra does not include it
         how = "pip install trackio"
     return f"{option} needs the package {package}: {how} or remove the flag"

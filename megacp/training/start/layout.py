@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.engine.checks import check
+from megacp.engine.config.other_programs import by_flag
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.engine.config.yaml_file import values_of_file
 from megacp.storage.place import Place
@@ -101,7 +102,7 @@ def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list
     kept: list[str] = []
     mixed: dict[str, list[str]] = {}
     replaced: list[str] = []
-    for words in _by_flag(arguments):
+    for words in by_flag(arguments):
         # The value follows `=` in the same word, or it is the last word.
         name, equals, value = words[0].partition("=")
         field = name.removeprefix("--").replace("-", "_")
@@ -118,13 +119,3 @@ def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list
                 mixed[path] = layout
         kept += words
     return kept, mixed, replaced
-
-
-def _by_flag(arguments: Sequence[str]) -> list[list[str]]:
-    """Return the arguments in groups of a flag and its values."""
-    groups: list[list[str]] = []
-    for word in arguments:
-        if word.startswith("--") or not groups:  # words before the first flag form a group too
-            groups.append([])
-        groups[-1].append(word)
-    return groups

@@ -513,7 +513,7 @@ def test_a_run_starts_with_the_pairs_of_an_adapter(
     assert train([*flags, str(tmp_path / "a")]) == 0
     begun, want = weights_of(tmp_path / "a"), weights_of(run)
     assert begun.keys() == want.keys() and all(torch.equal(begun[key], want[key]) for key in want)
-    assert f"--load-adapter {adapter} has --lora-rank 3" in refused(
+    assert f"--load-adapter {adapter} corresponds to --lora-rank 3" in refused(
         [*flags, "x", "--lora-rank", "8"], capsys
     )
     path = adapter / "adapter_config.json"

@@ -542,16 +542,14 @@ def test_a_tower_that_does_not_fit_is_refused(
     folder: Path, tower: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = ["--load-hf", str(folder), "--vision-from-hf"]
-    assert "is a qwen3; use a molmo2" in refused([*start, str(folder)], capsys)
+    assert "is a qwen3 model; use a molmo2 model" in refused([*start, str(folder)], capsys)
     save("qwen3_5 with images", other := tower.parent / "other")
-    assert "is a qwen3_5; use a molmo2" in refused([*start, str(other)], capsys)
+    assert "is a qwen3_5 model; use a molmo2 model" in refused([*start, str(other)], capsys)
     new = ["none", "--vision-num-layers", "2"]
     assert "--vision-family is qwen3_5" in refused(
         [*start, *new, "--vision-family", "qwen3_5"], capsys
     )
-    assert "none creates a new tower; set its --vision-num-layers" in refused(
-        [*start, "none"], capsys
-    )
+    assert "none creates a new tower; set --vision-num-layers" in refused([*start, "none"], capsys)
     assert "has --vision-num-layers 3, but this run has 2" in refused(
         [*start, str(tower), "--vision-num-layers", "2"], capsys
     )

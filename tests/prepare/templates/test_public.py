@@ -284,5 +284,5 @@ def test_the_environment_is_that_of_the_library(folder: Path, tmp_path: Path) ->
         template = load_chat_template(
             str(tmp_path / "t.jinja"), tokenizer_at(folder / "tokenizer.json"), None
         )
-        with pytest.raises(RecordError, match="refuses it: .* is unsafe"):
+        with pytest.raises(RecordError, match="refuses these messages: .* is unsafe"):
             template.render([ASK])

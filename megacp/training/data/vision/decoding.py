@@ -112,7 +112,7 @@ def load_pixels(data: bytes, rules: VisionRules) -> np.ndarray:
         plugin = importlib.import_module(f"PIL.{kind}ImagePlugin")
         exif = importlib.import_module("PIL.ImageOps")
     except ImportError as error:
-        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
+        raise ValueError("images need the package pillow: pip install -e '.[data]'") from error
     name = kind.upper()
     try:
         # a JPEG may contain more pictures after the first one; they are ignored
@@ -166,7 +166,7 @@ def _opened(data: bytes, rules: VisionRules) -> Iterator[tuple[Any, Any]]:
     try:
         import av
     except ImportError as error:
-        raise ValueError("videos need the package av: pip install 'megacp[data]'") from error
+        raise ValueError("videos need the package av: pip install -e '.[data]'") from error
     name = _kind(data, _VIDEO)
     try:
         with av.open(io.BytesIO(data), format=name) as container:

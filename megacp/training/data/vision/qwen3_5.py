@@ -163,6 +163,24 @@ class Qwen35Rules(VisionRules):
         pooling = np.arange(len(patches)).reshape(-1, merge**2)  # windows are consecutive
         return patches.reshape(-1, *self.patch_shape), pooling
 
+    def resized_to(
+        self,
+        size: tuple[int, int],
+        num_frames: int = 0,
+        pixels: tuple[float | None, float | None] = (None, None),
+    ) -> tuple[int, int]:
+        """Return the size of the grid in pixels."""
+        if pixels == (None, None):
+            return self._video_size(num_frames, *size) if num_frames else self._image_size(*size)
+        # the limits of a video are for all frames, and `pixels` for each of them
+        low, high = self.resize_pixels
+        if num_frames:
+            low, high = (limit // num_frames for limit in self.video_resize_pixels)
+        if pixels[1] is not None:
+            high = int(pixels[1])
+        low = min(low, high) if pixels[0] is None else int(pixels[0])
+        return _fitting(*size, 1, self.patch_size * self.merge_size, (low, high))
+
     def _image_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image is resized."""
         return _fitting(width, height, 1, self.patch_size * self.merge_size, self.resize_pixels)
@@ -217,7 +235,7 @@ def _resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
+        raise ValueError("images need the package pillow: pip install -e '.[data]'") from error
     image = Image.fromarray(np.ascontiguousarray(pixels))
     kind = Image.Resampling.BICUBIC
     image = image.resize((width, pixels.shape[0]), kind)

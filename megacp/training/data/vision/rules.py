@@ -134,6 +134,19 @@ class VisionRules(ABC):
         `frames` is uint8 [units, frames_of_unit, h, w, 3].
         """
 
+    def resized_to(
+        self,
+        size: tuple[int, int],
+        num_frames: int = 0,
+        pixels: tuple[float | None, float | None] = (None, None),
+    ) -> tuple[int, int] | None:
+        """Return the width and height to which an image, or each of `num_frames` taken frames, is
+        resized; None if the family cuts crops of a fixed size.
+
+        `pixels` are other limits for the image or frame; None stands for the limit of these rules.
+        """
+        return None
+
     def crop_boxes(
         self, width: int, height: int
     ) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
