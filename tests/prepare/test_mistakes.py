@@ -38,10 +38,10 @@ FILES: dict[str, tuple[bytes, str]] = {
         b"%PDF-1.4",
         "a.pdf is a PDF document, which is not supported; use .jsonl.*pdftotext",
     ),
-    "a.png": (b"\x89PNG\r\n", "a.png is an image, .*records that name the image"),
+    "a.png": (b"\x89PNG\r\n", "a.png is an image, .*records that refer to the image"),
     "a.docx": (b"PK\x03\x04", "a.docx is a zip archive or an Office document.*use .jsonl"),
     "a.pkl": (b"\x80\x04\x95", "a.pkl is a Python pickle.*json.dumps, one per line"),
-    "a.npy": (b"\x93NUMPY\x01", "a.npy is an array of numpy"),
+    "a.npy": (b"\x93NUMPY\x01", "a.npy is a NumPy array"),
     "a.xlsx": (b"PK\x03\x04", r"a.xlsx: this file type is not supported; use .jsonl.*read_excel\("),
     "a.arrow": (
         b"ARROW1\0\0",
@@ -143,7 +143,7 @@ LINES: dict[str, str] = {
     json.dumps({"messages": [{"role": "function", "content": "a"}]}): "--roles tool=function",
     json.dumps({"messages": [{"role": "assistant"}]}): "give it a text, or remove the message",
     json.dumps({"messages": [ASKED, ANSWER], "tools": [{"name": "f"}]}): (
-        "only a chat template can write tools; give --chat-template, or use --ignore-keys tools"
+        "only a chat template can write tools; use --chat-template, or use --ignore-keys tools"
     ),
     json.dumps({"messages": [{"role": "user", "content": [{"image": "a.jpg"}]}, ANSWER]}): (
         'found an object without it; add "type": "image" to the part'
@@ -152,10 +152,10 @@ LINES: dict[str, str] = {
     json.dumps({"text": "a" * 300}): "--seq-length 128: raise this limit, or use --oversize split",
     json.dumps(
         {"messages": [{"role": "user", "content": "a" * 300}, ANSWER]}
-    ): "raise this limit, or use --oversize drop to leave it out .split would separate answers",
+    ): "raise this limit, or use --oversize drop to omit it .split would separate answers",
     json.dumps(
         {"text": "a" * 300, "branches": ["b", "c"]}
-    ): "use --oversize drop .* only cut documents without branches and images",
+    ): "use --oversize drop .* cut only documents without branches and images",
 }
 
 
@@ -178,7 +178,7 @@ def test_another_encoding_is_named_with_the_command_that_converts_it(tmp_path: P
 
 def test_text_key_is_named_if_the_records_have_the_usual_key(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    assert "Leave out --text-key body" in built(tmp_path / "a.jsonl", text_key="body")
+    assert "Remove --text-key body" in built(tmp_path / "a.jsonl", text_key="body")
 
 
 ARRAYS = {

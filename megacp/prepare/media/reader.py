@@ -48,7 +48,7 @@ def _local_path(value: str) -> str:
     path = value.removeprefix("file://")
     if path.startswith("localhost/"):
         path = path.removeprefix("localhost")
-    # Qwen's reader takes the path literally, but other programs write %20 for a blank.
+    # Qwen's reader uses the path literally, but other programs write %20 for a blank.
     return path if os.path.exists(path) else unquote(path)
 
 

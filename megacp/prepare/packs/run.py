@@ -103,7 +103,7 @@ def build(
         for path in filter(is_index, settings.input):
             if count := count_empty(path):
                 what = counted(count, "document")
-                stream.write(f"note: --input {path} has {what} without tokens, left out\n")
+                stream.write(f"note: --input {path} has {what} without tokens (omitted)\n")
         with locked(directory, shared=part is not None):
             return _build(settings, tokenizer, template, stream, part, builds_missing)
     except OSError as error:

@@ -79,7 +79,7 @@ class BuildSettings:
     prefix_tree: bool = False
 
     def __post_init__(self) -> None:
-        """Turn a single text into a tuple, because Python would iterate over its characters."""
+        """Convert single texts to tuples, because Python would iterate over their characters."""
         for name in ("input", "image_urls", "ignore_keys", "context_roles"):
             value: Any = getattr(self, name)
             values = [value] if isinstance(value, str | os.PathLike) else value

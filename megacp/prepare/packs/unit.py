@@ -77,18 +77,18 @@ class UnitResult:
 
 
 def _way_out(entry: _Entry) -> str:
-    """Return advice on --oversize for the document of an entry that is too long."""
+    """Return advice on --oversize for an entry whose document is too long."""
     if entry.items or len(entry.parts) > 1:
         return (
-            "use --oversize drop to leave it out (split and truncate only cut documents without "
+            "use --oversize drop to omit it (split and truncate cut only documents without "
             "branches and images)"
         )
     # a piece of a conversation may begin in the middle of an answer
     if entry.forms:
-        return "use --oversize drop to leave it out (split would separate answers and questions)"
+        return "use --oversize drop to omit it (split would separate answers from their questions)"
     return (
-        "use --oversize split to cut it into several documents (drop leaves it out, truncate keeps "
-        "its beginning)"
+        "use --oversize split to cut it into several documents (drop omits it, truncate keeps its "
+        "beginning)"
     )
 
 

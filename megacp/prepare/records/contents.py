@@ -1,7 +1,7 @@
-"""Recognise input files whose contents differ from their names, and advise how to use them.
+"""Recognise input files whose contents do not match their names, and suggest how to use them.
 
-A compressed or binary file with the name of a JSON file would be refused at its first byte, with a
-message about that byte.
+Otherwise, a compressed or binary file with the name of a JSON file would be refused with an
+unhelpful message about its first byte.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 _READ_BYTES = 512
-"""Bytes of a file that are compared; a tar names its format at byte 257."""
+"""Bytes to compare per file; a tar identifies its format at byte 257."""
 
 
-# Rows of `_KINDS` are compared in their order; no two of them can match one file.
+# The rows of `_KINDS` are compared in order; at most one of them can match a file.
 class _Kind(NamedTuple):
-    """A kind of file, by the bytes at a fixed place."""
+    """A kind of file, recognised from its bytes at a fixed position."""
 
     begins: bytes
     what: str
     advice: str
     """Advice for a file of this kind; {path} is its path, {stem} the path without its suffix."""
     suffix: str = ""
-    """Suffix under which files of this kind are read."""
+    """Suffix of supported files of this kind; "" if the kind is not supported."""
     at: int = 0
 
 
@@ -40,13 +40,13 @@ _KINDS = (
     _Kind(b"7z\xbc\xaf", "a 7z archive", "7z x {path}"),
     _Kind(b"PK\x03\x04", "a zip archive or an Office document", "unzip -l {path} lists its files"),
     _Kind(b"ARROW1", "an Arrow file", _DATASETS + ".to_parquet('{stem}.parquet')\""),
-    _Kind(b"version https://git-lfs", "a pointer of Git LFS", "git lfs pull {path}"),
+    _Kind(b"version https://git-lfs", "a Git LFS pointer", "git lfs pull {path}"),
     _Kind(b"<!DOCTYPE html", _WEB_PAGE, "download the file itself (on the Hub, /resolve/)"),
     _Kind(b"<!doctype html", _WEB_PAGE, "download the file itself (on the Hub, /resolve/)"),
     _Kind(b"%PDF", "a PDF document", "extract its text: pdftotext {path}"),
-    _Kind(b"\x89PNG", "an image", "give records that name the image (docs/data.md)"),
-    _Kind(b"\xff\xd8\xff", "an image", "give records that name the image (docs/data.md)"),
-    _Kind(b"\x93NUMPY", "an array of numpy", "write its texts as JSON lines"),
+    _Kind(b"\x89PNG", "an image", "give records that refer to the image (docs/data.md)"),
+    _Kind(b"\xff\xd8\xff", "an image", "give records that refer to the image (docs/data.md)"),
+    _Kind(b"\x93NUMPY", "a NumPy array", "write its texts as JSON lines"),
     _Kind(b"\x80\x03", "a Python pickle", "write its objects with json.dumps, one per line"),
     _Kind(b"\x80\x04", "a Python pickle", "write its objects with json.dumps, one per line"),
     _Kind(b"\x80\x05", "a Python pickle", "write its objects with json.dumps, one per line"),
@@ -61,12 +61,12 @@ _JSON_BEGINNINGS = (b"{", b"[", b'"')
 
 
 def content_problem(path: str, formats: str) -> str | None:
-    """Return why a local file is not in the format that its name says; None if it may be.
+    """Return why a local file is not in the format of its suffix; None if it may be.
 
-    `formats` lists the formats that are read.
+    `formats` lists the supported formats.
     """
     place = Path(path)
-    # a few bytes tell all kinds apart
+    # a few bytes are enough to distinguish all kinds
     with place.open("rb") as stream:
         data = stream.read(_READ_BYTES)
     suffix = place.suffix.lower()
@@ -76,7 +76,7 @@ def content_problem(path: str, formats: str) -> str | None:
             if kind.suffix == suffix or (kind.what == _WEB_PAGE and suffix in _TEXT_SUFFIXES):
                 return None
             what = f"{path} is {kind.what}"
-            # a kind that is read only has the wrong name
+            # a file of a supported kind only needs another name
             if not kind.suffix:
                 what += f", which is not supported; use {formats}"
             way = kind.advice.format(path=path, stem=place.with_suffix(""))
@@ -86,7 +86,7 @@ def content_problem(path: str, formats: str) -> str | None:
     text = data.removeprefix(b"\xef\xbb\xbf").lstrip()
     is_json = text.startswith(_JSON_BEGINNINGS)
     if suffix in _BINARY_SUFFIXES and is_json:
-        # corpus.jsonl.gz has the right name without its last suffix, but corpus.parquet has none
+        # without its last suffix, corpus.jsonl.gz has the correct name, but corpus.parquet has not
         name = place.with_suffix("")
         if name.suffix not in _JSON_SUFFIXES:
             name = place.with_suffix(".jsonl")
@@ -98,19 +98,19 @@ def content_problem(path: str, formats: str) -> str | None:
     return (
         f"{path} does not contain JSON records: it begins with "
         f"{text[:40].decode(errors='replace')!r}; use {formats}. To read it as one text, rename it "
-        f"to {place.with_suffix('.txt')}; to make a record of each line: "
+        f"to {place.with_suffix('.txt')}; to convert each line to a record: "
         f"jq -Rc '{{text: .}}' {path} > {place.with_suffix('.jsonl')}"
     )
 
 
 def missing_problem(path: str) -> str:
-    """Return the message for a local file that does not exist, with the nearest name there is."""
+    """Return the message for a local file that does not exist; suggest the most similar name."""
     place = Path(path)
-    # flags of other tools separate files by commas
+    # in flags of other tools, commas separate files
     parts = [part.strip() for part in path.split(",")]
     if len(parts) > 1 and all(Path(part).is_file() for part in parts):
-        return f"no such file: {path}; separate files by blanks: --input {' '.join(parts)}"
-    # `absolute` shows from which folder a relative path was given
+        return f"no such file: {path}; separate files with blanks: --input {' '.join(parts)}"
+    # `absolute` shows the folder to which a relative path refers
     if not place.parent.is_dir():
         return f"no such file: {path}; the folder {place.parent.absolute()} does not exist"
     names = [each.name for each in place.parent.iterdir()]

@@ -199,9 +199,9 @@ class DocumentMaker:
         return stretches, None
 
     def _tokenized(self, whole: Tokenized) -> tuple[list[list[Stretch]], str | None]:
-        """Return the tokens of a tokenized document, and a problem with them or None.
+        """Return the tokens of a tokenized document, and a problem or None.
 
-        The first and the last token of a document are added unless it already has them.
+        BOS and end-of-document tokens are added unless the document already has them.
         """
         assert whole.ids is not None, "the reader sets them"
         ids = whole.ids  # [n]
@@ -211,7 +211,7 @@ class DocumentMaker:
             number = int(outside[0])
             return [[]], (
                 f"token {number + 1} of this document has the id {ids[number]}, but the ids of "
-                f"--tokenizer are 0 to {vocab_size - 1}: give the tokenizer with which the dataset "
+                f"--tokenizer are 0 to {vocab_size - 1}: use the tokenizer with which the dataset "
                 "was tokenized"
             )
         stretches = [Stretch(ids, whole.weight)]

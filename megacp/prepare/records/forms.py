@@ -63,9 +63,9 @@ _SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, *LINKS)
 IMAGE_AS_TEXT = "<image>"
 """Value of --ignore-keys that keeps placeholders without an image as text."""
 _TAG = re.compile(r"<img>[^<>\n]+</img>")
-"""An image in a text of Qwen-VL's first version: <img>, its path and </img>."""
+"""An image reference in a text, as in the first version of Qwen-VL: <img>, a path and </img>."""
 TAG_AS_TEXT = "<img>"
-"""Value of --ignore-keys that keeps such an image as text."""
+"""Value of --ignore-keys that keeps such a reference as text."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -191,7 +191,7 @@ def kind_of(part: Any, where: str) -> str:
         return "image"
     if kind not in ("text", *MEDIA_TYPES):
         allowed = f"text (or {', '.join(MEDIA_TYPES)})"
-        # some data sets leave the type out, as the other key says it
+        # some data sets omit the type, because the other key implies it
         hint = ""
         for name in ("text", *MEDIA_TYPES):
             if kind is None and isinstance(part, dict) and part.get(name) is not None:
@@ -234,7 +234,7 @@ def plain_text(value: Any, key: str) -> list[SamplePart]:
     """Return a text as one part with loss weight 1. Raise RecordError if it is empty."""
     if not text_at(value, key):
         raise RecordError(
-            f"`{key}` is empty; remove the record, or use --on-error skip to leave out bad records"
+            f"`{key}` is empty; remove the record, or use --on-error skip to omit bad records"
         )
     return [SamplePart(value, 1.0)]
 
@@ -414,7 +414,9 @@ READ_KEYS = tuple(
 )
 """All keys of a record that are read; --columns can rename these."""
 _SPELLED = [key for key in ("text", *itertools.chain(*FORMS)) if key != "content"]
-"""Keys that a record may have in another spelling; `context` is not a misspelled `content`."""
+"""Keys that may be misspelled in a record; `content` is not included, because `context` is a
+different key.
+"""
 
 
 def said_by(
@@ -493,8 +495,8 @@ def said_by(
             read |= {"tools", "chat_template_kwargs"}
         elif given.get("tools"):
             raise RecordError(
-                "`tools` would be lost, because only a chat template can write tools; give "
-                "--chat-template, or use --ignore-keys tools to leave it out"
+                "`tools` would be lost, because only a chat template can write tools; use "
+                "--chat-template, or use --ignore-keys tools to omit them"
             )
         elif "chat_template_kwargs" in given:
             # variables without a value change nothing, so they are not lost without a template
@@ -567,12 +569,12 @@ def _no_form(
 def _advice_on_names(given: dict[str, Any], rules: RecordRules) -> str:
     """Return advice for a record with almost the right keys; "" if none is known."""
     if "text" in given and rules.text_key != "text":
-        return f"Leave out --text-key {rules.text_key} to read `text`"
+        return f"Remove --text-key {rules.text_key} to read `text`"
     for keys in FORMS:
         there = [key for key in keys if key in given]
         if there and len(keys) > len(there):
             missing = next(key for key in keys if key not in given)
-            return f"`{there[0]}` needs `{missing}` next to it; --columns renames a key"
+            return f"`{there[0]}` needs `{missing}` next to it; use --columns to rename a key"
     # a key that is spelled almost like a known one
     for key in given:
         close = difflib.get_close_matches(key.lower(), _SPELLED, 1, 0.8)
@@ -700,7 +702,7 @@ def _refuse_empty_places(talk: Talk, media_keys: tuple[str, ...], rules: RecordR
 
 
 def _refuse_image_tags(said: Said, given: dict[str, Any], where: str, rules: RecordRules) -> None:
-    """Raise RecordError for a text that names an image as `<img>a.jpg</img>`.
+    """Raise RecordError for a text that refers to an image as `<img>a.jpg</img>`.
 
     `given` is the record, and `where` the path of its first text.
     """
@@ -721,7 +723,7 @@ def _refuse_image_tags(said: Said, given: dict[str, Any], where: str, rules: Rec
             continue
         key = path.partition("[")[0]
         turns = given.get(key)
-        # the command works for messages whose contents are texts
+        # the command works only for messages with texts as contents
         way = ""
         if isinstance(turns, list) and isinstance(turns[0], dict):
             name = "value" if "value" in turns[0] else "content"
@@ -731,8 +733,8 @@ def _refuse_image_tags(said: Said, given: dict[str, Any], where: str, rules: Rec
                 '|= gsub("<img>[^<]+</img>"; "<image>")\' FILE > NEW.jsonl'
             )
         raise RecordError(
-            f"`{path}` names an image as {found[0]!r:.100}, but images must be in `images`, with "
-            f"<image> in the text{way}; or use --ignore-keys '{TAG_AS_TEXT}' to learn it as text"
+            f"`{path}` contains an image as {found[0]!r:.100}, but images must be in `images`, "
+            f"with <image> in the text{way}; or use --ignore-keys '{TAG_AS_TEXT}' to learn it as text"
         )
 
 
@@ -837,7 +839,7 @@ def _with_media(
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in values and all(part.get(key) is None for key in _SOURCES):
-                # keys such as `max_pixels` belong to the image at this place
+                # keys such as `max_pixels` apply to the image at this place
                 asked = {key: part[key] for key in REQUESTS[kind] if part.get(key) is not None}
                 yield filled(kind) | asked
             elif kind == "text" and isinstance(part.get("text"), str):

@@ -2,8 +2,8 @@
 
 Megatron's `tools/preprocess_data.py` writes two files: `x_text_document.bin` with all token ids,
 and `x_text_document.idx` with the lengths of its sequences and the boundaries of its documents
-(`IndexedReader` describes the format). A document is a range of sequences. The .idx represents
-both files as an input, and byte positions count in the .bin.
+(`IndexedReader` describes the format). A document is a range of sequences. As an input, the .idx
+represents both files; byte positions refer to the .bin.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from megacp.training.data.tables import (
 INDEX_SUFFIX = ".idx"
 _DATA_SUFFIX = ".bin"
 _OPEN_DATASETS = 4
-"""Datasets that a process keeps open: reading an index takes longer than reading a unit."""
+"""Number of datasets that a process keeps open: reading an index takes longer than reading a unit.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenIds:
-    """Value of a record that another program has tokenized."""
+    """The value of a record that another program has tokenized."""
 
     ids: np.ndarray
     """int64 [n], n >= 1."""
@@ -50,7 +51,7 @@ class TokenIds:
 
 
 def input_of(path: str) -> str:
-    """Return the .idx for the .bin or the common prefix of a dataset, and other paths unchanged."""
+    """Return the .idx for a dataset's .bin or common prefix; return other paths unchanged."""
     if path.endswith(_DATA_SUFFIX):
         return path.removesuffix(_DATA_SUFFIX) + INDEX_SUFFIX
     if not is_url(path) and not Path(path).exists():
@@ -110,11 +111,11 @@ def _version(path: str) -> tuple[int, int]:
 
 @functools.lru_cache(_OPEN_DATASETS)
 def _opened(path: str, versions: tuple[tuple[int, int], ...]) -> IndexedReader:
-    """Open both files of a dataset, of known `versions`.
+    """Open both files of a dataset; `versions` are their current versions.
 
     Raise ValueError, naming the file, if one of them is damaged or not supported.
     """
-    # the header first: its errors are clearer than an error of a table
+    # check the header first: its errors are clearer than errors in the tables
     sizes = [size for size, _ in versions]
     index, data = map(_stored, (path, data_of(path)), sizes)
     _check_header(index)
@@ -126,13 +127,13 @@ def _opened(path: str, versions: tuple[tuple[int, int], ...]) -> IndexedReader:
             "again"
         ) from error
 
-    # the format also has datasets that are not texts
+    # the format can also store data other than text
     if reader.dtype.kind not in "iu":
         raise ValueError(f"{path}: its values are {reader.dtype.name}, but token ids are integers")
     if reader.modes.any():
         raise ValueError(
-            f"{path}: {np.count_nonzero(reader.modes)} of its sequences are not text (multimodal "
-            "dataset of Megatron); build from the original records instead"
+            f"{path}: {np.count_nonzero(reader.modes)} of its sequences are not text (it is a "
+            "multimodal Megatron dataset); build from the original records instead"
         )
     # documents must cover all sequences, or some tokens would be lost
     bounds = reader.boundaries
@@ -140,10 +141,10 @@ def _opened(path: str, versions: tuple[tuple[int, int], ...]) -> IndexedReader:
     if not is_whole or (np.diff(bounds) < 0).any():
         raise ValueError(
             f"{path}: its {len(bounds)} document boundaries do not divide its {len(reader)} "
-            "sequences: the first must be 0, the last the number of sequences, and none may "
-            "decrease. Write the index again (IndexedDatasetBuilder.end_document ends a document)"
+            "sequences: they must start at 0, end at the number of sequences, and never decrease. "
+            "Write the index again (IndexedDatasetBuilder.end_document ends a document)"
         )
-    # one document of such a file is a whole pack, whose documents must not see each other
+    # a document in such a file is a whole pack, whose documents must not attend to each other
     if not is_url(path) and (Path(path).parent / "packs.npy").exists():
         folder = Path(path).parent.parent
         raise ValueError(
@@ -170,13 +171,13 @@ def _check_header(index: StoredFile) -> None:
     if len(found) < HEADER.size:
         raise ValueError(
             f"{index.path} has {index.size} bytes, but its header has {HEADER.size}: the file is "
-            "truncated, copy it again"
+            "truncated; copy it again"
         )
     _, version, code, _, _ = HEADER.unpack(found)
     if version != VERSION or code not in DTYPE_OF_CODE:
         raise ValueError(
-            f"{index.path} has version {version} and type code {code}; supported are version "
-            f"{VERSION} and the codes {min(DTYPE_OF_CODE)} to {max(DTYPE_OF_CODE)}"
+            f"{index.path} has version {version} and type code {code}, but only version "
+            f"{VERSION} and the codes {min(DTYPE_OF_CODE)} to {max(DTYPE_OF_CODE)} are supported"
         )
 
 
@@ -184,7 +185,7 @@ def _check_header(index: StoredFile) -> None:
 
 
 def count_empty(path: str) -> int:
-    """Return the number of documents without tokens, which a build leaves out."""
+    """Return the number of documents without tokens, which a build omits."""
     reader = _reader_of(path)
     sizes = np.diff(reader.document_starts(), append=reader.bin.size)  # [documents]
     return int((sizes == 0).sum())
@@ -196,7 +197,7 @@ def read_indexed(
     """Yield the documents of a dataset that begin in the bytes [start, stop) of its .bin.
 
     `line` is the 1-based number of the document in the file, `offset` the 0-based number, and
-    `size` the bytes of its tokens. Documents without tokens are left out.
+    `size` the size of its tokens in bytes. Documents without tokens are omitted.
     """
     reader = _reader_of(path)
     starts = reader.document_starts()  # [documents]

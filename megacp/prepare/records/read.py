@@ -199,7 +199,7 @@ def is_plain(path: str) -> bool:
 
 
 def data_size(path: str) -> int:
-    """Return the bytes of an input that units divide: for a Megatron index, those of its .bin."""
+    """Return the size in bytes to divide into units: for a Megatron index, the size of its .bin."""
     return size_of(place_of(data_of(path) if is_index(path) else path))
 
 
@@ -322,8 +322,8 @@ def _folder_problem(path: str) -> str:
 def identity(path: str) -> list[Any]:
     """Return a file's name, its size, and a value that changes with its content.
 
-    The value is the version that the object store reports, or a hash of both ends of the file. A
-    Megatron index is followed by its .bin.
+    The value is the version that the object store reports, or a hash of both ends of the file. For
+    a Megatron index, the same values of its .bin follow.
     """
     if is_index(path):
         return [*_identity(path), *_identity(data_of(path))]
@@ -387,7 +387,7 @@ class LinesBefore:
         self._lines = 0
 
     def __call__(self, extent: Extent) -> int:
-        # the documents of a Megatron index are numbered from its first one
+        # in a Megatron index, documents are numbered from the start of the file
         if is_index(extent.path):
             return 0
         if extent.path != self._path or extent.start < self._offset:

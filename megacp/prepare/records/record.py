@@ -187,7 +187,7 @@ def json_fault(error: ValueError) -> str:
 
 
 def json_hint(text: str, position: int) -> str:
-    """Return advice, after a semicolon, for invalid JSON at a position of a text; "" if unknown."""
+    """Return advice for invalid JSON at a position of a text, with a semicolon; "" if unknown."""
     # a script may print Python objects instead of JSON
     rest = text[position:]
     if rest.startswith(("'", "None", "True", "False")):
@@ -195,7 +195,7 @@ def json_hint(text: str, position: int) -> str:
     before = text[:position].rstrip()
     if before.endswith(",") and rest[:1] in ("}", "]"):
         return f"; remove the comma before {rest[0]}"
-    # JSON lines have neither commas between records nor two records in a line
+    # JSON lines have no commas between records, and only one record per line
     if before.endswith("}") and rest.strip() == ",":
         return "; remove the comma at the end of the line"
     if before.endswith("}") and rest.startswith("{"):
@@ -358,7 +358,7 @@ MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")
 _SIZES = ("min_pixels", "max_pixels", "resized_width", "resized_height")
 REQUESTS = {"image": _SIZES, "video": (*_SIZES, "fps", "nframes")}
-"""Keys of qwen_vl_utils by which a content part asks for a size or for frames."""
+"""Keys from qwen_vl_utils with which a content part requests a size or frames."""
 LINKS = ("url", "image_url")
 """Keys of a content part that give a path, a URL, or the bytes as a data URL."""
 
@@ -487,7 +487,7 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
     if isinstance(value, list) and kind == "video":
         raise RecordError(
             f"`{where}` is a list of frames, but a video must be one file: join the frames, for "
-            "example with ffmpeg, or give each as a part of type image"
+            "example with ffmpeg, or give each frame as a part of type image"
         )
     if not text_at(value, where):
         raise RecordError(f"`{where}` is empty")
@@ -500,9 +500,9 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
 def _requests_of(
     part: dict[str, Any], kind: str, where: str, rules: RecordRules
 ) -> tuple[tuple[str, float], ...]:
-    """Return the size and the frames that a content part asks for, without ignored keys.
+    """Return the size and the frames that a content part requests, without ignored keys.
 
-    Raise RecordError for a value that is not a number above 0, or for only one of two sides.
+    Raise RecordError if a value is not a number above 0, or if only one side length is given.
     """
     found: dict[str, float] = {}
     for name in REQUESTS[kind]:

@@ -117,10 +117,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**IMAGE, "fps": 2}, "`fps` is unknown here and would be lost"),
     (
         {**VIDEO, "fps": 6.0},
-        r"`fps` 6 would take 12 of its 20 frames, but the build takes 4.*set --video-fps 6 for all "
+        r"`fps` 6 would sample 12 of its 20 frames, but the build samples 4.*set --video-fps 6 for all "
         r"records, or remove `fps` \(--ignore-keys fps\)",
     ),
-    ({**VIDEO, "nframes": 8}, "`nframes` 8 would take 8 of its 20 frames.*set --max-frames 8"),
+    ({**VIDEO, "nframes": 8}, "`nframes` 8 would sample 8 of its 20 frames.*set --max-frames 8"),
     ({**VIDEO, "max_pixels": 300}, "`max_pixels` 300 would .*set --video-resize-pixels"),
     ({**VIDEO, "video": ["a.png", "b.png"]}, "is a list of frames.*join the frames"),
 ]
@@ -149,7 +149,7 @@ def test_an_ignored_request_is_left_out(root: Path) -> None:
 
 
 def test_a_family_of_crops_has_no_size_to_request(root: Path) -> None:
-    reason = "`max_pixels` 5000: the rules of molmo2 do not resize to a size; remove `max_pixels`"
+    reason = "`max_pixels` 5000: the rules of molmo2 do not resize images to a given size; remove `max_pixels`"
     with pytest.raises(RecordError, match=reason):
         expand({**IMAGE, "max_pixels": 5000}, root, TINY)
     assert len(units(expand({**VIDEO, "fps": 4}, root, TINY))) == 8
@@ -187,7 +187,7 @@ def test_the_first_form_of_qwen_vl_is_refused_with_a_command_that_works(
             {role: "assistant", key: "No."},
         ]
     }
-    reason = r"`conversations\[0\]` names an image as '<img>a.jpg</img>'"
+    reason = r"`conversations\[0\]` contains an image as '<img>a.jpg</img>'"
     with pytest.raises(RecordError, match=reason) as refused:
         parse_record(record, RecordRules(media=media))
     assert parse_record(record, RecordRules(ignore_keys=("<img>",))).talks

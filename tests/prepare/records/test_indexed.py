@@ -205,7 +205,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "version": (
         rewrite(".idx", lambda data: data[:9] + struct.pack("<Q", 2) + data[17:]),
-        r"x.idx has version 2 and type code 4; supported are version 1",
+        r"x.idx has version 2 and type code 4, but only version 1",
     ),
     "floats": (
         lambda path: write_dataset(path.with_suffix(""), DOCUMENTS, "float32"),
