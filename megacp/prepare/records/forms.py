@@ -734,7 +734,8 @@ def _refuse_image_tags(said: Said, given: dict[str, Any], where: str, rules: Rec
             )
         raise RecordError(
             f"`{path}` contains an image as {found[0]!r:.100}, but images must be in `images`, "
-            f"with <image> in the text{way}; or use --ignore-keys '{TAG_AS_TEXT}' to learn it as text"
+            f"with <image> in the text{way}; or use --ignore-keys '{TAG_AS_TEXT}' to learn it as "
+            "text"
         )
 
 
