@@ -236,7 +236,7 @@ def test_a_model_on_the_hub_is_named_with_the_command_that_downloads_it(tmp_path
 
 def test_a_file_as_output_is_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(ValueError, match="--output .* is a file, but a dataset is a new directory"):
+    with pytest.raises(ValueError, match="--output .* is a file; choose an empty or new directory"):
         builds.run([tmp_path / "a.jsonl"], tmp_path / "a.jsonl")
 
 

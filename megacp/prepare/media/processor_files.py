@@ -469,7 +469,7 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
         if video is None:
             return None
         raise ValueError(
-            f"{folder} has {video[0]} but no {IMAGES}: the library cannot load such a folder"
+            f"{folder} has {video[0]} but no {IMAGES}; add this file, because the library needs it"
         )
     # Check the classes first: the fields of another class would only cause misleading messages.
     wrong_classes = _other_class(image, "image_processor_type", files.images.cls)

@@ -23,7 +23,7 @@ from megacp.storage.url import UnreachableError, Url, is_url
 from megacp.training.data.vision.decoding import load_pixels, video_info, video_pixels
 from megacp.training.data.vision.rules import ImageError, VisionRules
 
-ALLOWED = "allowed are URLs below --image-urls"
+ALLOWED = "use only URLs below --image-urls"
 # Maximum bytes of an item: the index of images.bin stores its size as int32.
 LARGEST_ITEM = (1 << 31) - 1
 # Default maximum bytes of a file, by kind.
@@ -72,7 +72,7 @@ class _Below:
         server = url.scheme, url.host, url.port
         inside = tuple(top.raw_path for top in tops if (top.scheme, top.host, top.port) == server)
         if not url.raw_path.startswith(inside) or _climbs(url.raw_path):
-            raise ValueError(f"leads to {url}, {ALLOWED} or --image-root")
+            raise ValueError(f"leads to {url}; {ALLOWED} or --image-root")
         return await handler(request)
 
 
@@ -204,7 +204,7 @@ class MediaReader:
         limit = self._limits[kind]
         value = _local_path(value)
         is_named = is_url(value)
-        outside = f"is a URL or an absolute path; {ALLOWED} and paths below --image-root"
+        outside = f"is a URL or an absolute path; {ALLOWED} or paths below --image-root"
         # An absolute path may refer to a file below a root directory, but not below a root URL.
         absolute = value.startswith("/")
         at_url = absolute and is_url(self._root)

@@ -97,7 +97,7 @@ def measure(settings: BuildSettings, most_documents: int = MOST_DOCUMENTS) -> Le
             if len(lengths) >= most_documents:
                 break
     if not lengths:
-        raise ValueError(f"--input {', '.join(paths)}: no records")
+        raise ValueError(f"--input {', '.join(paths)} contains no records")
     # A partly read unit counts as completely read, so the estimate tends to be low.
     is_whole = len(lengths) < most_documents
     share = 1.0 if is_whole else read_bytes / all_bytes

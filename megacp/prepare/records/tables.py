@@ -200,7 +200,7 @@ def _tar_record(
             # checked before reading: the headers state the sizes
             if size > limit:
                 raise RecordError(
-                    f"its members have {size} bytes, more than --max-record-bytes {limit}"
+                    f"the record has {size} bytes, more than --max-record-bytes {limit}"
                 )
             content = _content(member, archive)
             if is_text:

@@ -68,7 +68,7 @@ def test_a_name_with_an_escape_is_read_as_it_is(root: Path) -> None:
         ("file://ROOT/none.png", "no such file under --image-root"),
         ("file://ROOT/../secret.png", "contains `..`"),
         ("file://ROOT/%2e%2e/secret.png", "contains `..`"),
-        ("file:///etc/passwd", "is a URL or an absolute path; allowed are"),
+        ("file:///etc/passwd", "is a URL or an absolute path; use only"),
     ],
 )
 def test_a_file_url_stays_inside_the_root(root: Path, url: str, reason: str) -> None:
@@ -207,8 +207,8 @@ def test_the_first_form_of_qwen_vl_is_refused_with_a_command_that_works(
 def test_a_plain_text_about_tags_is_kept_in_a_build_without_images() -> None:
     record = {"text": "XML has <img>a.jpg</img>"}
     assert parse_record(record).prefix[0].text == record["text"]
-    with pytest.raises(RecordError, match="`text` names an image"):
+    with pytest.raises(RecordError, match="`text` contains an image"):
         parse_record(record, RULES)
     pair = {"prompt": "See <img>a.jpg</img>", "completion": "A cat."}
-    with pytest.raises(RecordError, match="`prompt` names an image"):
+    with pytest.raises(RecordError, match="`prompt` contains an image"):
         parse_record(pair)

@@ -239,7 +239,7 @@ def test_a_token_outside_the_vocabulary_names_the_document_and_the_ids(
     path = write_dataset(tmp_path / "x", [[[1] * 10, [2] * 10], [[3], [4, token]]])
     reason = (
         rf"{path}:2: token 3 of this document has the id {token}, but the ids of --tokenizer are 0 "
-        "to 256: give the tokenizer"
+        "to 256: use the tokenizer"
     )
     with pytest.raises(ValueError, match=reason):
         builds.run([path], tmp_path / "d", unit_bytes=50)
