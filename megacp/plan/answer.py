@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -22,7 +23,6 @@ from megacp.engine.models import costs
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.search import (
     BEST,
-    EQUALLY_FAST,
     Candidate,
     fields_chosen,
     fits,
@@ -32,8 +32,13 @@ from megacp.plan.search import (
 )
 from megacp.storage.wording import human_count
 
-# Characters of a full bar.
+# Characters of a full bar, and of a line of text. A terminal has 80 columns unless it is enlarged.
 _BAR = 50
+_LINE = 79
+# A space at which textwrap does not break a line.
+_JOINED = "\u00a0"
+# Layouts count as faster than the first one from this difference.
+_FASTER = 0.0005
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class Answer:
 
     def rows(self) -> list[list[str]]:
         """Return the table of the best layouts, with its header first."""
-        header = "|layout|s/step|tokens/s/GPU|MFU|GiB|fits|lost to|behind 1"
+        header = "|layout|s/step|tokens/s/GPU|MFU|GiB|fits|lost to|compared with 1"
         rows = [header.split("|")]
         for place, one in enumerate(self.best, 1):
             row = [
@@ -202,26 +207,35 @@ class Answer:
 def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
     """Return why a layout is not the first: its memory, or the time that grows most.
 
-    Return "" for the first layout.
+    A layout that is faster than the first one starts with that. Return "" for the first layout.
     """
     if layout is best:
         return ""
-    # Follow the sorting key of `Candidate.order`: verdict, speed, offload, memory.
-    more_memory = layout.gib - best.gib
-    same_verdict = layout.verdict(hardware) == best.verdict(hardware)
-    if layout.gib > hardware.memory or not same_verdict:
-        return f"{more_memory:+.1f} GiB"
-    if layout.time.total <= EQUALLY_FAST * best.time.total:
-        if more_memory > 0:
-            return f"{more_memory:+.1f} GiB"
-        offloaded = layout.config.training.activation_offload
-        if offloaded > best.config.training.activation_offload:
-            return "more on the host"
-    # A slower layout: name the term of its step time that grows most.
-    first = vars(best.time)
-    more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
-    term = max(more, key=lambda name: more[name])
-    return f"{term} {more[term]:+.2g} s"
+    gain = best.time.total / layout.time.total - 1
+    despite = f"{100 * gain:.1f} % faster, but " if gain >= _FASTER else ""
+    more_memory = f"needs {layout.gib - best.gib:.3g} GiB more"
+    share = f"{100 * layout.gib / hardware.memory:.0f} % of the memory"
+    does_fit = layout.gib <= hardware.memory
+    # The first difference between the sorting keys decides.
+    verdict, speed, offloaded, gib = layout.order(hardware)
+    best_verdict, best_speed, best_offloaded, best_gib = best.order(hardware)
+    if verdict != best_verdict:
+        verb = "fills" if does_fit else "needs"
+        return f"{despite}{verb} {share}"
+    if speed > best_speed:
+        # Name the term of its step time that grows most.
+        first = vars(best.time)
+        more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
+        term = max(more, key=lambda name: more[name])
+        return f"slower: {term} {more[term]:+.2g} s"
+    if offloaded > best_offloaded:
+        return f"{despite or 'as fast, but '}offloads more to the host"
+    if gib == best_gib:
+        return "as fast, and needs as much memory" if does_fit else "needs as much memory"
+    # Of layouts that do not fit, only the memory counts.
+    if does_fit:
+        despite = despite or "as fast, but "
+    return despite + more_memory
 
 
 def words(config: RunConfig, world_size: int) -> str:
@@ -271,9 +285,11 @@ def large(parts: Mapping[str, float]) -> dict[str, float]:
 def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
     """Draw a line for each large part; `whole` is the value of a full bar."""
     lines = []
-    for name, value in large(parts).items():
+    shown = large(parts)
+    width = max(map(len, shown))
+    for name, value in shown.items():
         length = min(_BAR, round(_BAR * value / whole))
-        lines.append(f"  {name:<12}{'#' * length:<{_BAR}} {value:.3g} {unit}")
+        lines.append(f"  {name:<{width}} {'#' * length:<{_BAR}} {value:.3g} {unit}")
     return lines
 
 
@@ -384,16 +400,47 @@ def as_json(answer: Answer) -> str:
     return json.dumps(shown, indent=2) + "\n"
 
 
+def _wrapped(start: str, text: str) -> str:
+    """Return `start` and the text in lines of a terminal; further lines are indented as far.
+
+    Paths and flags are not broken.
+    """
+    indent = " " * len(start)
+    lines = textwrap.wrap(
+        text,
+        _LINE,
+        initial_indent=start,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace(_JOINED, " ")
+
+
+def _options(name: str) -> str:
+    """Return a layout's name so that `_wrapped` only breaks it between options."""
+    return name.replace(" ", _JOINED).replace(f",{_JOINED}", ", ")
+
+
 def plan_text(answer: Answer) -> str:
     """Return the plan as a screen of text."""
     first = answer.best[0]
     memory = answer.hardware.memory
     time = first.layout.time
-    lines = [*answer.heading(), "", table(answer.rows(), left=2), ""]
+    lines = [_wrapped("", line) for line in answer.heading()]
+    # Names and reasons are too long for a column of a terminal, so they follow the numbers.
+    numbers = []
+    names = []
+    for place, name, *figures, reason in answer.rows():
+        numbers.append([place, *figures])
+        names.append(_wrapped(f"  {place}  ", _options(name)))
+        if reason:
+            names.append(_wrapped("     ", reason))
+    lines += ["", table(numbers), "", *names[2:], ""]
     # Layouts that fit come first, so if the first one does not fit, none does.
     if first.verdict == "OOM":
         lines.append("None fits: the first needs least. What would do:")
-        lines += [f"  {change}" for change in answer.changes()]
+        lines += [_wrapped("  - ", change) for change in answer.changes()]
         lines.append("")
     lines.append(f"Memory of the fullest rank under 1, in {first.phase}, of {memory:.4g} GiB:")
     lines += [*bar(first.gib, memory, "GiB"), ""]
