@@ -212,30 +212,30 @@ def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
     if layout is best:
         return ""
     gain = best.time.total / layout.time.total - 1
-    despite = f"{100 * gain:.1f} % faster, but " if gain >= _FASTER else ""
-    more_memory = f"needs {layout.gib - best.gib:.3g} GiB more"
-    share = f"{100 * layout.gib / hardware.memory:.0f} % of the memory"
+    despite = ""
+    if gain >= _FASTER:
+        despite = f"{100 * gain:.1f} % faster, but "
     does_fit = layout.gib <= hardware.memory
     # The first difference between the sorting keys decides.
     verdict, speed, offloaded, gib = layout.order(hardware)
     best_verdict, best_speed, best_offloaded, best_gib = best.order(hardware)
     if verdict != best_verdict:
         verb = "fills" if does_fit else "needs"
-        return f"{despite}{verb} {share}"
+        return f"{despite}{verb} {100 * gib / hardware.memory:.0f} % of the memory"
     if speed > best_speed:
         # Name the term of its step time that grows most.
         first = vars(best.time)
         more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
         term = max(more, key=lambda name: more[name])
         return f"slower: {term} {more[term]:+.2g} s"
+    # Both are equally fast, or neither fits: then only the memory counts.
+    if does_fit and not despite:
+        despite = "as fast, but "
     if offloaded > best_offloaded:
-        return f"{despite or 'as fast, but '}offloads more to the host"
-    if gib == best_gib:
-        return "as fast, and needs as much memory" if does_fit else "needs as much memory"
-    # Of layouts that do not fit, only the memory counts.
-    if does_fit:
-        despite = despite or "as fast, but "
-    return despite + more_memory
+        return f"{despite}offloads more to the host"
+    if gib > best_gib:
+        return f"{despite}needs {gib - best_gib:.3g} GiB more"
+    return "needs as much memory"
 
 
 def words(config: RunConfig, world_size: int) -> str:

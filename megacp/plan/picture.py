@@ -41,11 +41,11 @@ _STYLE = """
 body { max-width: 80em; }
 pre { background: var(--panel); padding: .5em; overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9em; }
-th { text-align: right; font-weight: 600; border-bottom: 1px solid var(--line); }
-th, td { padding: .2em .6em; vertical-align: top; white-space: nowrap; }
-td { text-align: right; }
-.name { text-align: left; white-space: normal; min-width: 15em; }
-.name:last-child { min-width: 20em; }
+th, td { padding: .2em .6em; vertical-align: top; white-space: nowrap; text-align: right; }
+th { font-weight: 600; border-bottom: 1px solid var(--line); }
+/* the layout and its comparison are texts, the remaining columns are numbers */
+:is(th, td):is(:nth-child(2), :last-child) { text-align: left; white-space: normal; }
+td:nth-child(2) { min-width: 15em; } td:last-child { min-width: 22em; }
 .key { display: flex; flex-wrap: wrap; gap: .2em 1.2em; }
 .key i { display: inline-block; width: .9em; height: .9em; margin-right: .4em; }
 .layout { display: flex; justify-content: space-between; gap: 1em; }
@@ -172,6 +172,7 @@ def _with_rest(parts: Mapping[str, float]) -> dict[str, float]:
 
 def _colors(bars: Iterable[Mapping[str, float]]) -> dict[str, str]:
     """Choose a colour for each part of the bars; the sum of small parts is the last one."""
+    # a dict is a set that keeps the order
     names = dict.fromkeys(itertools.chain(*bars))
     has_rest = _REST in names
     names.pop(_REST, None)
@@ -183,10 +184,12 @@ def _colors(bars: Iterable[Mapping[str, float]]) -> dict[str, str]:
 
 def _ticks(end: float) -> list[float]:
     """Return round values from 0 for an axis, at most six, and `end` itself as the last one."""
-    # The smallest step of 1, 2 or 5 times a power of ten that needs at most five steps.
+    # A power of ten between a tenth of the ideal step and the ideal step itself.
     power = 10.0 ** math.floor(math.log10(end / 5))
+    # The smallest step of 1, 2 or 5 times a power of ten that needs at most five steps.
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 5 >= end)
     found = [0.0]
+    # Multiples instead of sums, which would collect rounding errors.
     while found[-1] + step <= end * (1 - _ROOM_FOR_LABEL):
         found.append(len(found) * step)
     return [*found, end]
@@ -194,7 +197,9 @@ def _ticks(end: float) -> list[float]:
 
 def _label(value: float, end: float, unit: str) -> str:
     """Return the label of a tick; only the last one of an axis has the unit."""
-    return f"{value:.4g} {unit}" if value == end else f"{value:.4g}"
+    if value < end:
+        return f"{value:.4g}"
+    return f"{value:.4g} {unit}"
 
 
 def _axis(end: float, unit: str) -> str:
@@ -212,6 +217,7 @@ def page(answer: Answer) -> Iterator[str]:
     yield from (f"<p>{escape(line)}</p>" for line in answer.heading())
     yield from _table(answer)
     times, memory = _panels(answer)
+    # Terms of time are not terms of memory, so this chart has its own colours.
     yield from _bars(answer, times, _colors(times.bars))
     config = answer.found[0].config
     stage, _ = fullest_stage(config, answer.world_size)
@@ -228,23 +234,24 @@ def page(answer: Answer) -> Iterator[str]:
 
 def _table(answer: Answer) -> Iterator[str]:
     """Yield the table of the best layouts, which scrolls if it is wider than the page."""
-    yield '<div class="wide" tabindex="0"><table>'
-    for number, row in enumerate(answer.rows()):
-        cell = "td" if number else "th"
-        yield "<tr>"
-        for column, text in enumerate(row):
-            # The layout and the reason are texts, the remaining columns are numbers.
-            is_text = column in (1, len(row) - 1)
-            mark = ' class="name"' if is_text else ""
-            yield f"<{cell}{mark}>{escape(text)}</{cell}>"
-        yield "</tr>"
+    header, *rows = answer.rows()
+    # An element that scrolls needs the focus, so that the arrow keys reach it.
+    yield f'<div class="wide" tabindex="0"><table>{_row("th", header)}'
+    for row in rows:
+        yield _row("td", row)
     yield "</table></div>"
+
+
+def _row(tag: str, texts: Sequence[str]) -> str:
+    """Return a row of a table; `tag` is the element of its cells."""
+    cells = [f"<{tag}>{escape(text)}</{tag}>" for text in texts]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _bars(answer: Answer, panel: _Panel, colors: Mapping[str, str]) -> Iterator[str]:
     """Yield a chart with one bar per layout: its name and value, then its parts."""
-    drawn = set(itertools.chain(*panel.bars))
-    names = [name for name in colors if name in drawn]
+    # `colors` may have names of another chart; the legend has the order of the bars.
+    names = list(_colors(panel.bars))
     yield f"<h2>{panel.title}</h2><p>{panel.scale}</p>{_key(names, colors)}"
     for place, one in enumerate(answer.best, 1):
         parts = panel.bars[place - 1]
@@ -253,6 +260,7 @@ def _bars(answer: Answer, panel: _Panel, colors: Mapping[str, str]) -> Iterator[
         yield f'<div class="layout"><span>{name}</span><b>{total}</b></div><div class="bar">'
         for part, value in parts.items():
             style = f"width:{value / panel.end:.2%};background:{colors[part]}"
+            # The pointer shows the value of each part.
             yield f'<div title="{part} {value:.3g} {panel.unit}" style="{style}"></div>'
         if panel.limit is not None:
             yield f'<div class="limit" style="left:{panel.limit / panel.end:.2%}"></div>'
@@ -276,39 +284,29 @@ def _timeline(
     peak = max(steps, key=lambda moment: moment.total)
     end = max(available, peak.total / 2**30)
     count = len(steps)
-    # A bar's parts are in the order of stacking, from below.
-    names = list(steps[0].parts)
     yield (
         "<p>State is weights, gradients and the optimizer. Activations wait for the backward pass. "
-        f"Temporary memory is only needed during one action.</p>{_key(names, colors)}"
+        f"Temporary memory is only needed during one action.</p>{_key(steps[0].parts, colors)}"
     )
     yield '<div class="plot"><div class="levels">'
     for value in _ticks(end):
         label = _label(value, end, "GiB")
         yield f'<span style="bottom:{value / end:.2%}">{label}</span>'
     yield '</div><div class="area">'
-    yield f'<svg viewBox="0 0 {count} 1" preserveAspectRatio="none" role="img">'
-    # Each polygon includes all parts below it, and lower ones are drawn later.
-    for number, part in reversed(list(enumerate(names))):
-        stacked = names[: number + 1]
-        points = []
-        for at, moment in enumerate(steps):
-            gib = sum(moment.parts[name] for name in stacked) / 2**30
-            height = 1 - gib / end
-            points.append(f"{at},{height:.4f} {at + 1},{height:.4f}")
-        line = " ".join(points)
-        yield f'<polygon fill="{colors[part]}" points="0,1 {line} {count},1"/>'
+    # Without an aspect ratio, an action is 1 wide and a full scale 1 high, whatever the screen.
+    yield f'<svg viewBox="0 0 {count} 1" preserveAspectRatio="none" role="img" '
+    yield f'aria-label="GiB in each of {count} actions">'
+    yield from _areas(steps, end, colors)
     for value in _ticks(end)[1:-1]:
-        height = 1 - value / end
-        yield f'<line x1="0" x2="{count}" y1="{height:.4f}" y2="{height:.4f}"/>'
+        yield _level(value / end, count)
     if end > available:
-        height = 1 - available / end
-        yield f'<line class="over" x1="0" x2="{count}" y1="{height:.4f}" y2="{height:.4f}"/>'
+        yield _level(available / end, count, "over")
     # A triangle marks the fullest moment.
     at = steps.index(peak)
     share = peak.total / 2**30 / end
     place = f"left:{(at + 0.5) / count:.2%};bottom:{share:.2%}"
     yield f'</svg><span class="peak" style="{place}">\u25bc</span></div>'
+    # The axis of actions is in the second column, below the area.
     yield f"<div></div>{_axis(count, '')}"
     yield '<div class="unit">actions in the order of the schedule</div></div>'
     yield (
@@ -318,3 +316,24 @@ def _timeline(
     if end > available:
         yield f" The line is the memory of a GPU, {available:.4g} GiB."
     yield "</p>"
+
+
+def _areas(steps: Sequence[Moment], end: float, colors: Mapping[str, str]) -> Iterator[str]:
+    """Yield a polygon per part of the memory; a height of 1 is `end` GiB."""
+    names = list(steps[0].parts)
+    # Each polygon includes all parts below it, and lower ones are drawn later.
+    for number, part in reversed(list(enumerate(names))):
+        stacked = names[: number + 1]
+        points = []
+        for at, moment in enumerate(steps):
+            gib = sum(moment.parts[name] for name in stacked) / 2**30
+            height = 1 - gib / end
+            points.append(f"{at},{height:.4f} {at + 1},{height:.4f}")
+        line = " ".join(points)
+        yield f'<polygon fill="{colors[part]}" points="0,1 {line} {len(steps)},1"/>'
+
+
+def _level(share: float, count: int, name: str = "") -> str:
+    """Return a horizontal line over `count` actions at a share of the height, of class `name`."""
+    height = f"{1 - share:.4f}"
+    return f'<line class="{name}" x1="0" x2="{count}" y1="{height}" y2="{height}"/>'

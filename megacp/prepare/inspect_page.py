@@ -75,7 +75,11 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
     yield f"<p>{len(pack.segments)} documents, "
     yield f"{len(pack.tokens)} tokens of {manifest.seq_length}, "
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
-    yield '<span class="unit">boxes</span> are images and frames.</p>'
+    yield '<span class="unit">boxes</span> are images and frames.'
+    if pack.branches is not None and len(pack.branches):
+        # otherwise the text above would seem to lack its last token
+        yield " A branch may begin with the last token of the text that it continues."
+    yield "</p>"
     rules = None if manifest.image_rules is None else rules_from_dict(manifest.image_rules)
     for number, (here, branches) in enumerate(pack_documents(pack)):
         row = pack.segments[number]

@@ -244,7 +244,7 @@ def layout_of(seconds: float, share: float, offload: float = 0.0) -> Candidate:
         (layout_of(0.998, 0.6), "0.2 % faster, but needs 7.91 GiB more"),
         (layout_of(1.0, 0.6), "as fast, but needs 7.91 GiB more"),
         (layout_of(1.001, 0.4, 0.5), "as fast, but offloads more to the host"),
-        (layout_of(1.0, 0.5), "as fast, and needs as much memory"),
+        (layout_of(1.0, 0.5), "needs as much memory"),
     ],
 )
 def test_a_layout_says_in_words_why_it_is_not_the_first(layout: Candidate, reason: str) -> None:
